@@ -1,0 +1,83 @@
+"""Step 1: the same block with its matmuls on tensor cores.
+
+FP32 matmuls may round their inputs to TF32, and autocast then runs every matmul in 16 bits, keeping softmax, LayerNorm
+and the residual in FP32. cuBLAS picks the kernels; `--amp-dtype none` turns autocast off and shows TF32 alone.
+
+    python 1_cublas.py
+"""
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from common import BlockConfig, parameters
+from common.config import LAYER_NORM_EPS
+from common.precision import float32_matmul_precision
+from common.run import run
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention, [B, S, E] -> [B, S, E]."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.num_heads, self.dropout = config.num_heads, config.dropout
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, S, E = x.shape
+        qkv = self.qkv(x).view(B, S, 3, self.num_heads, -1)       # [B, S, 3, H, D]
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                      # [B, H, S, D] each
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # [B, H, S, S]
+        future = torch.ones(S, S, dtype=torch.bool, device=x.device).triu(1)
+        weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+        y = F.dropout(weights, self.dropout, self.training) @ v   # [B, H, S, D]
+        return self.proj(y.transpose(1, 2).reshape(B, S, E))
+
+
+class MLP(nn.Module):
+    """Two linear layers with a GELU (tanh approximation) between them, [B, S, E] -> [B, S, E]."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.fc = nn.Linear(config.hidden_size, config.ffn_hidden_size)
+        self.proj = nn.Linear(config.ffn_hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(F.gelu(self.fc(x), approximate="tanh"))  # [B, S, F] between
+
+
+class Block(nn.Module):
+    """One pre-LN transformer block; x and the result are [B, S, E], in the dtype of the parameters."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.config = config
+        self.amp_dtype = config.amp_dtype
+        self.ln_1 = nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPS)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPS)
+        self.mlp = MLP(config)
+
+    @float32_matmul_precision("high")      # TF32, in the backward too
+    def __call__(self, x: Tensor) -> Tensor:
+        mixed = self.amp_dtype is not None and x.dtype == torch.float32
+        with torch.autocast(x.device.type, self.amp_dtype, enabled=mixed):
+            return super().__call__(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+def build(config: BlockConfig, values: dict[str, Tensor], device: torch.device | str) -> Block:
+    """The block on `device`, with a copy of the canonical parameters `values` in the dtype they come in."""
+    with torch.device(device):
+        block = Block(config)
+    return parameters.load(block, values, device)
+
+
+if __name__ == "__main__":
+    run(__file__)

@@ -1,0 +1,84 @@
+"""Step 2: the same block with fused attention.
+
+One kernel walks the keys in tiles, keeps a running softmax on chip and never writes an S x S tensor: attention's
+memory grows with S instead of S squared, and the backward recomputes what the forward did not keep.
+
+    python 2_sdpa.py
+"""
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from common import BlockConfig, parameters
+from common.config import LAYER_NORM_EPS
+from common.precision import float32_matmul_precision
+from common.run import run
+
+# The first that supports the GPU, dtype and shape runs: cuDNN, FlashAttention, memory-efficient, by hand in C++.
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention, [B, S, E] -> [B, S, E]."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.num_heads, self.dropout = config.num_heads, config.dropout
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, S, E = x.shape
+        qkv = self.qkv(x).view(B, S, 3, self.num_heads, -1)       # [B, S, 3, H, D]
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                      # [B, H, S, D] each
+        dropout = self.dropout if self.training else 0.0
+        with sdpa_kernel(BACKENDS, set_priority=True):
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(B, S, E))
+
+
+class MLP(nn.Module):
+    """Two linear layers with a GELU (tanh approximation) between them, [B, S, E] -> [B, S, E]."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.fc = nn.Linear(config.hidden_size, config.ffn_hidden_size)
+        self.proj = nn.Linear(config.ffn_hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(F.gelu(self.fc(x), approximate="tanh"))  # [B, S, F] between
+
+
+class Block(nn.Module):
+    """One pre-LN transformer block; x and the result are [B, S, E], in the dtype of the parameters."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.config = config
+        self.amp_dtype = config.amp_dtype
+        self.ln_1 = nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPS)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPS)
+        self.mlp = MLP(config)
+
+    @float32_matmul_precision("high")      # TF32, in the backward too
+    def __call__(self, x: Tensor) -> Tensor:
+        mixed = self.amp_dtype is not None and x.dtype == torch.float32
+        with torch.autocast(x.device.type, self.amp_dtype, enabled=mixed):
+            return super().__call__(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+def build(config: BlockConfig, values: dict[str, Tensor], device: torch.device | str) -> Block:
+    """The block on `device`, with a copy of the canonical parameters `values` in the dtype they come in."""
+    with torch.device(device):
+        block = Block(config)
+    return parameters.load(block, values, device)
+
+
+if __name__ == "__main__":
+    run(__file__)

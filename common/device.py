@@ -1,0 +1,148 @@
+"""Which machine this is: properties, clocks, throttling, other processes; what is missing on it."""
+import contextlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+# Transformer Engine's pages call these "clocks event reasons"; an idle GPU and one told to be slow are not throttled.
+_THROTTLE = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal",
+             0x80: "power brake"}
+
+
+def facts(device: torch.device) -> dict:
+    """What does not change during a run: the machine and the software on it. Missing facts are None."""
+    found = {
+        "device": "cpu", "name": _cpu_name(), "cpu_threads": torch.get_num_threads(),
+        "torch": torch.__version__, "cuda": None, "cudnn": None, "driver": None,
+        "triton": _version("triton"), "transformer_engine": _version("transformer_engine"),
+        "python": platform.python_version(), "git": _git_commit(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "device": "cuda", "name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count, "memory_gib": properties.total_memory / 2**30,
+            "l2_mib": properties.L2_cache_size / 2**20, "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+        with _nvml(device) as (nvml, handle):
+            if nvml:
+                found["driver"] = nvml.nvmlSystemGetDriverVersion()
+    return found
+
+
+def state(device: torch.device) -> dict:
+    """What does change: the host's load; on a GPU its clocks (MHz), power (W), temperature (C) and throttle reasons."""
+    found: dict = {"load_average": os.getloadavg()[0]}
+    with _nvml(device) as (nvml, handle):
+        if nvml:
+            reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+            found |= {
+                "sm_mhz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+                "sm_mhz_max": nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+                "memory_mhz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+                "power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+                "power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
+                "temperature_c": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+                "throttled": [name for bit, name in _THROTTLE.items() if reasons & bit],
+            }
+    return found
+
+
+def neighbours(device: torch.device) -> list[str]:
+    """The other processes that compute on this GPU, as "name (pid n)": whatever they do is in our timings."""
+    with _nvml(device) as (nvml, handle):
+        if not nvml:
+            return []
+        others = [p.pid for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid != os.getpid()]
+        return [f"{_process_name(pid)} (pid {pid})" for pid in others]
+
+
+@contextlib.contextmanager
+def _nvml(device: torch.device):
+    """(pynvml, handle of `device`), or (None, None) where there is no GPU or its driver will not say."""
+    if device.type != "cuda":
+        yield None, None
+        return
+    try:
+        import pynvml
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    except Exception:        # no library, no permission, a partitioned GPU: clocks are then simply not reported
+        yield None, None
+        return
+    try:
+        yield pynvml, handle
+    except pynvml.NVMLError:
+        pass
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def compiler_missing(device: torch.device) -> str | None:
+    """Why torch.compile can't generate code for `device`, or None. Both backends need a compiler on the host.
+
+    Inductor compiles C++ for a CPU; Triton compiles a small C launcher for each GPU kernel.
+    """
+    if device.type == "cuda":
+        found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+        return None if found else "no C compiler found: install gcc, or name one in the variable CC"
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
+    if any(shutil.which(name) for name in names):
+        return None
+    return f"no C++ compiler found ({', '.join(names)}): install g++, or name one in the variable CXX"
+
+
+def memory_total(device: torch.device) -> int:
+    """Bytes of memory of the GPU, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_peak(device: torch.device) -> int:
+    """Bytes at the peak: of tensors on the GPU since the last reset, or of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "another container's process"
+
+
+def _git_commit() -> str | None:
+    """The commit these files are at, with "+" where they have been changed since."""
+    root = Path(__file__).resolve().parents[1]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        def git(*arguments):
+            return subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True, check=True,
+                                  timeout=10).stdout.strip()
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    return None

@@ -1,0 +1,151 @@
+"""Which kernels ran, and whether they prove the mechanism that a step claims.
+
+A kernel's name is the one witness that cannot be talked into anything: a fallback to FP32, to unfused attention or to
+uncompiled code gives the right numbers, and shows here.
+"""
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")      # the profiler's own chatter; read when it first starts
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# First match decides. GPU names as seen on Hopper with CUDA 13 (nvjet: cuBLAS's own; q and r are E4M3 and E5M2, h is
+# FP16, t is BF16); the xmma, cutlass and s16816-style names are older GPUs' and libraries'. Names on a CPU are operators.
+KINDS = {
+    "FP8 matmul": r"nvjet_\w*?_q[qr]|gemm.*(e4m3|e5m2)|(e4m3|e5m2).*gemm",
+    "16-bit matmul": r"nvjet_\w*?_(h[hs]h|t[st]t|hsh|tst|hss|tss)_|(h|s)(16816|1688|884)gemm|bf16.*gemm|gemm.*(bf16|f16f16)",
+    "TF32 matmul": r"gemm.*tf32|tf32.*gemm|s1688",
+    "FP32 matmul": r"ffma|simt_sgemm|[^a-z]sgemm|gemmSN|gemv|gemm.*f32f32_f32f32",
+    "FP64 matmul": r"dgemm|d884|gemm.*f64",
+    "cuDNN attention": r"cudnn_generated.*sdpa|cudnn.*(flash|mha|fmha)",
+    "FlashAttention": r"flash_(fwd|bwd)|flash::|_scaled_dot_product_flash_attention",
+    "memory-efficient attention": r"fmha_cutlass|mem_eff|_efficient_attention",
+    "fused attention in FP8": r"sdpa.*(e4m3|e5m2|fp8)",
+    "softmax": r"softmax",
+    "mask": r"masked_fill",
+    "LayerNorm to FP8": r"ln_fwd.*fp8_e4m3",
+    "GELU to FP8": r"gelu.*fp8_e4m3",
+    "compiled": r"^triton_|CompiledFxGraph",
+    "matmul": r"gemm|nvjet|cutlass.*Kernel|^aten::(mm|addmm|bmm|baddbmm)$|mkldnn.*(matmul|linear)",
+}
+FUSED_ATTENTION = ("cuDNN attention", "FlashAttention", "memory-efficient attention", "fused attention in FP8")
+_PATTERNS = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in KINDS.items()}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one iteration launched. `kernels`: name -> how often, on a CPU the operators that were called."""
+    kernels: Counter
+    kinds: Counter
+    verdict: str                  # "proven", "unproven" or "refuted"
+    because: str
+
+    @property
+    def launches(self) -> int:
+        return sum(self.kernels.values())
+
+    @property
+    def attention(self) -> str:
+        return next((kind for kind in FUSED_ATTENTION if self.kinds[kind]), "by hand")
+
+
+def observe(iteration: Callable, device: torch.device, trace: str | None = None) -> Counter:
+    """Run one iteration under the profiler: kernel name -> launches (operators on a CPU).
+
+    `trace` names a file for the timeline, in the Chrome format that Perfetto reads.
+    """
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CUDA] if on_gpu and not trace else list(_activities(on_gpu))
+    iteration()
+    with profile(activities=activities) as profiler:
+        iteration()
+        if on_gpu:
+            torch.cuda.synchronize()
+    if trace:
+        profiler.export_chrome_trace(trace)
+    if on_gpu:
+        return Counter(e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+    return Counter(e.name for e in profiler.events() if e.name.startswith(("aten::", "## Call CompiledFxGraph")))
+
+
+def _activities(on_gpu: bool):
+    yield ProfilerActivity.CPU
+    if on_gpu:
+        yield ProfilerActivity.CUDA
+
+
+def kind_of(name: str) -> str | None:
+    """What a kernel is, by its name; None where the name says nothing that a claim rests on."""
+    return next((kind for kind, pattern in _PATTERNS.items() if pattern.search(name)), None)
+
+
+def judge(kernels: Counter, step: int, matmul: str, device: torch.device, uncompiled_launches: int | None = None,
+          emulated: bool = False) -> Evidence:
+    """Whether what ran proves what step `step` claims.
+
+    `matmul` is the dtype the step multiplies in (roofline.Arithmetic.matmul); `uncompiled_launches` is what the same
+    block launches under torch.compiler.set_stance("force_eager"). A forbidden kernel refutes; a required one that is
+    not seen leaves the claim unproven, since another GPU's libraries may use names not known here.
+    """
+    kinds = Counter()
+    for name, count in kernels.items():
+        if kind := kind_of(name):
+            kinds[kind] += count
+    if device.type != "cuda":
+        return _judge_cpu(kernels, kinds, step, emulated)
+    needed, forbidden = _claims(step, matmul)
+    if emulated:
+        needed, forbidden = [], []
+    ran = [kind for kind in forbidden if kinds[kind]]
+    if ran:
+        names = sorted(name for name in kernels if kind_of(name) in ran)
+        return Evidence(kernels, kinds, "refuted", f"{', '.join(ran)} ran: " + ", ".join(n[:60] for n in names[:3]))
+    if step == 3 and uncompiled_launches is not None and sum(kernels.values()) >= uncompiled_launches:
+        return Evidence(kernels, kinds, "refuted",
+                        f"{sum(kernels.values())} launches, {uncompiled_launches} without the compiler")
+    missing = [" or ".join(kinds_) for kinds_ in needed if not any(kinds[kind] for kind in kinds_)]
+    if missing or emulated:
+        return Evidence(kernels, kinds, "unproven", "emulated" if emulated else f"not seen: {', '.join(missing)}")
+    seen = [next(kind for kind in kinds_ if kinds[kind]) for kinds_ in needed]
+    return Evidence(kernels, kinds, "proven", ", ".join(f"{kinds[kind]} {kind}" for kind in seen))
+
+
+def _claims(step: int, matmul: str) -> tuple[list[tuple[str, ...]], list[str]]:
+    """(kinds that must be seen, one of each tuple; kinds that must not) on a GPU."""
+    name = {"float32": "FP32 matmul", "tf32": "TF32 matmul", "float16": "16-bit matmul", "bfloat16": "16-bit matmul",
+            "float8": "FP8 matmul", "float64": "FP64 matmul"}[matmul]
+    needed = [(name,)]
+    tensor_cores = ["FP8 matmul", "16-bit matmul", "TF32 matmul"]
+    if matmul in ("float32", "float64"):
+        forbidden = tensor_cores
+    else:
+        forbidden = ["FP32 matmul"] + [kind for kind in tensor_cores if kind != name]
+    if step < 2:
+        needed += [("softmax",), ("mask",)]
+        forbidden = forbidden + list(FUSED_ATTENTION)
+    elif matmul != "float64":
+        needed.append(FUSED_ATTENTION)
+        forbidden = forbidden + ["softmax", "mask"]
+    if step == 3:
+        needed.append(("compiled",))
+    if step == 4 and matmul == "float8":
+        needed += [("LayerNorm to FP8",), ("GELU to FP8",)]
+    return needed, forbidden
+
+
+def _judge_cpu(kernels: Counter, kinds: Counter, step: int, emulated: bool) -> Evidence:
+    if emulated:
+        return Evidence(kernels, kinds, "unproven", "emulated")
+    if step in (2, 3) and not any(kinds[kind] for kind in FUSED_ATTENTION):
+        return Evidence(kernels, kinds, "unproven", "no fused attention operator seen")
+    if step == 3 and not kinds["compiled"]:
+        return Evidence(kernels, kinds, "unproven", "no compiled graph seen")
+    if step < 2 and not kinds["softmax"]:
+        return Evidence(kernels, kinds, "unproven", "no softmax operator seen")
+    seen = [kind for kind in (*FUSED_ATTENTION, "softmax", "compiled") if kinds[kind]]
+    return Evidence(kernels, kinds, "proven", ", ".join(f"{kinds[kind]} {kind}" for kind in seen))

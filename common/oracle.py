@@ -1,0 +1,85 @@
+"""The block as plain mathematics in FP64, and how far a result is from it."""
+import math
+
+import torch
+from torch import Tensor
+
+from . import parameters
+from .config import LAYER_NORM_EPS, BlockConfig
+
+# Relative L2 error against FP64 that a step may have, by what it multiplies in: (branch, input and parameter gradients).
+# Branch gates are the suite's contract. A gradient passes through more roundings than the branch: the worst parameter's
+# error was 1.3 to 2.3 times the branch's over all steps and presets measured, so its gate is three times the branch's.
+GATES = {"float64": (1e-9, 3e-9), "float32": (3e-6, 9e-6), "tf32": (1e-3, 3e-3), "float16": (1e-3, 3e-3),
+         "bfloat16": (8e-3, 2.4e-2), "float8": (6e-2, 1.8e-1)}
+
+
+def block(x: Tensor, p: dict[str, Tensor], config: BlockConfig) -> Tensor:
+    """What every step computes, from x [B, S, E] and the canonical parameters, in the dtype these have."""
+    B, S, E = x.shape
+    H, D = config.num_heads, config.head_dim
+
+    def layer_norm(t, name):
+        centred = t - t.mean(-1, keepdim=True)
+        variance = centred.square().mean(-1, keepdim=True)
+        return centred / (variance + LAYER_NORM_EPS).sqrt() * p[f"{name}.weight"] + p[f"{name}.bias"]
+
+    def linear(t, name):
+        return t @ p[f"{name}.weight"].T + p[f"{name}.bias"]
+
+    def heads(t):
+        return t.reshape(B, S, H, D).transpose(1, 2)                               # [B, H, S, D]
+
+    q, k, v = (heads(t) for t in linear(layer_norm(x, "ln_1"), "attn.qkv").chunk(3, dim=-1))
+    scores = (q @ k.mT) / math.sqrt(D)                                             # [B, H, S, S]
+    scores = scores + torch.full((S, S), -math.inf, dtype=x.dtype, device=x.device).triu(1)
+    exps = (scores - scores.amax(-1, keepdim=True)).exp()
+    attention = (exps / exps.sum(-1, keepdim=True)) @ v                            # [B, H, S, D]
+    x = x + linear(attention.transpose(1, 2).reshape(B, S, E), "attn.proj")
+    h = linear(layer_norm(x, "ln_2"), "mlp.fc")                                    # [B, S, F]
+    gelu = 0.5 * h * (1 + (math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)).tanh())
+    return x + linear(gelu, "mlp.proj")
+
+
+def reference(x: Tensor, values: dict[str, Tensor], config: BlockConfig, dy: Tensor) -> dict[str, Tensor]:
+    """Output, branch (y - x), input gradient and every parameter gradient in FP64.
+
+    x, dy: [B, S, E] in any floating dtype; the result's keys are "output", "branch", "input gradient" and
+    "gradient of <canonical name>".
+    """
+    x = x.detach().to(torch.float64, copy=True).requires_grad_()
+    p = {n: v.detach().to(device=x.device, dtype=torch.float64, copy=True).requires_grad_() for n, v in values.items()}
+    y = block(x, p, config)
+    y.backward(dy.double())
+    results = {"output": y.detach(), "branch": (y - x).detach(), "input gradient": x.grad}
+    return results | {f"gradient of {name}": parameter.grad for name, parameter in p.items()}
+
+
+def relative_error(value: Tensor | None, truth: Tensor) -> float:
+    """|value - truth| / |truth| in the L2 norm; infinite where value is missing or holds a NaN or an infinity."""
+    if value is None or not value.isfinite().all():
+        return math.inf
+    return ((value.double() - truth).norm() / truth.norm().clamp_min(torch.finfo(torch.float64).tiny)).item()
+
+
+def errors(block: torch.nn.Module, x: Tensor, values: dict[str, Tensor], sequence: int = -1,
+           seed: int = 2) -> dict[str, float]:
+    """Relative L2 error of every tensor of `reference`, on one sequence of the batch x [B, S, E].
+
+    The block runs the whole batch, forward and backward; the cotangent is N(0, 1) on that sequence and zero elsewhere,
+    so that the parameters' gradients are that sequence's alone and FP64 need not hold the batch.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    dy = torch.zeros_like(x)
+    dy[sequence] = torch.randn(x.shape[1:], generator=generator).to(x)
+    block.zero_grad(set_to_none=True)
+    x = x.detach().clone().requires_grad_()
+    y = block(x)
+    y.backward(dy)
+    one = slice(sequence, sequence + 1 or None)
+    got = {"output": y.detach()[one], "branch": (y.detach()[one].double() - x.detach()[one].double()),
+           "input gradient": None if x.grad is None else x.grad[one]}
+    got |= {f"gradient of {name}": gradient for name, gradient in parameters.gradients(block).items()}
+    truth = reference(x.detach()[one], values, block.config, dy[one])
+    block.zero_grad(set_to_none=True)
+    return {name: relative_error(got[name], truth[name]) for name in truth}

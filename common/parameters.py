@@ -1,0 +1,95 @@
+"""The canonical parameters: their names, seeded values, how a block adopts them and gives its gradients back."""
+import torch
+from torch import Tensor, nn
+
+from .config import BlockConfig
+
+
+def shapes(config: BlockConfig) -> dict[str, tuple[int, ...]]:
+    """Canonical name -> shape, in the order of the forward pass (E = hidden_size, F = ffn_hidden_size)."""
+    E, F = config.hidden_size, config.ffn_hidden_size
+    return {
+        "ln_1.weight": (E,), "ln_1.bias": (E,),
+        "attn.qkv.weight": (3 * E, E), "attn.qkv.bias": (3 * E,),       # rows ordered [Q | K | V]
+        "attn.proj.weight": (E, E), "attn.proj.bias": (E,),
+        "ln_2.weight": (E,), "ln_2.bias": (E,),
+        "mlp.fc.weight": (F, E), "mlp.fc.bias": (F,),
+        "mlp.proj.weight": (E, F), "mlp.proj.bias": (E,),
+    }
+
+
+def seeded(config: BlockConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Canonical name -> FP32 CPU tensor, the same on every machine for the same seed.
+
+    Every parameter is random, gains and biases too: at the default initialisation (gain 1, bias 0) a dropped bias
+    or a missing LayerNorm changes nothing and no check could see it. Matrices have std 1 / sqrt(fan-in).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    values = {}
+    for name, shape in shapes(config).items():
+        value = torch.randn(shape, generator=generator)
+        if len(shape) == 2:
+            value *= shape[1] ** -0.5
+        else:
+            value *= 0.2
+            if name.startswith("ln_") and name.endswith("weight"):
+                value += 1.0
+        values[name] = value
+    return values
+
+
+def named(block: nn.Module) -> dict[str, nn.Parameter]:
+    """Canonical name -> the block's own parameter. A block with other names says so in `parameter_names`."""
+    own = dict(block.named_parameters())
+    translate = getattr(block, "parameter_names", {})
+    return {name: own[translate.get(name, name)] for name in shapes(block.config)}
+
+
+def load(block: nn.Module, values: dict[str, Tensor], device: torch.device | str) -> nn.Module:
+    """Give `block` a copy of `values` (canonical name -> tensor) on `device`, in the dtype they come in.
+
+    Raises ValueError when a name is missing, unknown or of another shape, or the dtypes differ.
+    """
+    expected = shapes(block.config)
+    if values.keys() != expected.keys():
+        raise ValueError(f"parameters do not match: {sorted(values.keys() ^ expected.keys())} missing or unknown")
+    wrong = [f"{n} is {tuple(values[n].shape)}, not {s}" for n, s in expected.items() if tuple(values[n].shape) != s]
+    if wrong:
+        raise ValueError("parameters do not match the config: " + "; ".join(wrong))
+    dtypes = {value.dtype for value in values.values()}
+    if len(dtypes) > 1:
+        raise ValueError(f"parameters must share one dtype, not {sorted(map(str, dtypes))}")
+    block.to(device=device, dtype=dtypes.pop())
+    with torch.no_grad():
+        for name, parameter in named(block).items():
+            parameter.copy_(values[name])
+    return block
+
+
+def gradients(block: nn.Module) -> dict[str, Tensor | None]:
+    """Canonical name -> gradient after a backward (None where there was none), in every step."""
+    return {name: parameter.grad for name, parameter in named(block).items()}
+
+
+def memory_needed(config: BlockConfig, step: int, device: torch.device) -> int:
+    """Bytes that a checked and timed run holds at its peak, estimated on the high side (within 40 % when measured)."""
+    B, S, E, F, H = (config.batch_size, config.seq_len, config.hidden_size, config.ffn_hidden_size, config.num_heads)
+    weights = sum(torch.Size(shape).numel() for shape in shapes(config).values())
+    score = B * H * S * S
+    activations = B * S * (26 * E + 5 * F) * 4
+    by_hand = score * 4 * 6 if step < 2 else 0               # scores, masked, softmax, dropout, and two gradients
+    oracle = weights * 16 + H * S * S * 8 * 8 + S * (26 * E + 5 * F) * 8
+    return weights * 16 + activations + max(by_hand, 0) + oracle
+
+
+def largest_that_fits(config: BlockConfig, step: int, device: torch.device, total: int) -> BlockConfig | None:
+    """The shape with the largest batch, and failing that the longest halved sequence, that `total` bytes hold."""
+    smaller = config
+    while memory_needed(smaller, step, device) > 0.9 * total or smaller == config:
+        if smaller.batch_size > 1:
+            smaller = smaller.replace(batch_size=smaller.batch_size // 2)
+        elif smaller.seq_len > 16:
+            smaller = smaller.replace(seq_len=smaller.seq_len // 2)
+        else:
+            return None
+    return smaller

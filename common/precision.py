@@ -1,0 +1,49 @@
+"""Which arithmetic FP32 matmuls use, for one block's forward and for its backward.
+
+torch.set_float32_matmul_precision is one switch for the whole process, and cuBLAS reads it at every matmul, those of
+the backward included. A block that sets it around its forward alone computes its gradients in whatever another block
+set last.
+"""
+import functools
+
+import torch
+from torch import Tensor
+
+_outside: str | None = None       # what the caller had set, while a backward is running
+
+
+def float32_matmul_precision(precision: str):
+    """Decorate a block's __call__ so that its FP32 matmuls run in `precision`, forward and backward.
+
+    "highest" is IEEE FP32, "high" is TF32 on tensor cores (GPUs only; a CPU goes on in FP32). The caller's own
+    setting is back when the call returns, and again when the backward ends.
+    """
+    def decorate(call):
+        @functools.wraps(call)
+        def wrapped(block, x: Tensor) -> Tensor:
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision(precision)
+            try:
+                y = call(block, x)
+            finally:
+                torch.set_float32_matmul_precision(before)
+            if y.requires_grad:      # runs when the gradient of y arrives: before any kernel of this block's backward
+                y.register_hook(lambda gradient: _set_until_backward_ends(precision))
+            return y
+        return wrapped
+    return decorate
+
+
+def _set_until_backward_ends(precision: str) -> None:
+    global _outside
+    if _outside is None:             # the first block of this backward; later ones only switch
+        _outside = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    torch.autograd.Variable._execution_engine.queue_callback(_restore)      # as DDP and FSDP do
+
+
+def _restore() -> None:
+    global _outside
+    if _outside is not None:
+        torch.set_float32_matmul_precision(_outside)
+        _outside = None

@@ -1,0 +1,263 @@
+"""One run, as a printed card and as JSON lines.
+
+The card has the same labels in the same order in every step and on every machine; nothing in it changes from run to run
+unless it means something. Records follow the PyTorch OSS benchmark schema, version 3: one metric a line.
+"""
+import dataclasses
+import json
+import math
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .config import BlockConfig, dtype_name
+from .evidence import Evidence
+from .timing import CACHE_STATE, Timing
+
+MODES = ("forward", "forward+backward")
+LAUNCHES = ("eager", "graph")
+
+
+@dataclass
+class Row:
+    """One way of launching one pass: its samples, or why there are none."""
+    timing: Timing | None = None
+    reason: str = ""                     # where there is no timing
+    flops: float = 0.0                   # of one iteration
+    tokens: int = 0
+    limit_ms: float | None = None
+    peak_bytes: int | None = None
+    enqueue_ms: float | None = None      # host time to enqueue one iteration; eager rows on a GPU
+
+    @property
+    def launch_bound(self) -> bool | None:
+        """Whether the GPU waits for the host: enqueueing takes as long as the whole iteration."""
+        return None if self.enqueue_ms is None or not self.timing else self.enqueue_ms >= 0.95 * self.timing.median
+
+    @property
+    def percent_of_limit(self) -> float | None:
+        return 100 * self.limit_ms / self.timing.median if self.limit_ms and self.timing else None
+
+
+@dataclass
+class Compilation:
+    """torch.compile's price in seconds: first calls of both passes with empty caches, and again from the caches."""
+    cold_s: float
+    warm_s: float
+    uncompiled_ms: float | None = None     # the same block, forward+backward, under set_stance("force_eager")
+
+
+@dataclass
+class Report:
+    step: str                              # "2_sdpa"
+    config: BlockConfig
+    parameter_dtype: str
+    facts: dict
+    status: str = "ok"                     # or "failed", "skipped", "oom"
+    reason: str = ""
+    matmul: str = ""
+    engine: str = "PyTorch"
+    emulated: bool = False
+    residual: str = "float32"
+    peaks: str = "n/a"
+    errors: dict[str, tuple[float, float | None]] = field(default_factory=dict)   # what -> (error, gate)
+    worst_parameter: str = ""              # whose gradient is furthest off
+    compilation: Compilation | None = None
+    rows: dict[tuple[str, str], Row] = field(default_factory=dict)
+    evidence: dict[str, Evidence] = field(default_factory=dict)
+    clock: str = "n/a"
+    neighbours: list[str] = field(default_factory=list)
+    state: dict = field(default_factory=dict)
+
+
+def card(r: Report) -> str:
+    """The printed card, at most 100 columns wide."""
+    facts, lines = r.facts, []
+
+    def line(label: str, value: str) -> None:
+        indent = f"\n{'':20}"
+        lines.append(f"{label:<20}" + indent.join(_wrap(value, 80)))
+
+    line("step", r.step)
+    line("status", r.status + (f": {r.reason}" if r.reason else ""))
+    if facts["device"] == "cuda":
+        line("device", f"{facts['name']}, {facts['multiprocessors']} multiprocessors, {facts['memory_gib']:.0f} GiB")
+    else:
+        line("device", f"CPU: {facts['name']}, {facts['cpu_threads']} threads")
+    line("software", ", ".join(f"{label} {facts[key] or 'n/a'}" for label, key in (
+        ("torch", "torch"), ("CUDA", "cuda"), ("cuDNN", "cudnn"), ("triton", "triton"),
+        ("Transformer Engine", "transformer_engine"))))
+    line("shape", f"{r.config}, causal, dropout {r.config.dropout:g}")
+    line("precision", f"matmuls {r.matmul or 'n/a'}; x, y and parameters {r.parameter_dtype}; "
+                      f"autocast {dtype_name(r.config.amp_dtype)}; residual {r.residual}")
+    line("engine", r.engine)
+    attention = r.evidence["forward+backward"].attention if "forward+backward" in r.evidence else "n/a"
+    line("attention", attention)
+    line("clock", f"{r.clock}; caches {CACHE_STATE}")
+    line("throttled", ", ".join(r.state.get("throttled") or ["no"]) if r.state.get("sm_mhz") else "n/a")
+    line("also on this GPU", ", ".join(r.neighbours) or ("nothing" if facts["device"] == "cuda" else "n/a"))
+    line("peaks", r.peaks)
+    lines.append("")
+    lines.append(f"{'error against FP64':<20}{'relative L2':>16}{'gate':>16}")
+    for what in ("output", "branch", "input gradient", "parameter gradient"):
+        error, gate = r.errors.get(what, (None, None))
+        worst = f"  {r.worst_parameter}" if what == "parameter gradient" and r.worst_parameter else ""
+        lines.append(f"{what:<20}{_number(error, '.1e'):>16}{_number(gate, '.1e'):>16}{worst}")
+    lines.append("")
+    c, both = r.compilation, r.rows.get(("forward+backward", "eager"))
+    line("compile", f"cold {c.cold_s:.0f} s, warm {c.warm_s:.1f} s" if c else "n/a")
+    gain = c.uncompiled_ms - both.timing.median if c and c.uncompiled_ms and both and both.timing else None
+    line("compile pays after", "n/a" if gain is None else "never: it is not faster here" if gain <= 0
+         else f"{_round(1e3 * c.cold_s / gain)} forward+backward calls")
+    lines.append("")
+    lines += _table(r)
+    for mode in MODES:
+        seen = r.evidence.get(mode)
+        line(f"{mode}", f"{seen.verdict}: {seen.because}" if seen else "n/a")
+    return "\n".join(lines)
+
+
+def _table(r: Report) -> list[str]:
+    columns = [r.rows.get((mode, launch), Row()) for mode in MODES for launch in LAUNCHES]
+    timed = [row.timing for row in columns]
+
+    def cells(label: str, values) -> str:
+        return f"{label:<20}" + "".join(f"{value:>16}" for value in values)
+
+    lines = [cells("", ("forward", "", "forward+backward", "")), cells("", LAUNCHES * 2)]
+    for label, q in (("median ms", 0.5), ("p20 ms", 0.2), ("p80 ms", 0.8)):
+        lines.append(cells(label, (_number(t and t.quantile(q), ".3f") for t in timed)))
+    lines.append(cells("samples", (len(t.samples) if t else "n/a" for t in timed)))
+    lines.append(cells("settled", (("yes" if t.settled else "unsettled") if t else "n/a" for t in timed)))
+    lines.append(cells("tokens/s", (_number(row.timing and 1e3 * row.tokens / row.timing.median, ",.0f")
+                                    for row in columns)))
+    lines.append(cells("TFLOP/s", (_number(row.timing and row.flops / row.timing.median / 1e9, ".2f")
+                                   for row in columns)))
+    lines.append(cells("limit ms", (_number(row.limit_ms, ".3f") for row in columns)))
+    lines.append(cells("% of limit", (_percent(row) for row in columns)))
+    lines.append(cells("peak memory GiB", (_number(row.peak_bytes and row.peak_bytes / 2**30, ".2f")
+                                           for row in columns)))
+    lines.append(cells("enqueue ms", (_number(row.enqueue_ms, ".2f") for row in columns)))
+    lines.append(cells("launch-bound", ({None: "n/a", True: "launch-bound", False: "no"}[row.launch_bound]
+                                        for row in columns)))
+    counts = [r.evidence[mode].launches if mode in r.evidence else "n/a" for mode in MODES]
+    lines.append(cells("launches" if r.facts["device"] == "cuda" else "operators", (counts[0], "", counts[1], "")))
+    notes = {row.reason for row in columns if row.reason and not row.timing}
+    lines += [f"{'n/a because':<20}{part}" for note in sorted(notes) for part in _wrap(note, 80)]
+    if r.emulated:
+        lines.append(f"{'timing':<20}means nothing: FP8 is emulated, only its numerics are real")
+    return lines
+
+
+def _percent(row: Row) -> str:
+    value = row.percent_of_limit
+    return "n/a" if value is None else f"{value:.0f} ERROR: >100" if value > 100 else f"{value:.0f}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "n/a" if value is None else format(value, form) if math.isfinite(value) else "not finite"
+
+
+def _round(value: float) -> str:
+    """Two digits: more would change from run to run."""
+    return f"{float(f'{value:.1e}'):,.0f}"
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    lines = [""]
+    for word in text.split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append("")
+        lines[-1] += (" " if lines[-1] else "") + word[:width]
+    return lines
+
+
+def record(r: Report, metric: str, unit: str, values: list[float], mode: str, **extra) -> dict:
+    """One metric of this run in the PyTorch OSS benchmark schema v3. Non-finite values raise ValueError."""
+    facts, config = r.facts, dataclasses.asdict(r.config)
+    config["amp_dtype"] = dtype_name(r.config.amp_dtype)
+    if not all(math.isfinite(value) for value in values):
+        raise ValueError(f"{metric} is not finite: report it as a status")
+    gpu = facts["device"] == "cuda"
+    return {
+        "benchmark": {"name": "transformer block", "mode": mode, "dtype": r.matmul, "extra_info": {
+            "step": r.step, "status": r.status, "reason": r.reason, "config": config,
+            "parameter_dtype": r.parameter_dtype, "residual": r.residual, "engine": r.engine, "device": facts["device"],
+            "git": facts["git"], "caches": CACHE_STATE}},
+        "model": {"name": str(r.config), "type": "transformer block", "backend": r.step, "origins": ["seeded"]},
+        "metric": {"name": metric, "benchmark_values": values, "target_value": None, "extra_info": {"unit": unit} | extra},
+        "runners": [{"name": facts["name"], "type": facts["device"], "gpu_info": facts["name"] if gpu else "",
+                     "gpu_count": int(gpu), "gpu_mem_info": f"{facts['memory_gib']:.0f} GiB" if gpu else "",
+                     "extra_info": {"driver": facts["driver"], "compute_capability": facts.get("compute_capability"),
+                                    "cpu_threads": facts["cpu_threads"], "neighbours": r.neighbours} | r.state}],
+        "dependencies": {name: {"version": str(facts[name])} for name in
+                         ("torch", "cuda", "cudnn", "triton", "transformer_engine", "python") if facts[name]},
+    }
+
+
+def check_records(r: Report) -> list[dict]:
+    """The errors against FP64 and the price of compilation: what is known before timing."""
+    lines = [record(r, f"{what} error", "relative L2", [error], "check", gate=gate,
+                    worst=r.worst_parameter if what == "parameter gradient" else None)
+             for what, (error, gate) in r.errors.items() if math.isfinite(error)]
+    if r.compilation:
+        lines += [record(r, f"compile {kind}", "s", [seconds], "compile")
+                  for kind, seconds in (("cold", r.compilation.cold_s), ("warm", r.compilation.warm_s))]
+    return lines or [record(r, "status", "", [], "check")]
+
+
+def row_records(r: Report, mode: str) -> list[dict]:
+    """Everything measured of one pass: a line per metric and way of launching."""
+    lines, seen = [], r.evidence[mode]
+    for launch in LAUNCHES:
+        row = r.rows.get((mode, launch))
+        if row is None:
+            continue
+        if row.timing is None:
+            lines.append(record(r, "latency", "ms", [], mode, launch=launch, status="n/a", reason=row.reason))
+            continue
+        t = row.timing
+        lines.append(record(r, "latency", "ms", t.samples, mode, launch=launch, median=t.median, p20=t.quantile(0.2),
+                            p80=t.quantile(0.8), settled=t.settled, clock=t.clock, emulated=r.emulated))
+        metrics = {"throughput": ("tokens/s", 1e3 * row.tokens / t.median),
+                   "rate": ("FLOP/s", 1e3 * row.flops / t.median), "limit": ("ms", row.limit_ms),
+                   "percent of limit": ("%", row.percent_of_limit), "peak memory": ("bytes", row.peak_bytes),
+                   "enqueue": ("ms", row.enqueue_ms)}
+        lines += [record(r, name, unit, [value], mode, launch=launch, emulated=r.emulated)
+                  for name, (unit, value) in metrics.items() if value is not None]
+    lines.append(record(r, "launches", "kernels" if r.facts["device"] == "cuda" else "operators", [seen.launches], mode,
+                        verdict=seen.verdict, because=seen.because, attention=seen.attention, kernels=dict(seen.kernels)))
+    return lines
+
+
+class Output:
+    """A JSON-lines file, appended to. Raises OSError at once where it can't be written.
+
+    Each record is one write of one whole line to a file opened for appending, so that runs side by side, and a run that
+    is interrupted, leave only whole lines.
+    """
+
+    def __init__(self, path: str | None):
+        self.path, self.count, self._file = path, 0, None
+        if path is None:
+            return
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        target = Path(path).resolve()
+        if target.is_file():
+            with tempfile.TemporaryFile(dir=target.parent) as probe:       # finds a full disk before an hour of timing
+                probe.write(b"\0" * 2**16)
+                probe.flush()
+            if shutil.disk_usage(target.parent).free < 2**20:
+                raise OSError(28, "No space left on device", path)
+
+    def write(self, records: list[dict]) -> None:
+        if self._file is None:
+            return
+        for line in records:
+            text = (json.dumps(line, allow_nan=False) + "\n").encode()
+            written = os.write(self._file, text)
+            if written < len(text):
+                raise OSError(28, "No space left on device", self.path)
+            self.count += 1

@@ -1,0 +1,192 @@
+"""One measurement: warm-up, stop rule, clock, graph replay; and how to compare two of them.
+
+A sample is one whole iteration, and every sample is kept. Nothing is flushed between samples: an iteration starts with
+the caches as the one before left them (`CACHE_STATE`), as it does in training.
+"""
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+CACHE_STATE = "as the previous iteration left it"
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """When a row has been measured: times in seconds of measured time, not of the wall clock."""
+    min_samples: int = 30
+    min_seconds: float = 0.5
+    max_seconds: float = 8.0
+    precision: float = 0.005            # half-width of the median's 95 % interval, relative to the median
+    warmup_chunk: float = 0.1           # one look at the median while warming up
+    warmup_seconds: float = 2.0         # at most; ends earlier once two looks agree within 1 %
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Samples in ms, in the order they were taken."""
+    samples: list[float]
+    settled: bool
+    clock: str
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    def quantile(self, q: float) -> float:
+        """The q-quantile, 0 to 1, by linear interpolation."""
+        ordered = sorted(self.samples)
+        position = q * (len(ordered) - 1)
+        below = math.floor(position)
+        above = min(below + 1, len(ordered) - 1)
+        return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+class EventClock:
+    """GPU time between two CUDA events around each iteration, in ms.
+
+    The stream is what is timed, so a stream that starves while the host prepares the next launch is timed too. Each
+    chunk starts with an untimed iteration: the first event would otherwise wait on an empty queue for its first kernel.
+    """
+    name = "CUDA events"
+
+    def sample(self, iteration: Callable, between: Callable, count: int) -> list[float]:
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        between()
+        iteration()
+        for start, stop in pairs:
+            between()
+            start.record()
+            iteration()
+            stop.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(stop) for start, stop in pairs]
+
+
+class HostClock:
+    """Wall-clock time of each iteration by perf_counter_ns, in ms: for work that runs on the CPU itself."""
+    name = "perf_counter"
+
+    def sample(self, iteration: Callable, between: Callable, count: int) -> list[float]:
+        samples = []
+        for _ in range(count):
+            between()
+            start = time.perf_counter_ns()
+            iteration()
+            samples.append((time.perf_counter_ns() - start) / 1e6)
+        return samples
+
+
+def clock_for(device: torch.device | str) -> EventClock | HostClock:
+    return EventClock() if torch.device(device).type == "cuda" else HostClock()
+
+
+def nothing() -> None:
+    """What happens between two iterations when nothing must."""
+
+
+def measure(iteration: Callable, clock, between: Callable = nothing, rule: StopRule = StopRule(),
+            progress: Callable[[int, float], None] | None = None) -> Timing:
+    """Time `iteration` until the median is known to `rule.precision`, or `rule.max_seconds` have been measured.
+
+    `between` runs before each iteration, outside the timed region. `progress` gets (samples so far, their median).
+    Looking at the interval repeatedly makes its 95 % somewhat optimistic: compare runs by `paired_ratio` instead.
+    """
+    look = statistics.median(clock.sample(iteration, between, 1))
+    warmed = 0.0
+    while warmed < rule.warmup_seconds:
+        samples = clock.sample(iteration, between, _count(rule.warmup_chunk, look))
+        warmed += sum(samples) / 1e3
+        previous, look = look, statistics.median(samples)
+        if abs(look - previous) <= 0.01 * previous:
+            break
+    taken: list[float] = []
+    settled = False
+    while not settled and sum(taken) / 1e3 < rule.max_seconds:
+        taken += clock.sample(iteration, between, _count(rule.min_seconds / 4, look))
+        if len(taken) >= rule.min_samples and sum(taken) / 1e3 >= rule.min_seconds:
+            low, high = median_interval(taken)
+            middle = statistics.median(taken)
+            settled = max(high - middle, middle - low) <= rule.precision * middle
+        if progress:
+            progress(len(taken), statistics.median(taken))
+    return Timing(taken, settled, clock.name)
+
+
+def _count(seconds: float, iteration_ms: float) -> int:
+    return max(1, min(1000, round(seconds * 1e3 / max(iteration_ms, 1e-6))))
+
+
+def median_interval(samples: list[float]) -> tuple[float, float]:
+    """The 95 % confidence interval of the median from order statistics: no distribution is assumed."""
+    ordered, n = sorted(samples), len(samples)
+    reach = 1.96 * math.sqrt(n) / 2
+    low, high = math.floor(n / 2 - reach), math.ceil(n / 2 + reach)
+    return ordered[max(0, low)], ordered[min(n - 1, high)]
+
+
+def interleaved(iterations: dict[str, Callable], clock, rounds: int, between: dict[str, Callable] | None = None,
+                seed: int = 0) -> dict[str, list[float]]:
+    """`rounds` samples in ms of each iteration, in a new random order every round: clocks and heat drift alike for all.
+
+    Sample i of every name comes from round i, so that ratios can be paired.
+    """
+    order, shuffle = list(iterations), random.Random(seed)
+    samples: dict[str, list[float]] = {name: [] for name in iterations}
+    for _ in range(rounds):
+        shuffle.shuffle(order)
+        for name in order:
+            samples[name] += clock.sample(iterations[name], (between or {}).get(name, nothing), 1)
+    return samples
+
+
+def paired_ratio(numerator: Iterable[float], denominator: Iterable[float], resamples: int = 2000,
+                 seed: int = 0) -> tuple[float, float, float]:
+    """Median of the per-round ratios and its 95 % bootstrap interval (ratio, low, high).
+
+    The two are the same speed, as far as these samples can tell, when the interval holds 1.
+    """
+    ratios = torch.tensor([a / b for a, b in zip(numerator, denominator, strict=True)], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(len(ratios), (resamples, len(ratios)), generator=generator)
+    medians = ratios[picks].quantile(0.5, dim=1)
+    low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return ratios.quantile(0.5).item(), low, high
+
+
+def enqueue_ms(iteration: Callable, between: Callable, count: int = 10) -> float:
+    """Median host time to enqueue one iteration on an idle GPU, in ms: what the GPU waits for where it is faster."""
+    times = []
+    for _ in range(count):
+        between()
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        iteration()
+        times.append((time.perf_counter_ns() - start) / 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def capture(iteration: Callable, between: Callable) -> Callable:
+    """One whole iteration as a CUDA graph; the result replays it. Raises RuntimeError where it can't be captured.
+
+    `between` runs once before the capture: gradients that are None then are allocated inside the graph and overwritten
+    by every replay.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):             # warm-up off the default stream, as capture needs
+        for _ in range(3):
+            between()
+            iteration()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    between()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        iteration()
+    return graph.replay
