@@ -17,17 +17,23 @@ from common.precision import float32_matmul_precision
 from common.run import run
 
 
+@torch.compile(dynamic=False, disable=not torch.cuda.is_available())
+def add(residual: Tensor, branch: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum in `dtype`, compiled to one pass over memory; eager PyTorch needs one to add and one to cast."""
+    return (residual + branch).to(dtype)
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention behind its LayerNorm, [B, S, E] -> [B, S, E]."""
 
-    def __init__(self, config: BlockConfig, te: ModuleType):
+    def __init__(self, config: BlockConfig, te: ModuleType, dtype: torch.dtype):
         super().__init__()
         self.num_heads = config.num_heads
-        self.qkv = te.LayerNormLinear(config.hidden_size, 3 * config.hidden_size, eps=LAYER_NORM_EPS)
+        self.qkv = te.LayerNormLinear(config.hidden_size, 3 * config.hidden_size, LAYER_NORM_EPS, params_dtype=dtype)
         self.split = te.utils.SplitAlongDim.apply        # its backward finds dQ, dK, dV in one tensor: no concatenation
         self.core = te.DotProductAttention(config.num_heads, config.head_dim, attention_dropout=config.dropout,
                                            qkv_format="bshd", attn_mask_type="causal")
-        self.proj = te.Linear(config.hidden_size, config.hidden_size)
+        self.proj = te.Linear(config.hidden_size, config.hidden_size, params_dtype=dtype)
 
     def forward(self, x: Tensor, fresh: bool | None) -> Tensor:
         B, S, E = x.shape
@@ -50,15 +56,17 @@ class Block(nn.Module):
         "mlp.proj.bias": "mlp.fc2_bias",
     }
 
-    def __init__(self, config: BlockConfig, te: ModuleType):
+    def __init__(self, config: BlockConfig, te: ModuleType, dtype: torch.dtype):
         super().__init__()
         self.config = config
         self.amp_dtype = config.amp_dtype
         self.recipe = te.quantization.DelayedScaling(fp8_dpa=config.fp8_attention)
         self.autocast = te.autocast
         self.fresh = True if config.fp8_weights == "cached" else None    # None: quantize the weights at every call
-        self.attn = Attention(config, te)
-        self.mlp = te.LayerNormMLP(config.hidden_size, config.ffn_hidden_size, eps=LAYER_NORM_EPS, activation="gelu")
+        self.attn = Attention(config, te, dtype)
+        self.mlp = te.LayerNormMLP(config.hidden_size, config.ffn_hidden_size, LAYER_NORM_EPS, activation="gelu",
+                                   params_dtype=dtype)
+        self.mlp.gemm_gelu_fusion = True                                 # GELU and its cast ride on the matmul before
 
     @float32_matmul_precision("high")      # TF32, in the backward too
     def __call__(self, x: Tensor) -> Tensor:
@@ -70,9 +78,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = x.to(self.amp_dtype or x.dtype)
         h = h + self.attn(h, self.fresh)
-        h = h + self.mlp(h, is_first_microbatch=self.fresh)
-        self.fresh = self.fresh and False                                # cached: later calls take this one's weights
-        return h.to(x.dtype)
+        return add(h, self.mlp(h, is_first_microbatch=self.fresh), x.dtype)
 
 
 def build(config: BlockConfig, values: dict[str, Tensor], device: torch.device | str) -> Block:
@@ -81,8 +87,9 @@ def build(config: BlockConfig, values: dict[str, Tensor], device: torch.device |
     `block.engine` says which engine it runs on: Transformer Engine, or its emulation and why.
     """
     te, engine = te_emulation.choose(config, values, device)
-    with te.quantized_model_init(enabled=config.fp8_weights == "kept"):
-        block = Block(config, te)
+    dtype = values["mlp.fc.weight"].dtype
+    with torch.device(device), te.quantized_model_init(enabled=config.fp8_weights == "kept"):
+        block = Block(config, te, dtype)
     block.engine = engine
     return parameters.load(block, values, device)
 

@@ -15,10 +15,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 # First match decides. GPU names as seen on Hopper with CUDA 13 (nvjet: cuBLAS's own; q and r are E4M3 and E5M2, h is
-# FP16, t is BF16); the xmma, cutlass and s16816-style names are older GPUs' and libraries'. Names on a CPU are operators.
+# FP16, t is BF16); xmma, cutlass and s16816 are older GPUs' and libraries'. Names on a CPU are operators.
 KINDS = {
     "FP8 matmul": r"nvjet_\w*?_q[qr]|gemm.*(e4m3|e5m2)|(e4m3|e5m2).*gemm",
-    "16-bit matmul": r"nvjet_\w*?_(h[hs]h|t[st]t|hsh|tst|hss|tss)_|(h|s)(16816|1688|884)gemm|bf16.*gemm|gemm.*(bf16|f16f16)",
+    "16-bit matmul": r"nvjet_\w*?_[ht][hst][hst]_|[hs](16816|884)gemm|h1688|bf16.*gemm|gemm.*(bf16|f16f16)",
     "TF32 matmul": r"gemm.*tf32|tf32.*gemm|s1688",
     "FP32 matmul": r"ffma|simt_sgemm|[^a-z]sgemm|gemmSN|gemv|gemm.*f32f32_f32f32",
     "FP64 matmul": r"dgemm|d884|gemm.*f64",
@@ -62,7 +62,7 @@ def observe(iteration: Callable, device: torch.device, trace: str | None = None)
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CUDA] if on_gpu and not trace else list(_activities(on_gpu))
     iteration()
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         iteration()
         if on_gpu:
             torch.cuda.synchronize()
@@ -139,6 +139,7 @@ def _claims(step: int, matmul: str) -> tuple[list[tuple[str, ...]], list[str]]:
 
 
 def _judge_cpu(kernels: Counter, kinds: Counter, step: int, emulated: bool) -> Evidence:
+    """On a CPU an operator says which algorithm ran, not in which arithmetic."""
     if emulated:
         return Evidence(kernels, kinds, "unproven", "emulated")
     if step in (2, 3) and not any(kinds[kind] for kind in FUSED_ATTENTION):

@@ -7,7 +7,7 @@ from torch import Tensor
 from . import parameters
 from .config import LAYER_NORM_EPS, BlockConfig
 
-# Relative L2 error against FP64 that a step may have, by what it multiplies in: (branch, input and parameter gradients).
+# Relative L2 error against FP64 that a step may have, by what it multiplies in: (branch, any gradient).
 # Branch gates are the suite's contract. A gradient passes through more roundings than the branch: the worst parameter's
 # error was 1.3 to 2.3 times the branch's over all steps and presets measured, so its gate is three times the branch's.
 GATES = {"float64": (1e-9, 3e-9), "float32": (3e-6, 9e-6), "tf32": (1e-3, 3e-3), "float16": (1e-3, 3e-3),

@@ -62,6 +62,8 @@ def load(block: nn.Module, values: dict[str, Tensor], device: torch.device | str
     block.to(device=device, dtype=dtypes.pop())
     with torch.no_grad():
         for name, parameter in named(block).items():
+            if hasattr(parameter, "_quantizer"):      # kept in FP8: from a scale that fits, not the uncalibrated 1
+                parameter._quantizer.scale.fill_(torch.finfo(torch.float8_e4m3fn).max / values[name].abs().max())
             parameter.copy_(values[name])
     return block
 

@@ -187,7 +187,8 @@ def record(r: Report, metric: str, unit: str, values: list[float], mode: str, **
             "parameter_dtype": r.parameter_dtype, "residual": r.residual, "engine": r.engine, "device": facts["device"],
             "git": facts["git"], "caches": CACHE_STATE}},
         "model": {"name": str(r.config), "type": "transformer block", "backend": r.step, "origins": ["seeded"]},
-        "metric": {"name": metric, "benchmark_values": values, "target_value": None, "extra_info": {"unit": unit} | extra},
+        "metric": {"name": metric, "benchmark_values": values, "target_value": None,
+                   "extra_info": {"unit": unit} | extra},
         "runners": [{"name": facts["name"], "type": facts["device"], "gpu_info": facts["name"] if gpu else "",
                      "gpu_count": int(gpu), "gpu_mem_info": f"{facts['memory_gib']:.0f} GiB" if gpu else "",
                      "extra_info": {"driver": facts["driver"], "compute_capability": facts.get("compute_capability"),
@@ -227,8 +228,9 @@ def row_records(r: Report, mode: str) -> list[dict]:
                    "enqueue": ("ms", row.enqueue_ms)}
         lines += [record(r, name, unit, [value], mode, launch=launch, emulated=r.emulated)
                   for name, (unit, value) in metrics.items() if value is not None]
-    lines.append(record(r, "launches", "kernels" if r.facts["device"] == "cuda" else "operators", [seen.launches], mode,
-                        verdict=seen.verdict, because=seen.because, attention=seen.attention, kernels=dict(seen.kernels)))
+    unit = "kernels" if r.facts["device"] == "cuda" else "operators"
+    lines.append(record(r, "launches", unit, [seen.launches], mode, verdict=seen.verdict, because=seen.because,
+                        attention=seen.attention, kernels=dict(seen.kernels)))
     return lines
 
 

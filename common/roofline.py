@@ -15,8 +15,8 @@ from .timing import clock_for, nothing
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What the step multiplies in ("float32", "tf32", "float16", "bfloat16", "float8") and how many bytes things have."""
-    matmul: str
+    """What the step computes in, and how many bytes things have."""
+    matmul: str                # "float32", "tf32", "float16", "bfloat16" or "float8"
     attention: str
     parameter_bytes: int       # parameters, their gradients, x and y
     activation_bytes: int      # what travels between the matmuls
@@ -41,10 +41,7 @@ class Peaks:
 def arithmetic(config: BlockConfig, step: int, parameter_dtype: torch.dtype, device: torch.device) -> Arithmetic:
     """What step `step` computes in, from its place on the ladder."""
     mixed = step > 0 and config.amp_dtype is not None
-    if mixed and parameter_dtype == torch.float32:
-        dtype = config.amp_dtype
-    else:
-        dtype = parameter_dtype
+    dtype = config.amp_dtype if mixed and parameter_dtype == torch.float32 else parameter_dtype
     name = str(dtype).removeprefix("torch.")
     if name == "float32" and step > 0 and device.type == "cuda":
         name = "tf32"
@@ -75,7 +72,8 @@ def operations(config: BlockConfig, a: Arithmetic, backward: bool) -> list[Opera
     work = [Operation("layer norms", "memory", 0, N * E * (p + min(p, t) + 2 * g)),
             Operation("attention", "attention", attention, 4 * N * E * t)]
     for name, (inner, outer) in matmuls.items():
-        work.append(Operation(name, "matmul", 2 * N * inner * outer, N * inner * g + inner * outer * p + N * extra[name]))
+        moved = N * inner * g + inner * outer * p + N * extra[name]
+        work.append(Operation(name, "matmul", 2 * N * inner * outer, moved))
     if backward:
         work.append(Operation("layer norms backward", "memory", 0, N * E * 2 * (2 * t + min(p, t))))
         work.append(Operation("attention backward", "attention", 2 * attention, 8 * N * E * t))

@@ -6,9 +6,11 @@ import logging
 import math
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -36,6 +38,7 @@ def main(script: Path, argv: list[str] | None = None) -> int:
     step = int(script.name[0])
     options, config, output = _parse(script, step, argv)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)       # warns of a missing GPU on a CPU
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")   # sets it
     result = Report(script.stem, config, str(options.parameter_dtype).removeprefix("torch."),
                     machine.facts(options.device))
     try:
@@ -190,8 +193,9 @@ def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Re
             if not result.emulated:
                 row.limit_ms = roofline.limit_ms(config, kinds, peaks, backward)
             result.rows[mode, launch] = row
-            _time(block, iteration, between, launch, row, options, (x, dy), result,
-                  lambda count, ms: progress.set_description_str(f"{mode}, {launch}: {count} samples, {ms:.3g} ms"))
+            _time(block, iteration, between, launch, row, options, x, result,
+                  lambda count, ms, what=f"{mode}, {launch}": progress.set_description_str(
+                      f"{what}: {count} samples, {ms:.3g} ms"))
         result.clock = timing.clock_for(device).name
         result.state = machine.state(device)
         progress.set_description_str(f"{mode}: which kernels run")
@@ -223,7 +227,7 @@ def iterations(block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, backwa
     def forward_backward():
         y = block(x)
         y.backward(dy)
-        return y
+        return y.detach()                   # y itself would keep the graph alive, and a capture would trip over it
 
     def clear_gradients():
         x.grad = None
@@ -300,7 +304,7 @@ def _check(block: torch.nn.Module, x: torch.Tensor, values: dict, result: Report
             raise Failed(f"the {which} is off by {error:.1e} against FP64, the gate is {gate:.1e}")
 
 
-def _time(block, iteration, between, launch: str, row: Row, options, tensors, result: Report, progress) -> None:
+def _time(block, iteration, between, launch: str, row: Row, options, x, result: Report, progress) -> None:
     """Fill `row` with samples, or with the reason why there are none."""
     device, clock = options.device, timing.clock_for(options.device)
     on_gpu = device.type == "cuda"
@@ -314,7 +318,7 @@ def _time(block, iteration, between, launch: str, row: Row, options, tensors, re
         static = {}
         try:
             replay = timing.capture(lambda: static.update(y=iteration()), between)
-            _verify_replay(block, replay, iteration, between, static, tensors, result)
+            _verify_replay(block, replay, iteration, between, static, x, result)
         except RuntimeError as error:
             row.reason = f"graph: {str(error).splitlines()[0]}"
             torch.cuda.synchronize()
@@ -338,12 +342,11 @@ def _time(block, iteration, between, launch: str, row: Row, options, tensors, re
     between()
 
 
-def _verify_replay(block, replay, iteration, between, static, tensors, result: Report) -> None:
+def _verify_replay(block, replay, iteration, between, static, x, result: Report) -> None:
     """Replay on a changed input and compare with an eager run of the same: a capture can silently miss work.
 
     FP8 scales must move with what is replayed. Raises RuntimeError where the graph is not the iteration.
     """
-    x, _ = tensors
     state = [tensor for pair in fp8_state(block) for tensor in pair]
     kept = [x.detach().clone()] + [tensor.clone() for tensor in state]
     branch_gate, gradient_gate = oracle.GATES[result.matmul]
@@ -367,10 +370,10 @@ def _verify_replay(block, replay, iteration, between, static, tensors, result: R
             before = [tensor.clone() for tensor in state]
             x.detach().mul_(2)
             replay()
-            if all(torch.equal(old, new) for old, new in zip(before, state)):
+            if all(torch.equal(old, new) for old, new in zip(before, state, strict=True)):
                 raise RuntimeError("FP8 scales do not move when it is replayed")
     finally:
-        for tensor, value in zip([x.detach(), *state], kept):
+        for tensor, value in zip([x.detach(), *state], kept, strict=True):
             tensor.copy_(value)
 
 
@@ -391,7 +394,7 @@ def _observe(step: int, block, iteration, between, mode: str, options, result: R
             uncompiled = sum(evidence.observe(clean_iteration, options.device).values())
             if backward:
                 samples = timing.clock_for(options.device).sample(iteration, between, 10)
-                result.compilation.uncompiled_ms = sorted(samples)[len(samples) // 2]
+                result.compilation.uncompiled_ms = statistics.median(samples)
     between()
     result.evidence[mode] = evidence.judge(kernels, step, result.matmul, options.device, uncompiled, result.emulated)
 

@@ -16,6 +16,15 @@ from torch.nn import functional as F
 
 from .config import BlockConfig
 
+# Imported before torch loads its own cuDNN: where a machine has two, the other order mixes them and fails.
+# An incomplete installation raises nearly anything here: ImportError, RuntimeError, FileNotFoundError, OSError.
+try:
+    import transformer_engine
+    import transformer_engine.pytorch as transformer_engine_pytorch
+    IMPORT_ERROR = None
+except Exception as error:
+    IMPORT_ERROR = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -29,9 +38,7 @@ def choose(config: BlockConfig, values: dict[str, Tensor], device: torch.device 
     reason = _why_not(config, values, torch.device(device))
     if reason:
         return sys.modules[__name__], f"emulated ({reason})"
-    import transformer_engine
-    import transformer_engine.pytorch as te
-    return te, f"Transformer Engine {transformer_engine.__version__}"
+    return transformer_engine_pytorch, f"Transformer Engine {transformer_engine.__version__}"
 
 
 def _why_not(config: BlockConfig, values: dict[str, Tensor], device: torch.device) -> str | None:
@@ -40,12 +47,10 @@ def _why_not(config: BlockConfig, values: dict[str, Tensor], device: torch.devic
     dtype = next(iter(values.values())).dtype
     if dtype == torch.float64:
         return "Transformer Engine has no float64"
-    try:        # an incomplete installation raises nearly anything here: RuntimeError, FileNotFoundError, OSError, ...
-        import transformer_engine.pytorch as te
-    except Exception as error:
-        return f"Transformer Engine does not import: {type(error).__name__}: {str(error).splitlines()[0][:60]}"
+    if IMPORT_ERROR:
+        return f"Transformer Engine does not import: {IMPORT_ERROR}"
     if config.amp_dtype is not None:
-        available, reason = te.is_fp8_available(return_reason=True)
+        available, reason = transformer_engine_pytorch.is_fp8_available(return_reason=True)
         if not available:
             return reason
     return None
@@ -190,10 +195,10 @@ class _FP8Module(nn.Module):
 class Linear(_FP8Module):
     """x [..., in] -> [..., out]."""
 
-    def __init__(self, in_features: int, out_features: int):
+    def __init__(self, in_features: int, out_features: int, params_dtype: torch.dtype | None = None):
         super().__init__(gemms=1)
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features))
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=params_dtype))
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         if not _Region.enabled:
@@ -204,13 +209,14 @@ class Linear(_FP8Module):
 class LayerNormLinear(_FP8Module):
     """LayerNorm, then Linear: x [..., in] -> [..., out]."""
 
-    def __init__(self, in_features: int, out_features: int, eps: float = 1e-5):
+    def __init__(self, in_features: int, out_features: int, eps: float = 1e-5,
+                 params_dtype: torch.dtype | None = None):
         super().__init__(gemms=1)
         self.eps = eps
-        self.layer_norm_weight = nn.Parameter(torch.empty(in_features))
-        self.layer_norm_bias = nn.Parameter(torch.empty(in_features))
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features))
+        self.layer_norm_weight = nn.Parameter(torch.empty(in_features, dtype=params_dtype))
+        self.layer_norm_bias = nn.Parameter(torch.empty(in_features, dtype=params_dtype))
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=params_dtype))
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         if not _Region.enabled:
@@ -222,17 +228,18 @@ class LayerNormLinear(_FP8Module):
 class LayerNormMLP(_FP8Module):
     """LayerNorm, Linear, GELU (tanh approximation), Linear: x [..., E] -> [..., E]."""
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, activation: str = "gelu"):
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, activation: str = "gelu",
+                 params_dtype: torch.dtype | None = None):
         super().__init__(gemms=2)
         if activation != "gelu":
             raise ValueError(f"activation is {activation!r}: the emulation has only 'gelu'")
         self.eps = eps
-        self.layer_norm_weight = nn.Parameter(torch.empty(hidden_size))
-        self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size))
-        self.fc1_weight = nn.Parameter(torch.empty(ffn_hidden_size, hidden_size))
-        self.fc1_bias = nn.Parameter(torch.empty(ffn_hidden_size))
-        self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size))
-        self.fc2_bias = nn.Parameter(torch.empty(hidden_size))
+        self.layer_norm_weight = nn.Parameter(torch.empty(hidden_size, dtype=params_dtype))
+        self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size, dtype=params_dtype))
+        self.fc1_weight = nn.Parameter(torch.empty(ffn_hidden_size, hidden_size, dtype=params_dtype))
+        self.fc1_bias = nn.Parameter(torch.empty(ffn_hidden_size, dtype=params_dtype))
+        self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size, dtype=params_dtype))
+        self.fc2_bias = nn.Parameter(torch.empty(hidden_size, dtype=params_dtype))
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         if not _Region.enabled:

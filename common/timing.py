@@ -105,25 +105,31 @@ def measure(iteration: Callable, clock, between: Callable = nothing, rule: StopR
         if abs(look - previous) <= 0.01 * previous:
             break
     taken: list[float] = []
-    settled = False
-    while not settled and sum(taken) / 1e3 < rule.max_seconds:
+    while True:
         taken += clock.sample(iteration, between, _count(rule.min_seconds / 4, look))
-        if len(taken) >= rule.min_samples and sum(taken) / 1e3 >= rule.min_seconds:
-            low, high = median_interval(taken)
-            middle = statistics.median(taken)
-            settled = max(high - middle, middle - low) <= rule.precision * middle
+        seconds, middle = sum(taken) / 1e3, statistics.median(taken)
+        low, high = median_interval(taken)
+        settled = max(high - middle, middle - low) <= rule.precision * middle
         if progress:
-            progress(len(taken), statistics.median(taken))
-    return Timing(taken, settled, clock.name)
+            progress(len(taken), middle)
+        enough = len(taken) >= rule.min_samples and seconds >= rule.min_seconds
+        if (enough and settled) or seconds >= rule.max_seconds:
+            return Timing(taken, settled, clock.name)
 
 
 def _count(seconds: float, iteration_ms: float) -> int:
-    return max(1, min(1000, round(seconds * 1e3 / max(iteration_ms, 1e-6))))
+    """How many iterations fill `seconds`; several even of slow ones, since each chunk pays for one untimed."""
+    return max(4, min(1000, round(seconds * 1e3 / max(iteration_ms, 1e-6))))
 
 
 def median_interval(samples: list[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the median from order statistics: no distribution is assumed."""
+    """The 95 % confidence interval of the median from order statistics: no distribution is assumed.
+
+    Fewer than six samples bound no median at 95 %: the interval is then infinite.
+    """
     ordered, n = sorted(samples), len(samples)
+    if n < 6:
+        return -math.inf, math.inf
     reach = 1.96 * math.sqrt(n) / 2
     low, high = math.floor(n / 2 - reach), math.ceil(n / 2 + reach)
     return ordered[max(0, low)], ordered[min(n - 1, high)]
@@ -158,7 +164,7 @@ def paired_ratio(numerator: Iterable[float], denominator: Iterable[float], resam
     return ratios.quantile(0.5).item(), low, high
 
 
-def enqueue_ms(iteration: Callable, between: Callable, count: int = 10) -> float:
+def enqueue_ms(iteration: Callable, between: Callable, count: int = 5) -> float:
     """Median host time to enqueue one iteration on an idle GPU, in ms: what the GPU waits for where it is faster."""
     times = []
     for _ in range(count):
