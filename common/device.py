@@ -29,8 +29,9 @@ def facts(device: torch.device) -> dict:
             "device": "cuda", "name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count, "memory_gib": properties.total_memory / 2**30,
             "l2_mib": properties.L2_cache_size / 2**20, "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
         }
+        with contextlib.suppress(RuntimeError):        # raised where two cuDNN versions are mixed
+            found["cudnn"] = torch.backends.cudnn.version()
         with _nvml(device) as (nvml, handle):
             if nvml:
                 found["driver"] = nvml.nvmlSystemGetDriverVersion()

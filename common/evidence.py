@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 # First match decides. GPU names as seen on Hopper with CUDA 13 (nvjet: cuBLAS's own; q and r are E4M3 and E5M2, h is
 # FP16, t is BF16); xmma, cutlass and s16816 are older GPUs' and libraries'. Names on a CPU are operators.
 KINDS = {
+    "FP8 matmul with GELU": r"nvjet_\w*?_q[qr]\w*gelu",
     "FP8 matmul": r"nvjet_\w*?_q[qr]|gemm.*(e4m3|e5m2)|(e4m3|e5m2).*gemm",
     "16-bit matmul": r"nvjet_\w*?_[ht][hst][hst]_|[hs](16816|884)gemm|h1688|bf16.*gemm|gemm.*(bf16|f16f16)",
     "TF32 matmul": r"gemm.*tf32|tf32.*gemm|s1688",
@@ -134,7 +135,7 @@ def _claims(step: int, matmul: str) -> tuple[list[tuple[str, ...]], list[str]]:
     if step == 3:
         needed.append(("compiled",))
     if step == 4 and matmul == "float8":
-        needed += [("LayerNorm to FP8",), ("GELU to FP8",)]
+        needed += [("LayerNorm to FP8",), ("GELU to FP8", "FP8 matmul with GELU")]
     return needed, forbidden
 
 

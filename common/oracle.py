@@ -75,7 +75,7 @@ def errors(block: torch.nn.Module, x: Tensor, values: dict[str, Tensor], sequenc
     block.zero_grad(set_to_none=True)
     x = x.detach().clone().requires_grad_()
     y = block(x)
-    y.backward(dy)
+    y.backward(dy.to(y.dtype))
     one = slice(sequence, sequence + 1 or None)
     got = {"output": y.detach()[one], "branch": (y.detach()[one].double() - x.detach()[one].double()),
            "input gradient": None if x.grad is None else x.grad[one]}

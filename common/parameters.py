@@ -74,14 +74,17 @@ def gradients(block: nn.Module) -> dict[str, Tensor | None]:
 
 
 def memory_needed(config: BlockConfig, step: int, device: torch.device) -> int:
-    """Bytes that a checked and timed run holds at its peak, estimated on the high side (within 40 % when measured)."""
+    """Bytes that a checked and timed run holds at its peak, estimated on the high side.
+
+    Parameters with their gradients, and beside them either the batch (activations, and per S x S score tensor of an
+    attention by hand three kept and one gradient) or the FP64 check of one sequence.
+    """
     B, S, E, F, H = (config.batch_size, config.seq_len, config.hidden_size, config.ffn_hidden_size, config.num_heads)
     weights = sum(torch.Size(shape).numel() for shape in shapes(config).values())
-    score = B * H * S * S
-    activations = B * S * (26 * E + 5 * F) * 4
-    by_hand = score * 4 * 6 if step < 2 else 0               # scores, masked, softmax, dropout, and two gradients
-    oracle = weights * 16 + H * S * S * 8 * 8 + S * (26 * E + 5 * F) * 8
-    return weights * 16 + activations + max(by_hand, 0) + oracle
+    scores = 4 * H * S * S if step < 2 or device.type == "cpu" else 0
+    batch = 4 * B * (S * (12 * E + 3 * F) + scores)
+    oracle = 16 * weights + 8 * (S * (24 * E + 6 * F) + 8 * H * S * S)
+    return 12 * weights + max(batch, oracle)
 
 
 def largest_that_fits(config: BlockConfig, step: int, device: torch.device, total: int) -> BlockConfig | None:

@@ -17,7 +17,7 @@ CACHE_STATE = "as the previous iteration left it"
 
 @dataclass(frozen=True)
 class StopRule:
-    """When a row has been measured: times in seconds of measured time, not of the wall clock."""
+    """When a row has been measured: times in seconds of iterations, not of the wall clock."""
     min_samples: int = 30
     min_seconds: float = 0.5
     max_seconds: float = 8.0
@@ -105,9 +105,13 @@ def measure(iteration: Callable, clock, between: Callable = nothing, rule: StopR
         if abs(look - previous) <= 0.01 * previous:
             break
     taken: list[float] = []
+    seconds = 0.0
     while True:
-        taken += clock.sample(iteration, between, _count(rule.min_seconds / 4, look))
-        seconds, middle = sum(taken) / 1e3, statistics.median(taken)
+        left = math.ceil((rule.max_seconds - seconds) * 1e3 / look)
+        chunk = clock.sample(iteration, between, max(1, min(left, _count(rule.min_seconds / 4, look, at_least=8))))
+        taken += chunk
+        middle = statistics.median(taken)
+        seconds += (sum(chunk) + middle) / 1e3       # each chunk starts with an iteration that is not timed
         low, high = median_interval(taken)
         settled = max(high - middle, middle - low) <= rule.precision * middle
         if progress:
@@ -117,9 +121,9 @@ def measure(iteration: Callable, clock, between: Callable = nothing, rule: StopR
             return Timing(taken, settled, clock.name)
 
 
-def _count(seconds: float, iteration_ms: float) -> int:
-    """How many iterations fill `seconds`; several even of slow ones, since each chunk pays for one untimed."""
-    return max(4, min(1000, round(seconds * 1e3 / max(iteration_ms, 1e-6))))
+def _count(seconds: float, iteration_ms: float, at_least: int = 1) -> int:
+    """How many iterations fill `seconds`."""
+    return max(at_least, min(1000, round(seconds * 1e3 / max(iteration_ms, 1e-6))))
 
 
 def median_interval(samples: list[float]) -> tuple[float, float]:
@@ -164,7 +168,7 @@ def paired_ratio(numerator: Iterable[float], denominator: Iterable[float], resam
     return ratios.quantile(0.5).item(), low, high
 
 
-def enqueue_ms(iteration: Callable, between: Callable, count: int = 5) -> float:
+def enqueue_ms(iteration: Callable, between: Callable, count: int = 3) -> float:
     """Median host time to enqueue one iteration on an idle GPU, in ms: what the GPU waits for where it is faster."""
     times = []
     for _ in range(count):

@@ -1,0 +1,128 @@
+"""Is step 4 as fast as the layer a user would take instead, Transformer Engine's own TransformerLayer?
+
+    python -m benchmarks.peers --json benchmarks/results/h200/peers.jsonl
+
+Same parameters, input and mask, same FP8 recipe, weights quantized at every call, attention in 16 bits. Each case is
+checked against FP64, then all are timed in interleaved rounds, and the ratio of the rounds is what counts. With FP32
+parameters TransformerLayer returns y in 16 bits; it is timed as it is, and with y cast to FP32 as in every step.
+"""
+import argparse
+import statistics
+import sys
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from common import BlockConfig, harness, oracle, parameters, report, roofline, steps, te_emulation, timing
+from common import device as machine
+from common.config import LAYER_NORM_EPS, PRESETS, default_preset
+
+
+class TransformerLayer(nn.Module):
+    """Transformer Engine's layer with the canonical parameters; x [B, S, E] -> [B, S, E] in `output_dtype`."""
+
+    parameter_names = {  # canonical -> Transformer Engine's
+        "ln_1.weight": "layer.self_attention.layernorm_qkv.layer_norm_weight",
+        "ln_1.bias": "layer.self_attention.layernorm_qkv.layer_norm_bias",
+        "attn.qkv.weight": "layer.self_attention.layernorm_qkv.weight",
+        "attn.qkv.bias": "layer.self_attention.layernorm_qkv.bias",
+        "attn.proj.weight": "layer.self_attention.proj.weight",
+        "attn.proj.bias": "layer.self_attention.proj.bias",
+        "ln_2.weight": "layer.layernorm_mlp.layer_norm_weight",
+        "ln_2.bias": "layer.layernorm_mlp.layer_norm_bias",
+        "mlp.fc.weight": "layer.layernorm_mlp.fc1_weight",
+        "mlp.fc.bias": "layer.layernorm_mlp.fc1_bias",
+        "mlp.proj.weight": "layer.layernorm_mlp.fc2_weight",
+        "mlp.proj.bias": "layer.layernorm_mlp.fc2_bias",
+    }
+    fresh = None           # weights are quantized at every call
+
+    def __init__(self, config: BlockConfig, dtype: torch.dtype, output_dtype: torch.dtype):
+        super().__init__()
+        te = te_emulation.transformer_engine_pytorch
+        self.config, self.output_dtype = config, output_dtype
+        self.recipe, self.fp8 = te.quantization.DelayedScaling(), te.autocast
+        self.layer = te.TransformerLayer(
+            config.hidden_size, config.ffn_hidden_size, config.num_heads, layernorm_epsilon=LAYER_NORM_EPS,
+            hidden_dropout=0.0, attention_dropout=config.dropout, self_attn_mask_type="causal", fuse_qkv_params=True,
+            qkv_weight_interleaved=False, attn_input_format="bshd", params_dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = x.dtype == torch.float32
+        with torch.autocast("cuda", self.config.amp_dtype, enabled=mixed), self.fp8(enabled=True, recipe=self.recipe):
+            y = self.layer(x)
+        return y.to(self.output_dtype)
+
+
+def blocks(config: BlockConfig, values: dict[str, Tensor], device: torch.device) -> dict[str, nn.Module]:
+    """Name -> block, all with the same parameters."""
+    dtype, amp = values["mlp.fc.weight"].dtype, config.amp_dtype
+    found = {"step 3": steps.load(3).build(config, values, device), "step 4": steps.load(4).build(config, values, device)}
+    for output in dict.fromkeys((dtype, amp)):
+        layer = TransformerLayer(config, dtype, output)
+        name = f"te.TransformerLayer, y in {str(output).removeprefix('torch.')}"
+        found[name] = parameters.load(layer, values, device)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default=default_preset("cuda"))
+    parser.add_argument("--rounds", type=int, default=60, help="interleaved samples of each case")
+    parser.add_argument("--json", metavar="FILE", help="append one JSON line per metric")
+    options = parser.parse_args()
+    if not torch.cuda.is_available() or te_emulation.IMPORT_ERROR:
+        print(f"peers: skipped: {te_emulation.IMPORT_ERROR or 'Transformer Engine needs a GPU'}", file=sys.stderr)
+        return 4
+    device, output, rows = torch.device("cuda"), report.Output(options.json), []
+    for dtype in (torch.float32, torch.float16):
+        rows += compare(PRESETS[options.preset], dtype, device, options.rounds, output)
+    print(tabulate(rows, headers=("parameters", "pass", "launch", "case", "branch error", "ms",
+                                  "its ms / step 4's [95 %]")))
+    return 0
+
+
+def compare(config: BlockConfig, dtype: torch.dtype, device: torch.device, rounds: int, output) -> list[tuple]:
+    """Check and time every block with parameters of `dtype`; the rows of the table."""
+    values = {name: value.to(dtype) for name, value in parameters.seeded(config).items()}
+    shape = (config.batch_size, config.seq_len, config.hidden_size)
+    x, dy = (torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(device, dtype) for n in (1, 2))
+    name = str(dtype).removeprefix("torch.")
+    cases, errors, rows = blocks(config, values, device), {}, []
+    output_dtype = {case: getattr(block, "output_dtype", dtype) for case, block in cases.items()}
+    for case, block in cases.items():
+        if case != "step 3":
+            harness.calibrate(block, x, dy.to(output_dtype[case]))
+        errors[case] = oracle.errors(block, x, values)["branch"]
+        gate, _ = oracle.GATES["float8" if case != "step 3" else "float16"]
+        if not errors[case] <= gate:
+            raise SystemExit(f"peers: {case} is off by {errors[case]:.1e} against FP64, the gate is {gate:.1e}")
+    for mode in report.MODES:
+        calls = {case: harness.iterations(block, x, dy.to(output_dtype[case]), mode == "forward+backward")
+                 for case, block in cases.items()}
+        for launch in report.LAUNCHES:
+            runs = {case: call for case, (call, _) in calls.items()}
+            between = {case: clear for case, (_, clear) in calls.items()}
+            if launch == "graph":
+                runs = {case: timing.capture(*call) for case, call in calls.items()}
+                between = {}
+            timing.interleaved(runs, timing.EventClock(), 5, between)                      # warm-up
+            samples = timing.interleaved(runs, timing.EventClock(), rounds, between)
+            for case, taken in samples.items():
+                ratio = timing.paired_ratio(taken, samples["step 4"])
+                middle = statistics.median(taken)
+                rows.append((name, mode, launch, case, f"{errors[case]:.1e}", f"{middle:.3f}",
+                             "{:.3f} [{:.3f}, {:.3f}]".format(*ratio)))
+                result = report.Report(case, config, name, machine.facts(device), state=machine.state(device),
+                                       matmul=roofline.arithmetic(config, int(case == "step 3") * 3 or 4, dtype,
+                                                                  device).matmul)
+                output.write([report.record(result, "latency", "ms", taken, mode, launch=launch, median=middle,
+                                            branch_error=errors[case], ratio_to_step_4=ratio)])
+            for _, clear in calls.values():
+                clear()
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

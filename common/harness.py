@@ -1,0 +1,217 @@
+"""Runs one block by the rules of DESIGN.md's 'A run': calibrate, compile, check, time and observe it."""
+import atexit
+import contextlib
+import math
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+
+from . import device as machine
+from . import evidence, oracle, parameters, timing
+from .report import Compilation, Report, Row
+
+NOT_A_GPU = "CUDA graphs need a GPU"
+
+
+class Failed(Exception):
+    """A check failed: the run ends with status `failed` and this reason, and what was wrong is not timed."""
+
+
+def compiled(block: torch.nn.Module) -> bool:
+    """Whether the block has been compiled in place."""
+    return block._compiled_call_impl is not None
+
+
+def iterations(block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, backward: bool):
+    """(one iteration, what happens between two): forward under no_grad, or forward+backward with the input's gradient.
+
+    The iteration returns y. Gradients are set to None between iterations, outside the timed region: accumulating them
+    would add a read and a write of each.
+    """
+    if not backward:
+        def forward():
+            with torch.no_grad():
+                return block(x)
+        return forward, timing.nothing
+    x.requires_grad_()
+
+    def forward_backward():
+        y = block(x)
+        y.backward(dy)
+        return y.detach()                   # y itself would keep the graph alive, and a capture would trip over it
+
+    def clear_gradients():
+        x.grad = None
+        for parameter in block.parameters():
+            parameter.grad = None
+    return forward_backward, clear_gradients
+
+
+def calibrate(block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> None:
+    """Three forward+backwards: delayed scaling starts with every scale at 1. Raises Failed if one in use still is."""
+    iteration, between = iterations(block, x.detach().clone(), dy, backward=True)
+    for _ in range(3):
+        between()
+        try:
+            iteration()
+        except ValueError as error:         # Transformer Engine has no kernel for what was asked, FP8 attention say
+            raise NotImplementedError(str(error).strip().splitlines()[0]) from None
+    between()
+    if block.fresh is not None:
+        block.fresh = False                 # --fp8-weights cached: from here on, the weights of the last call
+    for scale, amax_history in fp8_state(block):
+        used = amax_history.amax(0) > 0
+        if (scale[used] == 1).any():
+            raise Failed("an FP8 scale is still 1 after three forward+backwards: delayed scaling is not calibrated")
+
+
+def fp8_state(block: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(scale, amax_history) of every FP8 module, forward and backward, in Transformer Engine's own layout."""
+    states = [module.fp8_meta[key] for module in block.modules() if getattr(module, "fp8_meta", None)
+              for key in ("scaling_fwd", "scaling_bwd") if key in module.fp8_meta]
+    return [(state.scale, state.amax_history) for state in states if hasattr(state, "amax_history")]
+
+
+def compilation_time(block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Compilation:
+    """The time of the first calls of both passes, caches empty, and once more after dropping what is in memory."""
+    caches = tempfile.mkdtemp(prefix="inductor-")          # new, so empty; mode 0700: what is in it gets executed
+    atexit.register(shutil.rmtree, caches, ignore_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
+    os.environ["TRITON_CACHE_DIR"] = os.path.join(caches, "triton")
+    seconds = []
+    for _ in ("cold", "warm"):
+        torch._dynamo.reset()
+        start = time.perf_counter()
+        for backward in (False, True):
+            iteration, between = iterations(block, x.detach().clone(), dy, backward)
+            between()
+            try:
+                iteration()
+            except (torch._dynamo.exc.BackendCompilerFailed, torch._inductor.exc.InductorError) as error:
+                raise Failed(f"torch.compile: {str(error).strip().splitlines()[0]}") from None
+            between()
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return Compilation(*seconds)
+
+
+def check(block: torch.nn.Module, x: torch.Tensor, values: dict[str, torch.Tensor], result: Report) -> None:
+    """Compare with FP64 and record the errors; raise Failed where one is over its gate. Dropout is off meanwhile."""
+    training = block.training
+    block.train(training and block.config.dropout == 0)
+    errors = oracle.errors(block, x, values)
+    block.train(training)
+    branch, gradient = oracle.GATES[result.matmul]
+    gradients = {name: error for name, error in errors.items() if name.startswith("gradient of ")}
+    worst = max(gradients, key=gradients.get)
+    result.worst_parameter = worst.removeprefix("gradient of ")
+    result.errors = {"output": (errors["output"], None), "branch": (errors["branch"], branch),
+                     "input gradient": (errors["input gradient"], gradient),
+                     "parameter gradient": (gradients[worst], gradient)}
+    for what, (error, gate) in result.errors.items():
+        which = f"{what} of {result.worst_parameter}" if what == "parameter gradient" else what
+        if not math.isfinite(error):
+            hint = ": float16 overflows beyond 65504, try --amp-dtype bfloat16" if result.matmul == "float16" else ""
+            raise Failed(f"the {which} is missing or not finite{hint}")
+        if gate is not None and error > gate:
+            raise Failed(f"the {which} is off by {error:.1e} against FP64, the gate is {gate:.1e}")
+
+
+def time_row(block: torch.nn.Module, x: torch.Tensor, iteration: Callable, between: Callable, launch: str, row: Row,
+             result: Report, rule: timing.StopRule, progress: Callable | None = None) -> None:
+    """Fill `row` with samples, or with the reason why there are none."""
+    on_gpu = x.is_cuda
+    if launch == "graph" and not on_gpu:
+        row.reason = NOT_A_GPU
+        return
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(x.device)
+    if launch == "graph":
+        static = {}
+        try:
+            replay = timing.capture(lambda: static.update(y=iteration()), between)
+            _verify_replay(block, replay, iteration, between, static, x, result)
+        except RuntimeError as error:
+            row.reason = f"graph: {str(error).splitlines()[0]}"
+            torch.cuda.synchronize()
+            return
+        iteration, between = replay, timing.nothing
+    stance = torch.compiler.set_stance("fail_on_recompile") if compiled(block) else contextlib.nullcontext()
+    for _ in range(2):
+        between()
+        iteration()
+    with stance:
+        try:
+            row.timing = timing.measure(iteration, timing.clock_for(x.device), between, rule, progress)
+        except RuntimeError as error:
+            if "recompile" in str(error):
+                raise Failed("the block was compiled again after warm-up: its timings are void") from None
+            raise
+    row.peak_bytes = machine.memory_peak(x.device)
+    if on_gpu and launch == "eager":
+        row.enqueue_ms = timing.enqueue_ms(iteration, between)
+    between()
+
+
+def _verify_replay(block, replay, iteration, between, static, x, result: Report) -> None:
+    """Replay on a changed input and compare with an eager run of the same: a capture can silently miss work.
+
+    FP8 scales must move with what is replayed. Raises RuntimeError where the graph is not the iteration.
+    """
+    state = [tensor for pair in fp8_state(block) for tensor in pair]
+    kept = [x.detach().clone()] + [tensor.clone() for tensor in state]
+    branch_gate, gradient_gate = oracle.GATES[result.matmul]
+    try:
+        x.detach().normal_()
+        results = []
+        for call in (replay, iteration):
+            torch.cuda.manual_seed(0)                 # the same dropout mask, should there be dropout
+            y = call()
+            y = (static["y"] if call is replay else y).detach().double()
+            results.append((y - x.detach().double(), {name: gradient.double() for name, gradient in
+                                                      parameters.gradients(block).items() if gradient is not None}))
+            between()
+        (captured, captured_gradients), (eager, eager_gradients) = results
+        if oracle.relative_error(captured, eager) > branch_gate:
+            raise RuntimeError("its replay on a changed input differs from an eager run")
+        for name, gradient in eager_gradients.items():
+            if oracle.relative_error(captured_gradients.get(name), gradient) > gradient_gate:
+                raise RuntimeError(f"the gradient of {name} that it replays differs from an eager run's")
+        if eager_gradients and state:
+            before = [tensor.clone() for tensor in state]
+            x.detach().mul_(2)
+            replay()
+            if all(torch.equal(old, new) for old, new in zip(before, state, strict=True)):
+                raise RuntimeError("FP8 scales do not move when it is replayed")
+    finally:
+        for tensor, value in zip([x.detach(), *state], kept, strict=True):
+            tensor.copy_(value)
+
+
+def observe(step: int, block: torch.nn.Module, device: torch.device, iteration: Callable, between: Callable, mode: str,
+            result: Report, trace: str | None = None) -> None:
+    """See which kernels ran; for a compiled block also what it would launch, and take, without the compiler."""
+    def clean_iteration():
+        between()
+        iteration()
+    backward = mode == "forward+backward"
+    try:
+        kernels = evidence.observe(clean_iteration, device, trace)
+    except OSError as error:
+        raise Failed(f"--profile {trace}: {error.strerror}") from None
+    uncompiled = None
+    if compiled(block):
+        with torch.compiler.set_stance("force_eager"):
+            uncompiled = sum(evidence.observe(clean_iteration, device).values())
+            if backward:
+                samples = timing.clock_for(device).sample(iteration, between, 10)
+                result.compilation.uncompiled_ms = statistics.median(samples)
+    between()
+    result.evidence[mode] = evidence.judge(kernels, step, result.matmul, device, uncompiled, result.emulated)
