@@ -58,7 +58,7 @@ class TransformerLayer(nn.Module):
 def blocks(config: BlockConfig, values: dict[str, Tensor], device: torch.device) -> dict[str, nn.Module]:
     """Name -> block, all with the same parameters."""
     dtype, amp = values["mlp.fc.weight"].dtype, config.amp_dtype
-    found = {"step 3": steps.load(3).build(config, values, device), "step 4": steps.load(4).build(config, values, device)}
+    found = {f"step {n}": steps.load(n).build(config, values, device) for n in (3, 4)}
     for output in dict.fromkeys((dtype, amp)):
         layer = TransformerLayer(config, dtype, output)
         name = f"te.TransformerLayer, y in {str(output).removeprefix('torch.')}"
@@ -85,6 +85,7 @@ def main() -> int:
 
 def compare(config: BlockConfig, dtype: torch.dtype, device: torch.device, rounds: int, output) -> list[tuple]:
     """Check and time every block with parameters of `dtype`; the rows of the table."""
+    facts = machine.facts(device)
     values = {name: value.to(dtype) for name, value in parameters.seeded(config).items()}
     shape = (config.batch_size, config.seq_len, config.hidden_size)
     x, dy = (torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(device, dtype) for n in (1, 2))
@@ -114,9 +115,8 @@ def compare(config: BlockConfig, dtype: torch.dtype, device: torch.device, round
                 middle = statistics.median(taken)
                 rows.append((name, mode, launch, case, f"{errors[case]:.1e}", f"{middle:.3f}",
                              "{:.3f} [{:.3f}, {:.3f}]".format(*ratio)))
-                result = report.Report(case, config, name, machine.facts(device), state=machine.state(device),
-                                       matmul=roofline.arithmetic(config, int(case == "step 3") * 3 or 4, dtype,
-                                                                  device).matmul)
+                kinds = roofline.arithmetic(config, 3 if case == "step 3" else 4, dtype, device)
+                result = report.Report(case, config, name, facts, matmul=kinds.matmul, state=machine.state(device))
                 output.write([report.record(result, "latency", "ms", taken, mode, launch=launch, median=middle,
                                             branch_error=errors[case], ratio_to_step_4=ratio)])
             for _, clear in calls.values():

@@ -1,0 +1,169 @@
+"""What all tests share: their tiers, the skips where a machine lacks something, and how a block is held against FP64.
+
+Every test carries one tier: `unit` (milliseconds, no block compiled), `integration` (several parts together, a compiler
+or a process) or `stress` (long or large). `pytest -m unit` is the quick look.
+"""
+import math
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+# Before torch: where two copies of cuDNN are installed, Transformer Engine finds its own only if it asks first.
+try:
+    import transformer_engine.pytorch as te
+    TE_MISSING = None
+except Exception as error:      # an incomplete installation raises nearly anything: RuntimeError, OSError, ...
+    te, TE_MISSING = None, f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from common import oracle, parameters, steps
+from common.config import BlockConfig
+from common.device import compiler_missing
+
+TIERS = ("unit", "integration", "stress")
+STEPS = tuple(range(steps.COUNT))
+NAMES = tuple(parameters.shapes(BlockConfig(1, 1, 1, 1)))
+
+on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def pytest_configure(config):
+    """The settings that an ini file would hold; the project's top level has no place for one."""
+    for line in ("unit: milliseconds each, nothing compiled",
+                 "integration: several parts together, the compiler or another process",
+                 "stress: long or large",
+                 "gpu: needs a CUDA GPU",
+                 "transformer_engine: needs Transformer Engine and a GPU with FP8"):
+        config.addinivalue_line("markers", line)
+    for line in ("error::pytest.PytestUnknownMarkWarning",               # strict markers, whatever pytest calls them
+                 "ignore:.*TF32.*:UserWarning",                          # torch's hints on the switch that steps set
+                 "ignore::DeprecationWarning:torch.*",
+                 "ignore::DeprecationWarning:transformer_engine.*"):
+        config.addinivalue_line("filterwarnings", line)
+    config.inductor_cache = tempfile.mkdtemp(prefix="test-inductor-")    # mode 0700: what is in it gets executed
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = config.inductor_cache
+    os.environ["TRITON_CACHE_DIR"] = os.path.join(config.inductor_cache, "triton")
+
+
+def pytest_unconfigure(config):
+    shutil.rmtree(config.inductor_cache, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items):
+    untiered = [item.nodeid for item in items if sum(map(bool, map(item.get_closest_marker, TIERS))) != 1]
+    if untiered:
+        raise pytest.UsageError(f"every test carries one of the markers {', '.join(TIERS)}; these do not:\n  "
+                                + "\n  ".join(untiered))
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    if item.get_closest_marker("transformer_engine") and (reason := fp8_missing()):
+        pytest.skip(f"needs Transformer Engine and a GPU with FP8: {reason}")
+
+
+def fp8_missing() -> str | None:
+    """Why Transformer Engine can't multiply in FP8 here, or None."""
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    if te is None:
+        return f"it does not import ({TE_MISSING})"
+    available, reason = te.is_fp8_available(return_reason=True)
+    return None if available else reason
+
+
+@pytest.fixture
+def compiler(device):
+    """Skip where Inductor finds no compiler for the test's `device`."""
+    if reason := compiler_missing(torch.device(device)):
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """Nothing compiled before this test, nothing left after it, the recompile limit as it was."""
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = limit
+
+
+@pytest.fixture
+def uncompiled():
+    """Step 3 runs the same Python code without its compiler: its meaning is tested in many shapes, in no time."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.fixture
+def cheap_backend(monkeypatch, fresh_dynamo):
+    """Step 3 compiled by Dynamo and AOTAutograd as it asks for, but to no C++: seconds, not minutes, for ten shapes.
+
+    The value counts the graphs (`frame_count`).
+    """
+    counter, compile_in_place = CompileCounterWithBackend("aot_eager"), torch.nn.Module.compile
+    asked = []
+
+    def compile_cheaply(module, **options):
+        asked.append(options)
+        compile_in_place(module, backend=counter, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_cheaply)
+    with torch.compiler.set_stance("default"):
+        yield counter
+    assert asked and all(options == {"fullgraph": True, "dynamic": False} for options in asked)
+
+
+def case(config: BlockConfig, device="cpu", dtype=torch.float32, seed=0):
+    """(canonical parameters, x, dy) of `config`, all random, the same on every machine; x and dy are [B, S, E]."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    shape = (config.batch_size, config.seq_len, config.hidden_size)
+    x, dy = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
+    return {name: value.to(dtype) for name, value in parameters.seeded(config, seed).items()}, x, dy
+
+
+def results(block, x, dy) -> dict[str, torch.Tensor | None]:
+    """One forward and backward of the whole batch, under the names that `oracle.reference` uses."""
+    block.zero_grad(set_to_none=True)
+    x = x.detach().clone().requires_grad_()
+    y = block(x)
+    y.backward(dy)
+    return collect(block, x, y)
+
+
+def collect(block, x, y) -> dict[str, torch.Tensor | None]:
+    """What a backward from y = block(x) has left, under the names that `oracle.reference` uses."""
+    found = {"output": y.detach(), "branch": y.detach().double() - x.detach().double(), "input gradient": x.grad}
+    return found | {f"gradient of {name}": gradient for name, gradient in parameters.gradients(block).items()}
+
+
+def errors(block, values, x, dy) -> dict[str, float]:
+    """Relative L2 error against FP64 of everything in `results`."""
+    truth = oracle.reference(x, values, block.config, dy)
+    return differences(results(block, x, dy), truth)
+
+
+def differences(found: dict, truth: dict) -> dict[str, float]:
+    """Relative L2 error of everything in `truth`, on whichever devices the two are."""
+    return {name: oracle.relative_error(found[name], truth[name].double()) if found[name] is None else
+            oracle.relative_error(found[name].cpu(), truth[name].cpu().double()) for name in truth}
+
+
+def worst(found: dict[str, float]) -> tuple[float, float]:
+    """(largest error of output and branch, largest of all gradients)."""
+    forward = {"output", "branch"}
+    return max(found[name] for name in forward), max(error for name, error in found.items() if name not in forward)
+
+
+def decibels(error: float) -> float:
+    """Signal-to-noise ratio of a relative L2 error."""
+    return -20 * math.log10(max(error, sys.float_info.min))

@@ -1,0 +1,414 @@
+"""What a user meets: the five scripts as programs, every mistake as one line, every failure as a status."""
+import collections
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import PRESETS, device, evidence, harness, oracle, parameters, roofline, run, steps, timing
+
+pytestmark = pytest.mark.integration
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a machine without a GPU says")
+TINY = ["--preset", "tiny", "--device", "cpu"]
+
+
+@pytest.fixture
+def main(capsys, monkeypatch):
+    """Run a step in this process: main(step, *argv) -> (exit status, stdout, stderr)."""
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):         # set by a compiling run
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))
+
+    def call(step: int, *argv: str):
+        try:
+            status = run.main(steps.path(step), [str(argument) for argument in argv])
+        except SystemExit as ended:
+            status = ended.code
+        return status, *capsys.readouterr()
+    return call
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Known peaks, and a few real samples without a warm-up or a stop rule: a run in a second."""
+    peaks = roofline.Peaks(collections.defaultdict(lambda: 1e12), 1e11)
+    monkeypatch.setattr(roofline, "measure_peaks", lambda *_: peaks)
+    monkeypatch.setattr(timing, "measure", lambda iteration, clock, between, *_: timing.Timing(
+        clock.sample(iteration, between, 6), False, clock.name))
+
+
+@pytest.fixture
+def nothing_timed(monkeypatch):
+    monkeypatch.setattr(timing, "measure", lambda *_, **__: pytest.fail("samples were taken"))
+
+
+@pytest.fixture
+def nothing_allocated(monkeypatch, nothing_timed):
+    monkeypatch.setattr(parameters, "seeded", lambda *_: pytest.fail("parameters were made"))
+
+
+def one_line(err: str) -> str:
+    line = err.strip()
+    assert line and "\n" not in line and "Traceback" not in err
+    return line
+
+
+def card_value(card: str, label: str) -> str:
+    """The value beside `label`, wrapped lines joined."""
+    lines = card.splitlines()
+    start = next(n for n, line in enumerate(lines) if line[:20].rstrip() == label)
+    wrapped = itertools.takewhile(lambda line: line.startswith(" " * 20), lines[start + 1:])
+    return " ".join(" ".join([lines[start][20:], *wrapped]).split())
+
+
+# ---------------------------------------------------------------------------------------------------- usage errors
+
+
+@pytest.mark.parametrize("step, argv, value, fix", [
+    (0, ["--hidden-size", "65"], "65", "try 64"),
+    (0, ["--num-heads", "128"], "128", "try"),
+    (4, ["--batch-size", "1", "--seq-len", "65"], "65", "try 80"),
+    (4, ["--hidden-size", "72"], "72", "try 80"),
+    (4, ["--ffn-hidden-size", "100"], "100", "try 112"),
+    (0, ["--preset", "huge"], "huge", "gpt2"),
+    (1, ["--amp-dtype", "float8"], "float8", "bfloat16"),
+    (1, ["--param-dtype", "float64"], "float64", "amp"),
+    (4, ["--fp8-weights", "never"], "never", "per-call"),
+    *((0, [f"--{name}", value], value, "give a whole number") for value in ("0", "-3", "1000000000")
+      for name in ("batch-size", "seq-len", "hidden-size", "num-heads", "ffn-hidden-size")),
+    (0, ["--batch-size", "two"], "two", "int"),
+    (0, ["--batch-size", "1.5"], "1.5", "int"),
+    *((2, ["--dropout", value], value, "give a probability") for value in ("1.0", "-0.1", "nan")),
+    *((0, ["--max-seconds", value], value, "give a positive number") for value in ("0", "-1", "nan")),
+    (0, ["--seed", "99999999999999999999"], "99999999999999999999", "give|try"),
+    (1, ["--param-dtype", "amp", "--amp-dtype", "none"], "--param-dtype amp", "--amp-dtype"),
+    (2, ["--fp8-weights", "cached"], "--fp8-weights", "unrecognized"),
+    (2, ["--fp8-attention"], "--fp8-attention", "unrecognized"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_a_mistake_is_one_line_with_its_value_and_the_fix(main, nothing_allocated, step, argv, value, fix):
+    status, out, err = main(step, *TINY, *argv)
+    line = one_line(err)
+    assert (status, out) == (2, "")
+    assert line.startswith(f"{steps.path(step).name}: error: ") and value in line and re.search(fix, line)
+
+
+@no_gpu
+@pytest.mark.parametrize("argv", ["--device cuda", "--launch graph"])
+def test_what_needs_a_gpu_says_so(main, nothing_allocated, argv):
+    status, out, err = main(2, "--preset", "tiny", *argv.split())
+    assert (status, out) == (2, "")
+    assert argv in one_line(err) and "GPU" in err and re.search("run without|use", err)
+
+
+@pytest.mark.parametrize("option", ["--json", "--profile"])
+@pytest.mark.parametrize("path", ["", "missing/out", "file/out"], ids=["a folder", "in no folder", "below a file"])
+def test_a_file_that_cannot_be_written_is_found_at_once(main, nothing_allocated, tmp_path, option, path):
+    (tmp_path / "file").write_text("")
+    status, out, err = main(2, *TINY, option, tmp_path / path)
+    line = one_line(err)
+    assert (status, out) == (2, "")
+    assert f"{option} {tmp_path / path}" in line and re.search("give|name|choose|use|try", line.split(str(path))[-1])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.parametrize("option", ["--json", "--profile"])
+def test_a_file_without_permission_is_found_at_once(main, nothing_allocated, tmp_path, option):
+    tmp_path.chmod(0o500)
+    status, out, err = main(2, *TINY, option, tmp_path / "out")
+    assert (status, out) == (2, "") and "Permission denied" in one_line(err)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_found_before_timing(main, nothing_timed):
+    status, out, err = main(2, *TINY, "--json", "/dev/full")
+    assert (status, out) == (1, "")
+    assert "--json /dev/full: No space left on device" in one_line(err)
+
+
+def test_another_files_error_is_not_blamed_on_json(main, nothing_timed, monkeypatch):
+    def broken(*_, **__):
+        raise OSError(5, "Input/output error", "/somewhere/else")
+    monkeypatch.setattr(oracle, "errors", broken)
+    status, out, err = main(2, *TINY)
+    assert status == 1 and "Input/output error" in one_line(err) and "--json" not in err
+
+
+# ----------------------------------------------------------------------------------------- what a machine can't do
+
+
+def test_without_a_cpp_compiler_step_3_is_skipped(main, nothing_timed, monkeypatch):
+    """Before anything is compiled, with exit status 4 and the reason on the card."""
+    monkeypatch.setattr(harness, "compilation_time", lambda *_: pytest.fail("something was compiled"))
+    for environment in ({"CXX": "/nonexistent"}, {"CXX": "", "PATH": "/nonexistent"}):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        status, out, err = main(3, *TINY)
+        assert status == 4
+        assert re.search(r"skipped: no C\+\+ compiler found \(.*\): install g\+\+", one_line(err))
+        assert card_value(out, "status").startswith("skipped: no C++ compiler found")
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="there clang++ is what Inductor takes")
+def test_a_compiler_that_inductor_does_not_look_for_is_none(main, nothing_timed, monkeypatch, tmp_path):
+    """With clang++ alone, and no CXX, Inductor looks for g++ and fails: step 3 must say so instead of trying."""
+    monkeypatch.setattr(harness, "compilation_time", lambda *_: pytest.fail("something was compiled"))
+    (tmp_path / "clang++").write_text("")
+    (tmp_path / "clang++").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert main(3, *TINY)[0] == 4
+
+
+@no_gpu
+def test_attention_in_fp8_is_skipped_where_it_is_only_emulated(main, nothing_timed):
+    status, out, err = main(4, *TINY, "--fp8-attention")
+    assert status == 4 and "needs Transformer Engine" in one_line(err)
+    assert card_value(out, "status").startswith("skipped: ")
+
+
+# ---------------------------------------------------------------------------------------------------- failed checks
+
+
+def large_activations(monkeypatch):
+    """An attention output of about 1e6: within FP32 and BF16, beyond FP16's 65504. All that follows is linear or LN."""
+    seeded = parameters.seeded
+
+    def large(config, seed=0):
+        values = seeded(config, seed)
+        return values | {"attn.proj.weight": values["attn.proj.weight"] * 1e6}
+    monkeypatch.setattr(parameters, "seeded", large)
+
+
+def test_fp16_overflow_is_named_with_its_way_out(main, nothing_timed, monkeypatch):
+    large_activations(monkeypatch)
+    status, out, err = main(1, *TINY, "--amp-dtype", "float16")
+    assert status == 1 and "float16 overflows beyond 65504, try --amp-dtype bfloat16" in one_line(err)
+    assert card_value(out, "status").startswith("failed: ") and "not finite" in out
+
+
+@pytest.mark.parametrize("dtype", ["none", "bfloat16"])
+def test_what_overflows_fp16_passes_elsewhere(main, quick, monkeypatch, dtype):
+    large_activations(monkeypatch)
+    assert main(1, *TINY, "--amp-dtype", dtype)[0] == 0
+
+
+@pytest.mark.parametrize("wrong, said", [
+    (lambda block: block.attn.proj.bias.data.zero_(), "the output|the branch"),
+    (lambda block: block.mlp.fc.bias.requires_grad_(False), "gradient of mlp.fc.bias is missing or not finite"),
+    (lambda block: block.ln_2.bias.register_hook(torch.zeros_like), "gradient of ln_2.bias is off by 1.0e"),
+    (lambda block: block.ln_1.bias.register_hook(lambda g: g / 0), "gradient of ln_1.bias is missing or not finite"),
+], ids=["a dropped bias", "a missing gradient", "a wrong gradient", "an infinite gradient"])
+def test_a_failed_check_says_what_is_wrong(main, nothing_timed, monkeypatch, tmp_path, wrong, said):
+    script = steps.load(0)
+    build = script.build
+
+    def broken(config, values, device):
+        block = build(config, values, device)
+        wrong(block)
+        return block
+    monkeypatch.setattr(script, "build", broken)
+    status, out, err = main(0, *TINY, "--json", tmp_path / "out.jsonl")
+    assert status == 1 and re.search(said, one_line(err))
+    assert re.search(said, card_value(out, "status")) and card_value(out, "median ms") == "n/a n/a n/a n/a"
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [r["benchmark"]["extra_info"]["status"] for r in records] == ["failed"]
+
+
+def test_a_second_compilation_voids_the_run(main, quick, fresh_dynamo, monkeypatch):
+    """Real graphs, of the backend that generates no code; what they were guarded on changes once timing starts."""
+    script, measure, blocks = steps.load(3), timing.measure, []
+
+    def compile_without_code(block, **options):
+        blocks.append(block)
+        torch.nn.Module.compile(block, backend="eager", **options)
+
+    def changed(*arguments):
+        blocks[-1].attn.dropout = 0.25
+        return measure(*arguments)
+    monkeypatch.setattr(script.Block, "compile", compile_without_code)
+    monkeypatch.setattr(device, "compiler_missing", lambda _: None)
+    monkeypatch.setattr(timing, "measure", changed)
+    status, out, err = main(3, *TINY)
+    assert status == 1 and "compiled again after warm-up" in one_line(err)
+    assert card_value(out, "status").startswith("failed: ")
+
+
+def test_a_kernel_of_another_mechanism_fails_the_run(main, quick, monkeypatch):
+    """As if, on a GPU, step 2 had fallen back to attention by hand."""
+    kernels = collections.Counter({"nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NTT": 4, "cunn_SoftMaxForwardSmem": 1})
+    judge = evidence.judge
+    monkeypatch.setattr(evidence, "judge", lambda _, step, matmul, device, *rest: judge(
+        kernels, step, matmul, torch.device("cuda"), *rest))
+    status, out, err = main(2, *TINY)
+    assert status == 1
+    assert "did not run as step 2 claims: softmax ran: cunn_SoftMaxForwardSmem" in one_line(err)
+    assert card_value(out, "forward") == "refuted: softmax ran: cunn_SoftMaxForwardSmem"
+
+
+# ----------------------------------------------------------------------------------------------------- out of memory
+
+
+def suggestion(text: str, preset: str, **changes):
+    """The config of the shape that a message suggests."""
+    batch_size, seq_len = map(int, re.search(r"--batch-size (\d+) --seq-len (\d+) fits", text).groups())
+    return PRESETS[preset].replace(**changes).replace(batch_size=batch_size, seq_len=seq_len)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_out_of_memory_names_the_peak_and_a_shape_that_fits(main, nothing_timed, monkeypatch, step, error):
+    def exhausted(*_, **__):
+        raise error("a long message of the allocator")
+    monkeypatch.setattr(oracle, "errors", exhausted)
+    status, out, err = main(step, *TINY)
+    fits = suggestion(one_line(err), "tiny")
+    assert status == 3 and re.search(r"oom: [\d.]+ of [\d.]+ GiB in use at the peak", err)
+    assert fits.tokens < PRESETS["tiny"].tokens
+    assert card_value(out, "status").startswith("oom: ") and "--batch-size" in card_value(out, "status")
+
+
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_a_shape_no_machine_holds_is_refused_before_anything_is_allocated(main, nothing_allocated, step):
+    """Linux would otherwise promise the memory, and kill the process once it is touched."""
+    status, out, err = main(step, "--preset", "cpu", "--device", "cpu", "--batch-size", "100000")
+    fits = suggestion(one_line(err), "cpu")
+    total = device.memory_total(torch.device("cpu"))
+    assert status == 3 and parameters.memory_needed(fits, step, torch.device("cpu")) <= total
+    assert re.search(r"about [\d,.]+ GiB", err), "how much it would need is what a refusal has to say"
+    assert card_value(out, "status").startswith("oom: ")
+
+
+@pytest.mark.parametrize("gib", [0.001, 1, 16, 140])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_a_suggested_shape_fits(step, preset, gib):
+    """By the same estimate that refuses one; and it is smaller than what was asked, in batch and length alone."""
+    cpu, total, config = torch.device("cpu"), int(gib * 2**30), PRESETS[preset]
+    fits = parameters.largest_that_fits(config, step, cpu, total)
+    if fits is None:
+        smallest = config.replace(batch_size=1, seq_len=16)
+        assert parameters.memory_needed(smallest, step, cpu) > 0.9 * total
+    else:
+        assert parameters.memory_needed(fits, step, cpu) <= total and fits.tokens < config.tokens
+        assert fits == config.replace(batch_size=fits.batch_size, seq_len=fits.seq_len)
+
+
+@pytest.mark.parametrize("batch_size, seq_len", [(2, 1000), (4, 100), (16, 24), (3, 48)])
+def test_a_shape_suggested_to_step_4_is_one_that_fp8_takes(batch_size, seq_len):
+    config = PRESETS["cpu"].replace(batch_size=batch_size, seq_len=seq_len)
+    config.check_fp8()
+    for gib in (0.5, 1, 4, 140):
+        fits = parameters.largest_that_fits(config, 4, torch.device("cpu"), int(gib * 2**30))
+        if fits is not None:
+            fits.check_fp8()
+
+
+# --------------------------------------------------------------------------------------------------- whole processes
+
+
+def start(step: int, *argv, cwd) -> subprocess.Popen:
+    """One thread each: several processes whose threads wait for one another on few cores take minutes."""
+    return subprocess.Popen([sys.executable, steps.path(step), *map(str, argv)], cwd=cwd, text=True,
+                            env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+RUN_HERE = (0, 1, 2, 4)         # step 3 compiles for half a minute: .ci/run runs it
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Four steps side by side in another folder, all appending to one file: ({step: (status, out, err)}, its path)."""
+    folder = tmp_path_factory.mktemp("runs")
+    path = folder / "all.jsonl"
+    running = {step: start(step, *TINY, "--max-seconds", "0.2", "--json", path, cwd=folder) for step in RUN_HERE}
+    return {step: finish(process) for step, process in running.items()}, path
+
+
+@pytest.mark.parametrize("step", RUN_HERE)
+def test_a_script_runs(runs, step):
+    """Exit status 0, a card within 100 columns, and nothing on stderr, which is no terminal here."""
+    status, out, err = runs[0][step]
+    assert (status, err) == (0, "")
+    assert card_value(out, "step") == steps.path(step).stem and card_value(out, "status") == "ok"
+    assert max(map(len, out.splitlines())) <= 100
+    values = re.findall(r"[\d.]+", card_value(out, "median ms"))
+    assert len(values) == 2 and all(float(value) > 0 for value in values)
+    assert ("means nothing" in out) == (step == 4) and ("emulated" in card_value(out, "engine")) == (step == 4)
+
+
+def test_runs_at_once_leave_only_whole_records(runs):
+    """Whatever the order in which they wrote."""
+    records = [json.loads(line) for line in runs[1].read_text().splitlines()]
+    assert runs[1].read_text().endswith("\n")
+    for step in RUN_HERE:
+        own = [r for r in records if r["model"]["backend"] == steps.path(step).stem]
+        names = collections.Counter(r["metric"]["name"] for r in own)
+        assert names["latency"] == 4 and names["launches"] == 2 and names["parameter gradient error"] == 1
+        modes = [mode for mode, _ in itertools.groupby(own, lambda r: r["benchmark"]["mode"])]
+        assert modes == ["check", "forward", "forward+backward"]
+        samples = [r["metric"]["benchmark_values"] for r in own if r["metric"]["name"] == "latency"]
+        assert sum(map(bool, samples)) == 2 and all(s > 0 for values in samples for s in values)
+
+
+def test_an_interrupted_run_keeps_its_finished_records(tmp_path):
+    """Ctrl-C while the second pass is timed, which takes half a second at least: the first pass's records are whole."""
+    path = tmp_path / "out.jsonl"
+    process = start(0, *TINY, "--json", path, cwd=tmp_path)
+    deadline = time.monotonic() + 100
+    while not (path.exists() and '"launches"' in path.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    status, out, err = finish(process)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (status, out) == (130, "")
+    assert one_line(err) == f"0_baseline.py: interrupted; {len(records)} finished records kept"
+    assert {r["benchmark"]["mode"] for r in records} == {"check", "forward"} and path.read_text().endswith("\n")
+
+
+def test_help_says_what_each_step_is(tmp_path):
+    running = {step: start(step, "--help", cwd=tmp_path) for step in range(steps.COUNT)}
+    for step, process in running.items():
+        status, out, err = finish(process)
+        assert (status, err) == (0, "")
+        assert f"usage: {steps.path(step).name}" in out and f"Step {step}: " in out
+        assert ("--fp8-weights" in out) == (step == 4)
+        for option in ("--preset", "--amp-dtype", "--json", "--profile", "--max-seconds", "Exit status"):
+            assert option in out
+
+
+def test_a_mistake_ends_the_process_with_one_line(tmp_path):
+    """Across the process boundary as inside: exit status 2, nothing on stdout, no traceback."""
+    status, out, err = finish(start(0, *TINY, "--hidden-size", "66", cwd=tmp_path))
+    assert (status, out) == (2, "")
+    assert one_line(err) == "0_baseline.py: error: hidden_size 66 is not divisible by num_heads 4: try 64"
+
+
+def test_a_timeline_is_written_on_request(main, quick, tmp_path):
+    status, _, _ = main(2, *TINY, "--profile", tmp_path / "timeline.json")
+    assert status == 0
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert any("scaled_dot_product" in event.get("name", "") for event in events)
+
+
+@pytest.mark.parametrize("step, argv", [
+    (0, "--batch-size 1 --seq-len 1"), (0, "--launch eager"), (0, "--seed -7"), (1, "--amp-dtype float16"),
+    (2, "--seq-len 37 --num-heads 1"), (2, "--dropout 0.5"), (2, "--param-dtype amp"), (4, "--param-dtype amp"),
+    (4, "--amp-dtype none"), (4, "--fp8-weights cached"), (4, "--fp8-weights kept"),
+])
+def test_every_option_runs(main, quick, step, argv):
+    status, out, err = main(step, *TINY, *argv.split())
+    assert (status, err) == (0, "") and card_value(out, "status") == "ok"

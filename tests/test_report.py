@@ -1,0 +1,275 @@
+"""The card and the records, from reports built by hand: a CPU's, an H200's, and runs that ended early."""
+import copy
+import json
+import math
+import re
+import threading
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import PRESETS, evidence, report
+from common.report import LAUNCHES, MODES, Compilation, Output, Report, Row
+from common.timing import Timing
+
+pytestmark = pytest.mark.unit
+
+CPU = {"device": "cpu", "name": "A CPU whose name is as long as makers of CPUs like it, 64-Core Processor @ 3.70GHz",
+       "cpu_threads": 2, "torch": "2.15.0+cu132", "cuda": None, "cudnn": None, "driver": None, "triton": "3.9.0",
+       "transformer_engine": None, "python": "3.12.3", "git": "f0fad18+"}
+H200 = CPU | {"device": "cuda", "name": "NVIDIA H200", "compute_capability": "9.0", "multiprocessors": 132,
+              "memory_gib": 139.8, "l2_mib": 60.0, "cuda": "13.0", "cudnn": 91900, "driver": "580.159.03",
+              "transformer_engine": "2.20.2+cu13.torch2.11.0"}
+STATE = {"load_average": 0.5, "sm_mhz": 1980, "sm_mhz_max": 1980, "memory_mhz": 3201, "power_w": 600.0,
+         "power_limit_w": 700.0, "temperature_c": 61, "throttled": []}
+SAMPLES = [7.2, 7.1, 7.4, 7.3, 7.1]
+KERNELS = {"nvjet_sm90_hsh_192x192_64x4_2x1_v_bz_coopB_bias_TNN": 4, "cudnn_generated_fort_native_sdpa_flash_fprop": 1}
+
+
+def row(**changes) -> Row:
+    return replace(Row(Timing(SAMPLES, True, "CUDA events"), flops=1.2e12, tokens=16384, limit_ms=5.0,
+                       peak_bytes=3 * 2**30, enqueue_ms=0.9), **changes)
+
+
+def finished(gpu: bool, **changes) -> Report:
+    reason = "CUDA graphs need a GPU"
+    rows = {(mode, launch): row() if gpu or launch == "eager" else Row(reason=reason, limit_ms=5.0)
+            for mode in MODES for launch in LAUNCHES}
+    if not gpu:
+        rows = {key: replace(value, enqueue_ms=None) for key, value in rows.items()}
+    kinds = Counter({"16-bit matmul": 4, "cuDNN attention": 1})
+    seen = evidence.Evidence(Counter(KERNELS), kinds, "proven", "4 16-bit matmul, 1 cuDNN attention")
+    return Report(
+        "2_sdpa", PRESETS["te-tutorial" if gpu else "cpu"], "float32", H200 if gpu else CPU, matmul="float16",
+        peaks="float16 790 TFLOP/s; copy 4.30 TB/s (read + written)",
+        errors={"output": (3e-4, None), "branch": (5e-4, 1e-3), "input gradient": (5e-4, 3e-3),
+                "parameter gradient": (9e-4, 3e-3)},
+        worst_parameter="attn.proj.weight", rows=rows, evidence=dict.fromkeys(MODES, seen),
+        clock="CUDA events" if gpu else "perf_counter", state=STATE if gpu else {"load_average": 0.5}, **changes)
+
+
+def ended(status: str, reason: str, gpu: bool = True) -> Report:
+    return Report("0_baseline", PRESETS["gpt2"], "float32", H200 if gpu else CPU, status=status, reason=reason)
+
+
+EMULATED = "emulated (Transformer Engine does not import: FileNotFoundError: Could not find shared object file)"
+NO_COMPILER = "no C++ compiler found (g++, clang++): install g++, or name one in the variable CXX"
+REPORTS = {
+    "CPU": finished(gpu=False),
+    "H200": finished(gpu=True),
+    "H200, a graph that can't be captured": finished(True, compilation=Compilation(14.5, 2.3, 9.0)),
+    "H200, throttled beside others": finished(True, neighbours=[f"python (pid {pid})" for pid in range(70000, 70009)]),
+    "CPU, compiled": finished(False, compilation=Compilation(14.5, 2.3, 7.0)),
+    "CPU, emulated": finished(False, engine=EMULATED, emulated=True, residual="bfloat16"),
+    "skipped": ended("skipped", NO_COMPILER, gpu=False),
+    "oom": ended("oom", "133.1 of 139.8 GiB in use at the peak; --batch-size 16 --seq-len 1024 fits"),
+    "failed": ended("failed", "the gradient of mlp.fc.bias is off by 1.0e+00 against FP64, the gate is 3.0e-03"),
+}
+failed_graph = REPORTS["H200, a graph that can't be captured"]
+for mode in MODES:
+    failed_graph.rows[mode, "graph"] = Row(reason="graph: " + "CUDA error: operation not permitted when capturing " * 3)
+REPORTS["H200, throttled beside others"].state["throttled"] = ["power cap", "software thermal"]
+each_report = pytest.mark.parametrize("r", REPORTS.values(), ids=REPORTS.keys())
+
+
+def labels(card: str) -> list[str]:
+    """What stands in the first 20 columns, where values begin; wrapped lines have nothing there."""
+    return [label for line in card.splitlines() if (label := line[:20].rstrip())]
+
+
+@each_report
+def test_labels_are_the_same_in_the_same_order_everywhere(r):
+    assert labels(report.card(r)) == labels(report.card(REPORTS["H200"]))
+
+
+@each_report
+def test_the_card_is_at_most_100_columns_wide(r):
+    assert max(map(len, report.card(r).splitlines())) <= 100
+
+
+def test_even_a_word_without_spaces_is_kept_within_the_card():
+    card = report.card(ended("failed", "path " + "x" * 300))
+    assert max(map(len, card.splitlines())) <= 100
+
+
+@each_report
+def test_cards_of_the_same_data_are_the_same(r):
+    assert report.card(copy.deepcopy(r)) == report.card(r)
+
+
+@each_report
+def test_nothing_in_the_card_changes_without_meaning(r):
+    """No dates, times, addresses or process numbers, no commit: a diff of two cards shows what differs."""
+    card = report.card(r)
+    assert not re.search(r"\d{4}-\d\d-\d\d|\d\d:\d\d|0x[0-9a-f]+|\bpid\b|/tmp/", card)
+    assert CPU["git"] not in card
+
+
+@each_report
+def test_what_is_not_known_is_said_and_nothing_is_nan(r):
+    card = report.card(r)
+    assert not re.search(r"\b(nan|inf|None)\b", card, re.IGNORECASE)
+    if r.status != "ok":
+        assert f"{r.status}: " in card and "n/a" in card
+
+
+def test_the_reason_is_on_the_card():
+    for r in REPORTS.values():
+        flat = " ".join(" ".join(line[20:] for line in report.card(r).splitlines()).split())
+        assert r.reason in flat
+        assert all(" ".join(row.reason.split()) in flat for row in r.rows.values() if not row.timing)
+
+
+def test_an_error_that_is_not_finite_is_a_word():
+    r = ended("failed", "the output is missing or not finite")
+    r.errors = {"output": (math.inf, None), "branch": (math.nan, 1e-3)}
+    assert report.card(r).count("not finite") == 3 and "nan" not in report.card(r)
+
+
+# -------------------------------------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize("enqueue, bound", [(None, None), (0.5, False), (6.7, False), (7.1, True), (9.0, True)])
+def test_launch_bound_is_enqueueing_as_long_as_the_iteration(enqueue, bound):
+    assert row(enqueue_ms=enqueue).launch_bound is bound                  # the median is 7.2 ms
+    assert Row(enqueue_ms=enqueue).launch_bound is None
+
+
+def test_percent_of_limit_is_the_limit_over_the_median():
+    assert row(limit_ms=3.6).percent_of_limit == pytest.approx(50)
+    assert row(limit_ms=None).percent_of_limit is None and Row(limit_ms=3.6).percent_of_limit is None
+
+
+@pytest.mark.parametrize("limit, wrong", [(7.2, False), (7.3, True), (14.4, True)])
+def test_more_than_the_limit_is_shown_as_an_error(limit, wrong):
+    """Faster than the machine can be: the model of the limit is wrong, not the step good."""
+    r = finished(gpu=True)
+    r.rows["forward", "eager"] = row(limit_ms=limit)
+    line = next(line for line in report.card(r).splitlines() if line.startswith("% of limit"))
+    assert ("ERROR" in line) == wrong and len(line) <= 100
+
+
+def test_an_unsettled_row_says_so():
+    r = finished(gpu=True)
+    r.rows["forward", "graph"] = row(timing=Timing(SAMPLES, False, "CUDA events"))
+    line = next(line for line in report.card(r).splitlines() if line.startswith("settled"))
+    assert line.split() == ["settled", "yes", "unsettled", "yes", "yes"]
+
+
+@pytest.mark.parametrize("compilation, said", [
+    (Compilation(14.5, 2.3, uncompiled_ms=8.2), "15,000 forward+backward calls"),     # 14.5 s at 1 ms a call
+    (Compilation(14.5, 2.3, uncompiled_ms=7.0), "never"), (Compilation(14.5, 2.3), "n/a"), (None, "n/a"),
+])
+def test_the_price_of_compiling_is_told_in_calls(compilation, said):
+    card = report.card(finished(True, compilation=compilation))
+    line = next(line for line in card.splitlines() if line.startswith("compile pays after"))
+    assert line.removeprefix("compile pays after").strip().startswith(said)
+
+
+# ----------------------------------------------------------------------------------------------------------- records
+
+
+def records(r: Report) -> list[dict]:
+    lines = report.check_records(r)
+    return lines + [line for mode in MODES if mode in r.evidence for line in report.row_records(r, mode)]
+
+
+@each_report
+def test_records_follow_the_schema(r):
+    for record in records(r):
+        assert record.keys() == {"benchmark", "model", "metric", "runners", "dependencies"}
+        assert {"name", "mode", "dtype", "extra_info"} <= record["benchmark"].keys()
+        assert {"name", "benchmark_values", "target_value", "extra_info"} <= record["metric"].keys()
+        assert {"name", "type", "gpu_count"} <= record["runners"][0].keys()
+        assert record["dependencies"]["torch"] == {"version": "2.15.0+cu132"}
+        assert record["benchmark"]["extra_info"]["config"]["amp_dtype"] in ("none", "float16", "bfloat16")
+        assert record["metric"]["extra_info"]["unit"] is not None
+        text = json.dumps(record, allow_nan=False)
+        assert json.loads(text) == record and "\n" not in text
+
+
+def test_every_raw_sample_is_kept_in_order():
+    latency = [line["metric"] for line in records(finished(gpu=True)) if line["metric"]["name"] == "latency"]
+    assert len(latency) == len(MODES) * len(LAUNCHES)
+    assert all(metric["benchmark_values"] == SAMPLES for metric in latency)
+    assert latency[0]["extra_info"]["median"] == 7.2 and latency[0]["extra_info"]["settled"] is True
+
+
+def test_a_row_without_samples_leaves_its_reason():
+    metrics = [line["metric"] for line in records(REPORTS["CPU"])]
+    lines = [metric for metric in metrics if metric["extra_info"].get("launch") == "graph"]
+    assert [line["benchmark_values"] for line in lines] == [[], []]
+    assert all(line["extra_info"]["reason"] == "CUDA graphs need a GPU" for line in lines)
+
+
+def test_the_kernels_that_ran_are_in_the_record():
+    line = next(line["metric"] for line in records(REPORTS["H200"]) if line["metric"]["name"] == "launches")
+    assert line["benchmark_values"] == [5] and line["extra_info"]["kernels"] == KERNELS
+    assert line["extra_info"]["verdict"] == "proven"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_refused(value, tmp_path):
+    with pytest.raises(ValueError, match="latency is not finite"):
+        report.record(REPORTS["H200"], "latency", "ms", [1.0, value], "forward")
+    with pytest.raises(ValueError):
+        Output(str(tmp_path / "out.jsonl")).write([{"value": value}])
+    assert (tmp_path / "out.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_dtypes_are_words_in_a_record(dtype):
+    r = replace(REPORTS["CPU"], config=REPORTS["CPU"].config.replace(amp_dtype=dtype))
+    config = report.record(r, "status", "", [], "run")["benchmark"]["extra_info"]["config"]
+    assert config["amp_dtype"] == ("none" if dtype is None else "bfloat16")
+
+
+# ------------------------------------------------------------------------------------------------------------ output
+
+
+def test_output_appends_to_what_is_there(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"n": 0}\n')
+    output = Output(str(path))
+    output.write([{"n": 1}, {"n": 2}])
+    output.write([{"n": 3}])
+    assert output.count == 3
+    assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]
+
+
+def test_no_file_asked_for_is_no_file_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Output(None).write([{"n": 1}])
+    assert not list(tmp_path.iterdir())
+
+
+def test_writers_side_by_side_leave_whole_lines(tmp_path):
+    """Four files opened on one path, 100 records each of about 20 kB: many pages, and still never a torn line."""
+    path = tmp_path / "runs.jsonl"
+
+    def write(name):
+        Output(str(path)).write([{"name": name, "n": n, "samples": [0.123456789] * 1500} for n in range(100)])
+    writers = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert Counter(line["name"] for line in lines) == dict.fromkeys("abcd", 100)
+    assert all([line["n"] for line in lines if line["name"] == name] == list(range(100)) for name in "abcd")
+
+
+@pytest.mark.parametrize("path", ["", "missing/out", "file/out"], ids=["a folder", "in no folder", "below a file"])
+def test_a_path_that_cannot_be_written_raises_at_once(path, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        Output(str(tmp_path / path))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_raises_at_the_first_record():
+    with pytest.raises(OSError, match="No space left"):
+        Output("/dev/full").write([{"n": 1}])

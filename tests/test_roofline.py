@@ -1,0 +1,147 @@
+"""The arithmetic of the limit: FLOPs against PyTorch's own counter, bytes and maxima against numbers worked by hand."""
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from common import PRESETS, BlockConfig, oracle, parameters, roofline, steps
+from common.roofline import Arithmetic, Peaks
+
+pytestmark = pytest.mark.unit
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SMALL = BlockConfig(batch_size=1, seq_len=16, hidden_size=16, num_heads=1)                     # F = 64
+FP32 = Arithmetic("float32", "float32", parameter_bytes=4, activation_bytes=4, operand_bytes=4)
+FP8 = Arithmetic("float8", "float16", parameter_bytes=4, activation_bytes=2, operand_bytes=1)
+
+
+@pytest.mark.parametrize("config", [
+    SMALL, BlockConfig(2, 48, 64, 4), BlockConfig(3, 32, 96, 6, ffn_hidden_size=160), PRESETS["gpt2"],
+], ids=str)
+def test_flops_are_those_that_torch_counts(config):
+    """On the meta device, with the block by hand. It computes all of S x S; the formula counts the causal half."""
+    p = {name: torch.empty(shape, device="meta") for name, shape in parameters.shapes(config).items()}
+    block = steps.load(0).build(config, p, "meta")
+    x = torch.empty(config.batch_size, config.seq_len, config.hidden_size, device="meta", requires_grad=True)
+    not_needed = 2 * config.batch_size * config.seq_len**2 * config.hidden_size
+    with FlopCounterMode(display=False) as counter:
+        y = block(x)
+        forward = counter.get_total_flops()
+        y.backward(torch.empty_like(y))
+    assert forward == roofline.flops(config, backward=False) + not_needed
+    assert counter.get_total_flops() == roofline.flops(config, backward=True) + 3 * not_needed
+
+
+def test_the_closed_form_for_the_usual_ffn():
+    B, S, E = 8, 2048, 4096
+    assert roofline.flops(PRESETS["te-tutorial"], backward=False) == 24 * B * S * E**2 + 2 * B * S**2 * E
+
+
+@pytest.mark.parametrize("a", [FP32, FP8], ids=["FP32", "FP8"])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("config", [SMALL, *PRESETS.values()], ids=str)
+def test_the_operations_add_up_to_the_flops(config, backward, a):
+    work = roofline.operations(config, a, backward)
+    assert sum(o.flops for o in work) == roofline.flops(config, backward)
+    assert all(o.flops > 0 or o.kind == "memory" for o in work) and all(o.bytes > 0 for o in work)
+    assert len({o.name for o in work}) == len(work) and {o.kind for o in work} == {"matmul", "attention", "memory"}
+
+
+def test_the_limit_is_a_sum_of_maxima():
+    """Worked by hand for N = 16 tokens, E = 16, F = 64, 4 bytes each, at 3072 FLOP/s and 1024 bytes/s.
+
+    layer norms            4096 bytes                      4 s
+    attention              8192 FLOPs,  4096 bytes         4 s: bound by memory
+    qkv                   24576 FLOPs,  7168 bytes         8 s: bound by arithmetic, like fc and mlp projection
+    attention projection   8192 FLOPs,  4096 bytes         4 s: bound by memory
+    fc                    32768 FLOPs,  9216 bytes    10 2/3 s
+    mlp projection        32768 FLOPs, 10240 bytes    10 2/3 s
+    """
+    work = {o.name: (o.flops, o.bytes) for o in roofline.operations(SMALL, FP32, backward=False)}
+    assert work == {"layer norms": (0, 4096), "attention": (8192, 4096), "qkv": (24576, 7168),
+                    "attention projection": (8192, 4096), "fc": (32768, 9216), "mlp projection": (32768, 10240)}
+    limit = roofline.limit_ms(SMALL, FP32, Peaks({"float32": 3072}, 1024), backward=False)
+    assert limit == pytest.approx(1e3 * (4 + 4 + 8 + 4 + 32 / 3 + 32 / 3))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_limit_at_its_ends_is_arithmetic_alone_or_memory_alone(backward):
+    work = roofline.operations(SMALL, FP32, backward)
+    no_memory = roofline.limit_ms(SMALL, FP32, Peaks({"float32": 1e9}, math.inf), backward)
+    no_arithmetic = roofline.limit_ms(SMALL, FP32, Peaks({"float32": math.inf}, 1e9), backward)
+    assert no_memory == pytest.approx(roofline.flops(SMALL, backward) / 1e6)
+    assert no_arithmetic == pytest.approx(sum(o.bytes for o in work) / 1e6)
+    both = roofline.limit_ms(SMALL, FP32, Peaks({"float32": 1e9}, 1e9), backward)
+    assert max(no_memory, no_arithmetic) <= both <= no_memory + no_arithmetic
+
+
+def test_attention_and_matmuls_have_their_own_peaks():
+    """FP8 matmuls beside 16-bit attention: each at its own rate, and neither at the other's."""
+    def limit(float8, float16):
+        return roofline.limit_ms(SMALL, FP8, Peaks({"float8": float8, "float16": float16}, math.inf), backward=False)
+    attention, matmuls = 8192, 98304
+    assert limit(1e3, 2e3) == pytest.approx(1e3 * (matmuls / 1e3 + attention / 2e3))
+
+
+@pytest.mark.parametrize("field", ["batch_size", "seq_len", "hidden_size", "ffn_hidden_size"])
+@pytest.mark.parametrize("a", [FP32, FP8], ids=["FP32", "FP8"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_more_work_has_a_higher_limit(field, a, backward):
+    peaks = Peaks({"float32": 5e13, "float16": 8e14, "float8": 1.5e15}, 4e12)
+    config = BlockConfig(batch_size=1, seq_len=128, hidden_size=256, num_heads=4, ffn_hidden_size=1024)
+    limits = [roofline.limit_ms(config.replace(**{field: getattr(config, field) * n}), a, peaks, backward)
+              for n in (1, 2, 4, 8)]
+    assert limits == sorted(limits) and len(set(limits)) == 4
+
+
+@pytest.mark.parametrize("a", [FP32, FP8], ids=["FP32", "FP8"])
+def test_the_backward_costs_more_than_the_forward(a):
+    peaks = Peaks({"float32": 5e13, "float16": 8e14, "float8": 1.5e15}, 4e12)
+    forward, both = (roofline.limit_ms(PRESETS["gpt2"], a, peaks, backward) for backward in (False, True))
+    assert 2 * forward < both < 4 * forward
+
+
+@pytest.mark.parametrize("step, parameter_dtype, amp_dtype, device, expected", [
+    (0, torch.float32, torch.float16, GPU, Arithmetic("float32", "float32", 4, 4, 4)),
+    (1, torch.float32, None, GPU, Arithmetic("tf32", "tf32", 4, 4, 4)),
+    (1, torch.float32, None, CPU, Arithmetic("float32", "float32", 4, 4, 4)),        # a CPU has no TF32
+    (1, torch.float32, torch.float16, GPU, Arithmetic("float16", "float16", 4, 2, 2)),
+    (2, torch.float32, torch.bfloat16, CPU, Arithmetic("bfloat16", "bfloat16", 4, 2, 2)),
+    (3, torch.float16, torch.float16, GPU, Arithmetic("float16", "float16", 2, 2, 2)),
+    (4, torch.float32, torch.float16, GPU, Arithmetic("float8", "float16", 4, 2, 1)),
+    (4, torch.bfloat16, torch.bfloat16, GPU, Arithmetic("float8", "bfloat16", 2, 2, 1)),
+    (4, torch.float32, None, GPU, Arithmetic("tf32", "tf32", 4, 4, 4)),              # no autocast, no FP8
+    (4, torch.float64, None, GPU, Arithmetic("float64", "float64", 8, 8, 8)),
+])
+def test_what_a_step_computes_in(step, parameter_dtype, amp_dtype, device, expected):
+    assert roofline.arithmetic(SMALL.replace(amp_dtype=amp_dtype), step, parameter_dtype, device) == expected
+
+
+def test_attention_in_fp8_is_limited_by_fp8():
+    config = SMALL.replace(fp8_attention=True)
+    assert roofline.arithmetic(config, 4, torch.float32, GPU).attention == "float8"
+    assert roofline.arithmetic(config, 2, torch.float32, GPU).attention == "float16"
+
+
+@pytest.mark.parametrize("step", range(steps.COUNT))
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_presets_arithmetic_is_known_to_the_gates(preset, step):
+    """Whatever a run may multiply in has a gate for its error and a sum for its limit."""
+    for amp_dtype in (None, torch.float16, torch.bfloat16):
+        for parameter_dtype in {torch.float32, amp_dtype or torch.float32}:
+            for device in (CPU, GPU):
+                a = roofline.arithmetic(PRESETS[preset].replace(amp_dtype=amp_dtype), step, parameter_dtype, device)
+                assert a.matmul in oracle.GATES and a.attention in oracle.GATES
+                assert 1 <= a.operand_bytes <= a.activation_bytes <= a.parameter_bytes
+                peaks = Peaks({a.matmul: 1e14, a.attention: 1e14}, 1e12)
+                forward, both = (roofline.limit_ms(PRESETS[preset], a, peaks, backward) for backward in (False, True))
+                assert 0 < forward < both < math.inf
+
+
+def test_peaks_are_measured_for_what_the_step_computes_in():
+    """One matmul rate for each dtype and the copy bandwidth; the caller's matmul precision is left as it was."""
+    before = torch.get_float32_matmul_precision()
+    peaks = roofline.measure_peaks(SMALL, Arithmetic("bfloat16", "float32", 4, 2, 2), CPU)
+    assert peaks.flops.keys() == {"bfloat16", "float32"} and all(0 < rate < 1e16 for rate in peaks.flops.values())
+    assert 0 < peaks.bandwidth < 1e14 and torch.get_float32_matmul_precision() == before

@@ -1,0 +1,124 @@
+"""The tests test: every wrong block is caught by the FP64 gate, on the forward and on the gradients alike."""
+import math
+
+import pytest
+import torch
+from conftest import case, errors, on_each_device, worst
+from wrong_blocks import CONFIG, RIGHT, WRONG, build
+
+from common import oracle
+
+FORWARD, GRADIENT = oracle.GATES["float64"]
+
+
+@pytest.mark.unit
+@on_each_device
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_block_passes(name, device):
+    """The parts that the wrong blocks are made from are right themselves: each mistake is what is caught."""
+    values, x, dy = case(CONFIG, device, torch.float64)
+    forward, gradient = worst(errors(build(RIGHT[name], values, device), values, x, dy))
+    assert forward < FORWARD and gradient < GRADIENT
+
+
+@pytest.mark.unit
+@on_each_device
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_block_is_caught(name, device):
+    """By the forward, and again by the gradients, each by a thousand times its gate: no luck of the draw."""
+    values, x, dy = case(CONFIG, device, torch.float64)
+    forward, gradient = worst(errors(build(WRONG[name], values, device), values, x, dy))
+    assert forward > 1e3 * FORWARD and gradient > 1e3 * GRADIENT
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_block_is_caught_by_the_check_of_a_run(name):
+    """`oracle.errors` looks at one sequence: enough to see what mixes sequences, too."""
+    values, x, _ = case(CONFIG, dtype=torch.float64)
+    forward, gradient = worst(oracle.errors(build(WRONG[name], values), x, values))
+    assert forward > FORWARD and gradient > GRADIENT
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_gate_is_no_substitute(dtype, record_property):
+    """A gate of 1.25 times the plain block's error passes right blocks, and misses what rounding hides.
+
+    What it catches is reported (`pytest -rP`), not required; that it misses some is why FP64 is asked at all.
+    """
+    config = CONFIG.replace(seq_len=48, amp_dtype=dtype)
+    values, x, dy = case(config)
+
+    def caught(change, plain=None):
+        found = errors(build(change, values, config=config, step=1), values, x, dy)
+        return found if plain is None else [what for what in found if not found[what] <= 1.25 * plain[what]]
+
+    plain = caught(lambda block: None)
+    report = {name: len(caught(change, plain)) for name, change in WRONG.items()}
+    for name, count in report.items():
+        print(f"{name:40} {f'caught on {count} of {len(plain)} tensors' if count else 'MISSED'}")
+    record_property(f"caught in {dtype}", [name for name, count in report.items() if count])
+    assert not any(caught(change, plain) for change in RIGHT.values())
+    assert not report["epsilon 1e-6"], "this gate sees more than it can: is it still in half precision?"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("value", [None, torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.inf]),
+                                   torch.tensor([-math.inf, math.inf])], ids=["missing", "NaN", "inf", "-inf"])
+def test_error_of_what_is_missing_or_not_finite_is_infinite(value):
+    """A NaN compares as no larger than any gate: it must never get that far."""
+    assert oracle.relative_error(value, torch.tensor([1.0, 2.0], dtype=torch.float64)) == math.inf
+
+
+@pytest.mark.unit
+def test_error_is_relative_l2():
+    """A hand-made case, a right zero where the truth is zero, and anything else where it is."""
+    truth = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert oracle.relative_error(torch.tensor([3.0, 4.5]), truth) == pytest.approx(0.1)
+    assert oracle.relative_error(truth.clone(), truth) == 0
+    assert oracle.relative_error(torch.zeros(2), torch.zeros(2, dtype=torch.float64)) == 0
+    assert oracle.relative_error(torch.full((2,), 1e-30), torch.zeros(2, dtype=torch.float64)) > 1
+
+
+class Spoil(torch.autograd.Function):
+    """Passes x on; the gradient comes back with one element that is not a number."""
+
+    @staticmethod
+    def forward(ctx, x, value):
+        ctx.value = value
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        dy = dy.clone()
+        dy.view(-1)[-1] = ctx.value          # of the last sequence, the one that a run checks
+        return dy, None
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=["NaN", "inf"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_one_bad_element_fails_the_check(value, where):
+    """One NaN or infinity anywhere in the block, in either pass, makes the error infinite: nothing averages it away."""
+    values, x, _ = case(CONFIG, dtype=torch.float64)
+    if where == "forward":
+        values["mlp.proj.bias"][0] = value
+    block = build(lambda block: None, values)
+    if where == "backward":
+        block.mlp.register_forward_hook(lambda module, args, y: Spoil.apply(y, value))
+    good, _, _ = case(CONFIG, dtype=torch.float64)
+    forward, gradient = worst(oracle.errors(block, x, good))
+    assert {"forward": forward, "backward": gradient}[where] == math.inf
+
+
+@pytest.mark.unit
+def test_missing_gradient_fails_the_check():
+    """A parameter that took no part, a frozen one, or an input cut off from the graph."""
+    values, x, _ = case(CONFIG, dtype=torch.float64)
+    unused = build(WRONG["mlp.proj.bias dropped"], values)
+    assert oracle.errors(unused, x, values)["gradient of mlp.proj.bias"] == math.inf
+    frozen = build(lambda block: block.attn.proj.weight.requires_grad_(False), values)
+    assert oracle.errors(frozen, x, values)["gradient of attn.proj.weight"] == math.inf
+    cut = build(lambda block: block.register_forward_pre_hook(lambda module, args: (args[0].detach(),)), values)
+    assert oracle.errors(cut, x, values)["input gradient"] == math.inf
