@@ -17,9 +17,8 @@ from common.precision import float32_matmul_precision
 from common.run import run
 
 
-@torch.compile(dynamic=False, disable=not torch.cuda.is_available())
 def add(residual: Tensor, branch: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum in `dtype`, compiled to one pass over memory; eager PyTorch needs one to add and one to cast."""
+    """The sum in `dtype`. Compiled it is one pass over memory; eager PyTorch needs one to add and one to cast."""
     return (residual + branch).to(dtype)
 
 
@@ -78,7 +77,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = x.to(self.amp_dtype or x.dtype)
         h = h + self.attn(h, self.fresh)
-        return add(h, self.mlp(h, is_first_microbatch=self.fresh), x.dtype)
+        return self.add(h, self.mlp(h, is_first_microbatch=self.fresh), x.dtype)
 
 
 def build(config: BlockConfig, values: dict[str, Tensor], device: torch.device | str) -> Block:
@@ -91,6 +90,8 @@ def build(config: BlockConfig, values: dict[str, Tensor], device: torch.device |
     with torch.device(device), te.quantized_model_init(enabled=config.fp8_weights == "kept"):
         block = Block(config, te, dtype)
     block.engine = engine
+    on_gpu = torch.device(device).type == "cuda"
+    block.add = torch.compile(add, dynamic=False) if on_gpu else add
     return parameters.load(block, values, device)
 
 

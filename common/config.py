@@ -36,7 +36,7 @@ class BlockConfig:
             object.__setattr__(self, "ffn_hidden_size", 4 * self.hidden_size)
         for name in ("batch_size", "seq_len", "hidden_size", "num_heads", "ffn_hidden_size"):
             value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= 2**24:
+            if type(value) is not int or not 1 <= value <= 2**24:
                 raise ValueError(f"{name} is {value}: give a whole number from 1 to {2**24}")
         if self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}: "

@@ -94,10 +94,10 @@ def compiler_missing(device: torch.device) -> str | None:
     if device.type == "cuda":
         found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
         return None if found else "no C compiler found: install gcc, or name one in the variable CC"
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
-    if any(shutil.which(name) for name in names):
-        return None
-    return f"no C++ compiler found ({', '.join(names)}): install g++, or name one in the variable CXX"
+    if named := os.environ.get("CXX"):
+        return None if shutil.which(named) else f"no C++ compiler found: the variable CXX names {named}"
+    name = "clang++" if sys.platform == "darwin" else "g++"
+    return None if shutil.which(name) else f"no C++ compiler found: install {name}, or name one in the variable CXX"
 
 
 def memory_total(device: torch.device) -> int:

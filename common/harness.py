@@ -77,12 +77,20 @@ def fp8_state(block: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]
     return [(state.scale, state.amax_history) for state in states if hasattr(state, "amax_history")]
 
 
-def compilation_time(block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Compilation:
-    """The time of the first calls of both passes, caches empty, and once more after dropping what is in memory."""
-    caches = tempfile.mkdtemp(prefix="inductor-")          # new, so empty; mode 0700: what is in it gets executed
+def use_private_caches() -> None:
+    """Point Inductor and Triton at a new, empty folder that this process removes when it ends.
+
+    Their default is a predictable path that all users share, and what lies in it gets executed.
+    """
+    caches = tempfile.mkdtemp(prefix="inductor-")          # mode 0700
     atexit.register(shutil.rmtree, caches, ignore_errors=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
     os.environ["TRITON_CACHE_DIR"] = os.path.join(caches, "triton")
+
+
+def compilation_time(block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Compilation:
+    """The time of the first calls of both passes, caches empty, and once more after dropping what is in memory."""
+    use_private_caches()
     seconds = []
     for _ in ("cold", "warm"):
         torch._dynamo.reset()
@@ -107,7 +115,8 @@ def check(block: torch.nn.Module, x: torch.Tensor, values: dict[str, torch.Tenso
     block.train(training and block.config.dropout == 0)
     errors = oracle.errors(block, x, values)
     block.train(training)
-    branch, gradient = oracle.GATES[result.matmul]
+    branch, gradient = oracle.GATES[f"{result.matmul}, emulated" if result.emulated and result.matmul == "float8"
+                                    else result.matmul]
     gradients = {name: error for name, error in errors.items() if name.startswith("gradient of ")}
     worst = max(gradients, key=gradients.get)
     result.worst_parameter = worst.removeprefix("gradient of ")
@@ -138,6 +147,9 @@ def time_row(block: torch.nn.Module, x: torch.Tensor, iteration: Callable, betwe
         try:
             replay = timing.capture(lambda: static.update(y=iteration()), between)
             _verify_replay(block, replay, iteration, between, static, x, result)
+        except torch.OutOfMemoryError:
+            row.reason = "graph: out of memory, the eager run's tensors and the graph's do not fit together"
+            return
         except RuntimeError as error:
             row.reason = f"graph: {str(error).splitlines()[0]}"
             torch.cuda.synchronize()

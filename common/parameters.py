@@ -97,4 +97,6 @@ def largest_that_fits(config: BlockConfig, step: int, device: torch.device, tota
             smaller = smaller.replace(seq_len=smaller.seq_len // 2)
         else:
             return None
+        if step == 4 and smaller.tokens % 16:                  # FP8 takes whole sixteens
+            smaller = smaller.replace(seq_len=max(16, smaller.seq_len // 16 * 16))
     return smaller

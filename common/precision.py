@@ -38,12 +38,19 @@ def _set_until_backward_ends(precision: str) -> None:
     global _outside
     if _outside is None:             # the first block of this backward; later ones only switch
         _outside = torch.get_float32_matmul_precision()
+        torch.autograd.Variable._execution_engine.queue_callback(_Restore())      # as DDP and FSDP do
     torch.set_float32_matmul_precision(precision)
-    torch.autograd.Variable._execution_engine.queue_callback(_restore)      # as DDP and FSDP do
 
 
-def _restore() -> None:
-    global _outside
-    if _outside is not None:
-        torch.set_float32_matmul_precision(_outside)
-        _outside = None
+class _Restore:
+    """Puts the caller's setting back, once: when the backward ends, or when an error drops its callbacks uncalled."""
+    done = False
+
+    def __call__(self) -> None:
+        global _outside
+        if not self.done:
+            self.done = True
+            torch.set_float32_matmul_precision(_outside)
+            _outside = None
+
+    __del__ = __call__

@@ -51,6 +51,7 @@ class Compilation:
 
 @dataclass
 class Report:
+    """One run of one step: filled in as the run goes on, so that it can be shown at any point."""
     step: str                              # "2_sdpa"
     config: BlockConfig
     parameter_dtype: str
@@ -97,7 +98,8 @@ def card(r: Report) -> str:
     line("attention", attention)
     line("clock", f"{r.clock}; caches {CACHE_STATE}")
     line("throttled", ", ".join(r.state.get("throttled") or ["no"]) if r.state.get("sm_mhz") else "n/a")
-    line("also on this GPU", ", ".join(r.neighbours) or ("nothing" if facts["device"] == "cuda" else "n/a"))
+    others = sorted({name.split(" (pid")[0] for name in r.neighbours})
+    line("also on this GPU", ", ".join(others) or ("nothing" if facts["device"] == "cuda" else "n/a"))
     line("peaks", r.peaks)
     lines.append("")
     lines.append(f"{'error against FP64':<20}{'relative L2':>16}{'gate':>16}")
@@ -113,6 +115,9 @@ def card(r: Report) -> str:
          else f"{_round(1e3 * c.cold_s / gain)} forward+backward calls")
     lines.append("")
     lines += _table(r)
+    missing = sorted({row.reason for row in r.rows.values() if row.reason and not row.timing})
+    line("n/a because", "; ".join(missing) or "nothing is")
+    line("timing", "means nothing: FP8 is emulated, only its numerics are real" if r.emulated else "of the real thing")
     for mode in MODES:
         seen = r.evidence.get(mode)
         line(f"{mode}", f"{seen.verdict}: {seen.because}" if seen else "n/a")
@@ -142,12 +147,9 @@ def _table(r: Report) -> list[str]:
     lines.append(cells("enqueue ms", (_number(row.enqueue_ms, ".2f") for row in columns)))
     lines.append(cells("launch-bound", ({None: "n/a", True: "launch-bound", False: "no"}[row.launch_bound]
                                         for row in columns)))
-    counts = [r.evidence[mode].launches if mode in r.evidence else "n/a" for mode in MODES]
-    lines.append(cells("launches" if r.facts["device"] == "cuda" else "operators", (counts[0], "", counts[1], "")))
-    notes = {row.reason for row in columns if row.reason and not row.timing}
-    lines += [f"{'n/a because':<20}{part}" for note in sorted(notes) for part in _wrap(note, 80)]
-    if r.emulated:
-        lines.append(f"{'timing':<20}means nothing: FP8 is emulated, only its numerics are real")
+    unit = "" if r.facts["device"] == "cuda" else " operators"
+    counts = [f"{r.evidence[mode].launches}{unit}" if mode in r.evidence else "n/a" for mode in MODES]
+    lines.append(cells("launches", (counts[0], "", counts[1], "")))
     return lines
 
 
@@ -234,8 +236,12 @@ def row_records(r: Report, mode: str) -> list[dict]:
     return lines
 
 
+class WriteError(Exception):
+    """A record could not be written; the message says why."""
+
+
 class Output:
-    """A JSON-lines file, appended to. Raises OSError at once where it can't be written.
+    """A JSON-lines file, appended to. Raises OSError at once where it can't be opened.
 
     Each record is one write of one whole line to a file opened for appending, so that runs side by side, and a run that
     is interrupted, leave only whole lines.
@@ -259,7 +265,10 @@ class Output:
             return
         for line in records:
             text = (json.dumps(line, allow_nan=False) + "\n").encode()
-            written = os.write(self._file, text)
+            try:
+                written = os.write(self._file, text)
+            except OSError as error:
+                raise WriteError(error.strerror) from None
             if written < len(text):
-                raise OSError(28, "No space left on device", self.path)
+                raise WriteError("no space left for a whole record")
             self.count += 1

@@ -21,10 +21,12 @@ class Arithmetic:
     parameter_bytes: int       # parameters, their gradients, x and y
     activation_bytes: int      # what travels between the matmuls
     operand_bytes: int         # the left operand of a matmul: 1 in FP8
+    weight_bytes: int          # what a matmul reads of its weight: 1 where it was quantized before
 
 
 @dataclass(frozen=True)
 class Operation:
+    """One unavoidable operation: its FLOPs, and the bytes it reads and writes at the least."""
     name: str
     kind: str                  # "matmul", "attention" or "memory"
     flops: float
@@ -48,7 +50,8 @@ def arithmetic(config: BlockConfig, step: int, parameter_dtype: torch.dtype, dev
     fp8 = step == 4 and mixed
     return Arithmetic(matmul="float8" if fp8 else name, attention="float8" if fp8 and config.fp8_attention else name,
                       parameter_bytes=parameter_dtype.itemsize, activation_bytes=dtype.itemsize,
-                      operand_bytes=1 if fp8 else dtype.itemsize)
+                      operand_bytes=1 if fp8 else dtype.itemsize,
+                      weight_bytes=1 if fp8 and config.fp8_weights != "per-call" else parameter_dtype.itemsize)
 
 
 def flops(config: BlockConfig, backward: bool) -> float:
@@ -64,7 +67,7 @@ def flops(config: BlockConfig, backward: bool) -> float:
 def operations(config: BlockConfig, a: Arithmetic, backward: bool) -> list[Operation]:
     """The unavoidable operations of one iteration."""
     N, E, F = config.tokens, config.hidden_size, config.ffn_hidden_size
-    p, t, g = a.parameter_bytes, a.activation_bytes, a.operand_bytes
+    p, t, g, w = a.parameter_bytes, a.activation_bytes, a.operand_bytes, a.weight_bytes
     attention = 2 * config.batch_size * config.seq_len**2 * E
     matmuls = {"qkv": (E, 3 * E), "attention projection": (E, E), "fc": (E, F), "mlp projection": (F, E)}
     # What a matmul reads and writes beyond its own weight: the residual joins, and leaves, the two projections.
@@ -72,14 +75,14 @@ def operations(config: BlockConfig, a: Arithmetic, backward: bool) -> list[Opera
     work = [Operation("layer norms", "memory", 0, N * E * (p + min(p, t) + 2 * g)),
             Operation("attention", "attention", attention, 4 * N * E * t)]
     for name, (inner, outer) in matmuls.items():
-        moved = N * inner * g + inner * outer * p + N * extra[name]
+        moved = N * inner * g + inner * outer * w + N * extra[name]
         work.append(Operation(name, "matmul", 2 * N * inner * outer, moved))
     if backward:
         work.append(Operation("layer norms backward", "memory", 0, N * E * 2 * (2 * t + min(p, t))))
         work.append(Operation("attention backward", "attention", 2 * attention, 8 * N * E * t))
         for name, (inner, outer) in matmuls.items():
             for side, output in (("input", N * inner * t), ("weight", inner * outer * p)):
-                other = inner * outer * p if side == "input" else N * inner * g
+                other = inner * outer * w if side == "input" else N * inner * g
                 work.append(Operation(f"{name}, {side} gradient", "matmul", 2 * N * inner * outer,
                                       N * outer * g + other + output))
     return work

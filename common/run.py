@@ -18,12 +18,17 @@ from .report import Report, Row
 EXIT = {"ok": 0, "failed": 1, "usage": 2, "oom": 3, "skipped": 4, "interrupted": 130}
 
 
+class _TooLarge(Exception):
+    """The shape is refused before anything is allocated."""
+
+
 def run(script: str, argv: list[str] | None = None) -> None:
     """The main program of the step in file `script`; ends the process with one of `EXIT`."""
     sys.exit(main(Path(script), argv))
 
 
 def main(script: Path, argv: list[str] | None = None) -> int:
+    """The same as `run`, returning the exit status (a mistake on the command line still raises SystemExit)."""
     step = int(script.name[0])
     options, config, output = _parse(script, step, argv)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)       # warns of a missing GPU on a CPU
@@ -37,6 +42,8 @@ def main(script: Path, argv: list[str] | None = None) -> int:
             result.status, result.reason = "failed", str(error)
         except NotImplementedError as error:
             result.status, result.reason = "skipped", str(error)
+        except _TooLarge as error:
+            result.status, result.reason = "oom", f"{error}; {_that_fits(step, options, config)}"
         except (torch.OutOfMemoryError, MemoryError):
             result.status, result.reason = "oom", _out_of_memory(step, options, config)
         except RuntimeError as error:                # the CPU's allocator has no exception of its own
@@ -48,9 +55,12 @@ def main(script: Path, argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\n{script.name}: interrupted; {output.count} finished records kept", file=sys.stderr)
         return EXIT["interrupted"]
-    except OSError as error:
-        print(f"{script.name}: error: --json {output.path}: {error.strerror}; {output.count} records were written",
-              file=sys.stderr)
+    except report.WriteError as error:
+        print(f"{script.name}: error: --json {output.path}: {error}; {output.count} records were written, "
+              "give a file with room for more", file=sys.stderr)
+        return EXIT["failed"]
+    except OSError as error:                         # a full disk under the compiler's caches, say
+        print(f"{script.name}: error: {error}", file=sys.stderr)
         return EXIT["failed"]
     try:
         print(report.card(result), flush=True)
@@ -99,6 +109,8 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
         _usage(script, f"--launch graph: {harness.NOT_A_GPU}; use --launch eager")
     if not options.max_seconds > 0:
         _usage(script, f"--max-seconds {options.max_seconds:g}: give a positive number of seconds")
+    if abs(options.seed) >= 10**18:
+        _usage(script, f"--seed {options.seed}: give a number of at most 18 digits")
     amp = {"auto": torch.float16 if on_gpu else torch.bfloat16, "none": None}
     changes = {name: getattr(options, name) for name in
                ("batch_size", "seq_len", "hidden_size", "num_heads", "ffn_hidden_size")}
@@ -120,13 +132,13 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
     try:
         output = report.Output(options.json)
     except OSError as error:
-        _usage(script, f"--json {options.json}: {error.strerror}")
+        _usage(script, f"--json {options.json}: {error.strerror}; give a file that can be written")
     try:
         if options.profile:
             with open(options.profile, "a"):
                 pass
     except OSError as error:
-        _usage(script, f"--profile {options.profile}: {error.strerror}")
+        _usage(script, f"--profile {options.profile}: {error.strerror}; give a file that can be written")
     return options, config, output
 
 
@@ -141,7 +153,8 @@ def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Re
     progress = tqdm(bar_format="{desc}", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False)
     needed = parameters.memory_needed(config, step, device)
     if device.type == "cpu" and needed > machine.memory_total(device):       # Linux would kill the process instead
-        raise MemoryError(f"about {needed / 2**30:.0f} GiB needed")
+        raise _TooLarge(f"about {needed / 2**30:.0f} GiB needed, this machine has "
+                        f"{machine.memory_total(device) / 2**30:.0f}")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     progress.set_description_str("building")
@@ -159,10 +172,12 @@ def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Re
     residual = config.amp_dtype if step == 4 and config.amp_dtype else options.parameter_dtype
     result.residual = str(residual).removeprefix("torch.")
 
-    if harness.compiled(block):
+    harness.use_private_caches()
+    if harness.compiled(block) or (step == 4 and device.type == "cuda"):
         missing = machine.compiler_missing(device)
         if missing:
             raise NotImplementedError(missing)
+    if harness.compiled(block):
         progress.set_description_str("compiling, cold and warm")
         result.compilation = harness.compilation_time(block, x, dy)
     if step == 4 and config.amp_dtype is not None:
@@ -207,6 +222,10 @@ def _out_of_memory(step: int, options: argparse.Namespace, config: BlockConfig) 
     """One line: the peak reached and a shape that fits."""
     total = machine.memory_total(options.device)
     peak = machine.memory_peak(options.device)
-    smaller = parameters.largest_that_fits(config, step, options.device, total)
-    fits = f"--batch-size {smaller.batch_size} --seq-len {smaller.seq_len} fits" if smaller else "no batch of it fits"
-    return f"{peak / 2**30:.1f} of {total / 2**30:.1f} GiB in use at the peak; {fits}"
+    return (f"{peak / 2**30:.1f} of {total / 2**30:.1f} GiB in use at the peak; "
+            f"{_that_fits(step, options, config)}")
+
+
+def _that_fits(step: int, options: argparse.Namespace, config: BlockConfig) -> str:
+    smaller = parameters.largest_that_fits(config, step, options.device, machine.memory_total(options.device))
+    return f"--batch-size {smaller.batch_size} --seq-len {smaller.seq_len} fits" if smaller else "no batch of it fits"

@@ -23,7 +23,7 @@ try:
     import transformer_engine.pytorch as transformer_engine_pytorch
     IMPORT_ERROR = None
 except Exception as error:
-    IMPORT_ERROR = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    IMPORT_ERROR = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -84,7 +84,7 @@ class _Scaling:
     def update(self) -> None:
         """Take new scales from the history, and open a new row in it."""
         amax = self.amax_history.amax(0)
-        scale = torch.finfo(self.dtype).max / amax
+        scale = torch.full_like(amax, torch.finfo(self.dtype).max) / amax      # a number / amax would round twice
         scale = torch.where((amax > 0) & amax.isfinite(), scale, self.scale)
         self.scale = scale.clamp(max=torch.finfo(torch.float32).max)
         self.amax_history = self.amax_history.roll(-1, 0)
@@ -129,11 +129,14 @@ def quantized_model_init(enabled: bool = True):
 
 
 class _Matmul(torch.autograd.Function):
-    """y = Q(x) Q(weight)^T + bias, with dx and dweight from the rounded gradient. All in FP32, rounded to `dtype`."""
+    """y = Q(x) Q(weight)^T + bias, with dx and dweight from the rounded gradient.
+
+    Products and sums are FP32; gradients are rounded to `dtype`, y to `output`.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, module: "_FP8Module", gemm: int, dtype: torch.dtype,
-                fresh: bool | None) -> Tensor:
+                output: torch.dtype, fresh: bool | None) -> Tensor:
         x_q, x_scale = module.fp8_meta["scaling_fwd"].quantize(x, 3 * gemm)
         w_q, w_scale = module.quantized_weight(weight, gemm, fresh)
         ctx.save_for_backward(x_q, w_q, x_scale, w_scale)
@@ -141,7 +144,7 @@ class _Matmul(torch.autograd.Function):
         ctx.region = _Region.modules if _Region.modules[0] is module and gemm == 0 else []
         with torch.autocast(x.device.type, enabled=False):
             y = F.linear(x_q, w_q) / (x_scale * w_scale)
-        return (y + bias.to(dtype)).to(dtype)
+        return (y + bias.to(dtype)).to(output)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -154,7 +157,26 @@ class _Matmul(torch.autograd.Function):
             module.fp8_meta["scaling_bwd"].update()
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         return (dx.to(ctx.dtype).to(x_dtype), dweight.to(ctx.dtype).to(weight_dtype),
-                dbias.to(ctx.dtype).to(bias_dtype), None, None, None, None)
+                dbias.to(ctx.dtype).to(bias_dtype), None, None, None, None, None)
+
+
+class _GELU(torch.autograd.Function):
+    """GELU (tanh approximation) of a matmul's FP32 result h, keeping `dtype` for the backward.
+
+    `fused`, it rides on the matmul and sees h itself; apart, it sees what the matmul has written. Result and gradient
+    stay FP32: the kernels round both straight to FP8.
+    """
+
+    @staticmethod
+    def forward(ctx, h: Tensor, dtype: torch.dtype, fused: bool) -> Tensor:
+        written = h.to(dtype)
+        ctx.save_for_backward(written)
+        return F.gelu(h if fused else written.float(), approximate="tanh")
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        written, = ctx.saved_tensors
+        return torch.ops.aten.gelu_backward(dy.float(), written.float(), approximate="tanh"), None, None
 
 
 class _FP8Module(nn.Module):
@@ -174,9 +196,9 @@ class _FP8Module(nn.Module):
         _Region.modules.append(self)
         return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
-    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype, fresh: bool | None,
-               gemm: int = 0) -> Tensor:
-        return _Matmul.apply(x, weight, bias, self, gemm, dtype, fresh)
+    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype, fresh: bool | None, gemm: int = 0,
+               output: torch.dtype | None = None) -> Tensor:
+        return _Matmul.apply(x, weight, bias, self, gemm, dtype, output or dtype, fresh)
 
     def quantized_weight(self, weight: Tensor, gemm: int, fresh: bool | None) -> tuple[Tensor, Tensor]:
         """The weight's FP8 values and scale: rounded now, or those of an earlier call where these are reused."""
@@ -222,7 +244,7 @@ class LayerNormLinear(_FP8Module):
         if not _Region.enabled:
             return F.linear(_layer_norm(self, x), self.weight, self.bias)
         dtype = self.prepare(x)
-        return self.matmul(_layer_norm(self, x.float()), self.weight, self.bias, dtype, is_first_microbatch)
+        return self.matmul(_layer_norm(self, x.float(), dtype), self.weight, self.bias, dtype, is_first_microbatch)
 
 
 class LayerNormMLP(_FP8Module):
@@ -233,7 +255,7 @@ class LayerNormMLP(_FP8Module):
         super().__init__(gemms=2)
         if activation != "gelu":
             raise ValueError(f"activation is {activation!r}: the emulation has only 'gelu'")
-        self.eps = eps
+        self.eps, self.gemm_gelu_fusion = eps, False
         self.layer_norm_weight = nn.Parameter(torch.empty(hidden_size, dtype=params_dtype))
         self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size, dtype=params_dtype))
         self.fc1_weight = nn.Parameter(torch.empty(ffn_hidden_size, hidden_size, dtype=params_dtype))
@@ -246,12 +268,15 @@ class LayerNormMLP(_FP8Module):
             h = F.gelu(F.linear(_layer_norm(self, x), self.fc1_weight, self.fc1_bias), approximate="tanh")
             return F.linear(h, self.fc2_weight, self.fc2_bias)
         dtype, fresh = self.prepare(x), is_first_microbatch
-        h = self.matmul(_layer_norm(self, x.float()), self.fc1_weight, self.fc1_bias, dtype, fresh)
-        return self.matmul(F.gelu(h.float(), approximate="tanh"), self.fc2_weight, self.fc2_bias, dtype, fresh, gemm=1)
+        h = self.matmul(_layer_norm(self, x.float(), dtype), self.fc1_weight, self.fc1_bias, dtype, fresh,
+                        output=torch.float32)
+        h = _GELU.apply(h, dtype, self.gemm_gelu_fusion)
+        return self.matmul(h, self.fc2_weight, self.fc2_bias, dtype, fresh, gemm=1)
 
 
-def _layer_norm(module: nn.Module, x: Tensor) -> Tensor:
-    weight, bias = module.layer_norm_weight.to(x.dtype), module.layer_norm_bias.to(x.dtype)
+def _layer_norm(module: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """LayerNorm in the dtype of x, its gain and bias first rounded to `dtype`."""
+    weight, bias = (p.to(dtype or x.dtype).to(x.dtype) for p in (module.layer_norm_weight, module.layer_norm_bias))
     return F.layer_norm(x, x.shape[-1:], weight, bias, module.eps)
 
 

@@ -53,6 +53,7 @@ class EventClock:
     chunk starts with an untimed iteration: the first event would otherwise wait on an empty queue for its first kernel.
     """
     name = "CUDA events"
+    lead_in = 1                         # untimed iterations before each chunk
 
     def sample(self, iteration: Callable, between: Callable, count: int) -> list[float]:
         pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
@@ -70,6 +71,7 @@ class EventClock:
 class HostClock:
     """Wall-clock time of each iteration by perf_counter_ns, in ms: for work that runs on the CPU itself."""
     name = "perf_counter"
+    lead_in = 0
 
     def sample(self, iteration: Callable, between: Callable, count: int) -> list[float]:
         samples = []
@@ -82,6 +84,7 @@ class HostClock:
 
 
 def clock_for(device: torch.device | str) -> EventClock | HostClock:
+    """The clock for work that runs on `device`."""
     return EventClock() if torch.device(device).type == "cuda" else HostClock()
 
 
@@ -107,11 +110,11 @@ def measure(iteration: Callable, clock, between: Callable = nothing, rule: StopR
     taken: list[float] = []
     seconds = 0.0
     while True:
-        left = math.ceil((rule.max_seconds - seconds) * 1e3 / look)
+        left = math.ceil((rule.max_seconds - seconds) * 1e3 / max(look, 1e-6))
         chunk = clock.sample(iteration, between, max(1, min(left, _count(rule.min_seconds / 4, look, at_least=8))))
         taken += chunk
         middle = statistics.median(taken)
-        seconds += (sum(chunk) + middle) / 1e3       # each chunk starts with an iteration that is not timed
+        seconds += (sum(chunk) + clock.lead_in * middle) / 1e3
         low, high = median_interval(taken)
         settled = max(high - middle, middle - low) <= rule.precision * middle
         if progress:

@@ -59,7 +59,7 @@ def pytest_unconfigure(config):
 def pytest_collection_modifyitems(items):
     untiered = [item.nodeid for item in items if sum(map(bool, map(item.get_closest_marker, TIERS))) != 1]
     if untiered:
-        raise pytest.UsageError(f"every test carries one of the markers {', '.join(TIERS)}; these do not:\n  "
+        raise pytest.UsageError(f"every test carries exactly one of the markers {', '.join(TIERS)}; these do not:\n  "
                                 + "\n  ".join(untiered))
 
 
@@ -153,9 +153,10 @@ def errors(block, values, x, dy) -> dict[str, float]:
 
 
 def differences(found: dict, truth: dict) -> dict[str, float]:
-    """Relative L2 error of everything in `truth`, on whichever devices the two are."""
-    return {name: oracle.relative_error(found[name], truth[name].double()) if found[name] is None else
-            oracle.relative_error(found[name].cpu(), truth[name].cpu().double()) for name in truth}
+    """Relative L2 error of everything in `truth`, on whichever devices the two are; what is None is infinitely off."""
+    def off(value, true):
+        return oracle.relative_error(value if value is None else value.cpu(), true.cpu().double())
+    return {name: off(found[name], true) for name, true in truth.items()}
 
 
 def worst(found: dict[str, float]) -> tuple[float, float]:

@@ -115,7 +115,7 @@ def test_a_file_that_cannot_be_written_is_found_at_once(main, nothing_allocated,
     status, out, err = main(2, *TINY, option, tmp_path / path)
     line = one_line(err)
     assert (status, out) == (2, "")
-    assert f"{option} {tmp_path / path}" in line and re.search("give|name|choose|use|try", line.split(str(path))[-1])
+    assert f"{option} {tmp_path / path}" in line and re.search("give|name|choose|use|try", line.split(str(tmp_path / path))[-1])
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -152,7 +152,7 @@ def test_without_a_cpp_compiler_step_3_is_skipped(main, nothing_timed, monkeypat
             monkeypatch.setenv(name, value)
         status, out, err = main(3, *TINY)
         assert status == 4
-        assert re.search(r"skipped: no C\+\+ compiler found \(.*\): install g\+\+", one_line(err))
+        assert re.search(r"skipped: no C\+\+ compiler found: .*CXX", one_line(err))
         assert card_value(out, "status").startswith("skipped: no C++ compiler found")
 
 

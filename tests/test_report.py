@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common import PRESETS, evidence, report
-from common.report import LAUNCHES, MODES, Compilation, Output, Report, Row
+from common.report import LAUNCHES, MODES, Compilation, Output, Report, Row, WriteError
 from common.timing import Timing
 
 pytestmark = pytest.mark.unit
@@ -271,5 +271,5 @@ def test_a_path_that_cannot_be_written_raises_at_once(path, tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_raises_at_the_first_record():
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(WriteError, match="No space left"):
         Output("/dev/full").write([{"n": 1}])

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.unit
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SMALL = BlockConfig(batch_size=1, seq_len=16, hidden_size=16, num_heads=1)                     # F = 64
-FP32 = Arithmetic("float32", "float32", parameter_bytes=4, activation_bytes=4, operand_bytes=4)
-FP8 = Arithmetic("float8", "float16", parameter_bytes=4, activation_bytes=2, operand_bytes=1)
+FP32 = Arithmetic("float32", "float32", parameter_bytes=4, activation_bytes=4, operand_bytes=4, weight_bytes=4)
+FP8 = Arithmetic("float8", "float16", parameter_bytes=4, activation_bytes=2, operand_bytes=1, weight_bytes=4)
 
 
 @pytest.mark.parametrize("config", [
@@ -103,19 +103,24 @@ def test_the_backward_costs_more_than_the_forward(a):
 
 
 @pytest.mark.parametrize("step, parameter_dtype, amp_dtype, device, expected", [
-    (0, torch.float32, torch.float16, GPU, Arithmetic("float32", "float32", 4, 4, 4)),
-    (1, torch.float32, None, GPU, Arithmetic("tf32", "tf32", 4, 4, 4)),
-    (1, torch.float32, None, CPU, Arithmetic("float32", "float32", 4, 4, 4)),        # a CPU has no TF32
-    (1, torch.float32, torch.float16, GPU, Arithmetic("float16", "float16", 4, 2, 2)),
-    (2, torch.float32, torch.bfloat16, CPU, Arithmetic("bfloat16", "bfloat16", 4, 2, 2)),
-    (3, torch.float16, torch.float16, GPU, Arithmetic("float16", "float16", 2, 2, 2)),
-    (4, torch.float32, torch.float16, GPU, Arithmetic("float8", "float16", 4, 2, 1)),
-    (4, torch.bfloat16, torch.bfloat16, GPU, Arithmetic("float8", "bfloat16", 2, 2, 1)),
-    (4, torch.float32, None, GPU, Arithmetic("tf32", "tf32", 4, 4, 4)),              # no autocast, no FP8
-    (4, torch.float64, None, GPU, Arithmetic("float64", "float64", 8, 8, 8)),
+    (0, torch.float32, torch.float16, GPU, Arithmetic("float32", "float32", 4, 4, 4, 4)),
+    (1, torch.float32, None, GPU, Arithmetic("tf32", "tf32", 4, 4, 4, 4)),
+    (1, torch.float32, None, CPU, Arithmetic("float32", "float32", 4, 4, 4, 4)),        # a CPU has no TF32
+    (1, torch.float32, torch.float16, GPU, Arithmetic("float16", "float16", 4, 2, 2, 4)),
+    (2, torch.float32, torch.bfloat16, CPU, Arithmetic("bfloat16", "bfloat16", 4, 2, 2, 4)),
+    (3, torch.float16, torch.float16, GPU, Arithmetic("float16", "float16", 2, 2, 2, 2)),
+    (4, torch.float32, torch.float16, GPU, Arithmetic("float8", "float16", 4, 2, 1, 4)),
+    (4, torch.bfloat16, torch.bfloat16, GPU, Arithmetic("float8", "bfloat16", 2, 2, 1, 2)),
+    (4, torch.float32, None, GPU, Arithmetic("tf32", "tf32", 4, 4, 4, 4)),              # no autocast, no FP8
+    (4, torch.float64, None, GPU, Arithmetic("float64", "float64", 8, 8, 8, 8)),
 ])
 def test_what_a_step_computes_in(step, parameter_dtype, amp_dtype, device, expected):
     assert roofline.arithmetic(SMALL.replace(amp_dtype=amp_dtype), step, parameter_dtype, device) == expected
+
+
+def test_weights_quantized_before_are_read_in_one_byte():
+    for weights, expected in (("per-call", 4), ("cached", 1), ("kept", 1)):
+        assert roofline.arithmetic(SMALL.replace(fp8_weights=weights), 4, torch.float32, GPU).weight_bytes == expected
 
 
 def test_attention_in_fp8_is_limited_by_fp8():
@@ -142,6 +147,6 @@ def test_every_presets_arithmetic_is_known_to_the_gates(preset, step):
 def test_peaks_are_measured_for_what_the_step_computes_in():
     """One matmul rate for each dtype and the copy bandwidth; the caller's matmul precision is left as it was."""
     before = torch.get_float32_matmul_precision()
-    peaks = roofline.measure_peaks(SMALL, Arithmetic("bfloat16", "float32", 4, 2, 2), CPU)
+    peaks = roofline.measure_peaks(SMALL, Arithmetic("bfloat16", "float32", 4, 2, 2, 4), CPU)
     assert peaks.flops.keys() == {"bfloat16", "float32"} and all(0 < rate < 1e16 for rate in peaks.flops.values())
     assert 0 < peaks.bandwidth < 1e14 and torch.get_float32_matmul_precision() == before
