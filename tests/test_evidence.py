@@ -54,6 +54,7 @@ KNOWN = [
     ("ampere_fp16_s1688gemm_fp16_128x128_ldg8_f2f_stages_32x1_tn", "16-bit matmul"),      # consumer Ampere and Ada
     (FP8, "FP8 matmul"),
     (FP8_GRADIENT, "FP8 matmul"),
+    ("nvjet_sm90_qqhsq_128x192_128x5_2x1_v_bz_coopB_geluauxbias_auxh_TNN", "FP8 matmul with GELU"),
     (CUDNN, "cuDNN attention"),
     (CUDNN_BACKWARD, "cuDNN attention"),
     (EFFICIENT, "memory-efficient attention"),
