@@ -130,6 +130,8 @@ def _claims(step: int, matmul: str) -> tuple[list[tuple[str, ...]], list[str]]:
     if step < 2:
         needed += [("softmax",), ("mask",)]
         forbidden = forbidden + list(FUSED_ATTENTION)
+    elif step == 4 and matmul in ("float32", "tf32"):
+        pass                                       # Transformer Engine has no fused attention in FP32
     elif matmul != "float64":
         needed.append(FUSED_ATTENTION)
         forbidden = forbidden + ["softmax", "mask"]
