@@ -200,6 +200,11 @@ def capture(iteration: Callable, between: Callable) -> Callable:
     torch.cuda.synchronize()
     between()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        iteration()
+    try:
+        with torch.cuda.graph(graph):
+            iteration()
+    except RuntimeError:        # leaves the random generator capturing: any later torch.randn would fail
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
     return graph.replay
