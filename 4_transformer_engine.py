@@ -55,11 +55,11 @@ class Block(nn.Module):
         "mlp.proj.bias": "mlp.fc2_bias",
     }
 
-    def __init__(self, config: BlockConfig, te: ModuleType, dtype: torch.dtype):
+    def __init__(self, config: BlockConfig, te: ModuleType, dtype: torch.dtype, recipe):
         super().__init__()
         self.config = config
         self.amp_dtype = config.amp_dtype
-        self.recipe = te.quantization.DelayedScaling(fp8_dpa=config.fp8_attention)
+        self.recipe = recipe
         self.autocast = te.autocast
         self.fresh = True if config.fp8_weights == "cached" else None    # None: quantize the weights at every call
         self.attn = Attention(config, te, dtype)
@@ -69,13 +69,13 @@ class Block(nn.Module):
 
     @float32_matmul_precision("high")      # TF32, in the backward too
     def __call__(self, x: Tensor) -> Tensor:
-        fp8 = self.amp_dtype is not None
+        fp8 = self.amp_dtype is not None and x.dtype != torch.float64
         mixed = fp8 and x.dtype == torch.float32
         with torch.autocast(x.device.type, self.amp_dtype, enabled=mixed), self.autocast(fp8, recipe=self.recipe):
             return super().__call__(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = x.to(self.amp_dtype or x.dtype)
+        h = x.to(self.amp_dtype) if self.amp_dtype and x.dtype == torch.float32 else x    # the residual, in 16 bits
         h = h + self.attn(h, self.fresh)
         return self.add(h, self.mlp(h, is_first_microbatch=self.fresh), x.dtype)
 
@@ -87,8 +87,9 @@ def build(config: BlockConfig, values: dict[str, Tensor], device: torch.device |
     """
     te, engine = te_emulation.choose(config, values, device)
     dtype = values["mlp.fc.weight"].dtype
-    with torch.device(device), te.quantized_model_init(enabled=config.fp8_weights == "kept"):
-        block = Block(config, te, dtype)
+    recipe = te.quantization.DelayedScaling(fp8_dpa=config.fp8_attention)
+    with torch.device(device), te.quantized_model_init(enabled=config.fp8_weights == "kept", recipe=recipe):
+        block = Block(config, te, dtype, recipe)
     block.engine = engine
     on_gpu = torch.device(device).type == "cuda"
     block.add = torch.compile(add, dynamic=False) if on_gpu else add

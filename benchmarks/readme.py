@@ -23,14 +23,18 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def records(path: Path) -> list[dict]:
     """The records of a JSON-lines file, in order; none where there is no such file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]     # whole lines
 
 
 def runs(lines: list[dict]) -> dict[str, dict[tuple[str, str], dict]]:
-    """What was run -> (mode, launch) -> metric name -> record. A later run of the same replaces an earlier one."""
+    """What was run -> (mode, launch) -> metric name -> record. A later run of the same replaces an earlier one whole."""
     found: dict = defaultdict(lambda: defaultdict(dict))
     for line in lines:
         metric = line["metric"]
+        if metric["name"] == "output error":            # the first record of every run that got as far as its check
+            found[label(line)] = defaultdict(dict)
         launch = metric["extra_info"].get("launch", "")
         found[label(line)][line["benchmark"]["mode"], launch][metric["name"]] = line
     return found
@@ -40,10 +44,10 @@ def label(line: dict) -> str:
     """What was run, in words: the step and whatever is not its default."""
     info = line["benchmark"]["extra_info"]
     config, words = info["config"], [info["step"]]
-    if info["step"].startswith("1") and config["amp_dtype"] == "none":
-        words.append("TF32 alone")
-    elif config["amp_dtype"] == "bfloat16":
-        words.append("bfloat16")
+    if not info["step"].startswith("0") and config["amp_dtype"] != "float16":
+        words.append("TF32 alone" if config["amp_dtype"] == "none" else config["amp_dtype"])
+    if config["dropout"]:
+        words.append(f"dropout {config['dropout']:g}")
     if info["parameter_dtype"] != "float32":
         words.append("all 16-bit")
     if config["fp8_weights"] != "per-call":
@@ -79,7 +83,7 @@ def ladder_table(lines: list[dict]) -> str:
     first = next(iter(found.values()), None)
     for name, run in found.items():
         both, _ = best(run, "forward+backward")
-        if both is None:
+        if both is None or best(first, "forward+backward")[0] is None:
             rows.append([name] + ["n/a"] * 9)
             continue
         previous = plain.get(str(int(name[0]) - 1)) if "," not in name else None
@@ -119,7 +123,7 @@ def provenance(lines: list[dict]) -> str:
                       if "transformer_engine" in line["dependencies"]})
     return (f"{first['runners'][0]['name']}, {first['model']['name']}; {versions}, Transformer Engine "
             f"{' and '.join(engines) or 'none'}, driver {first['runners'][0]['extra_info']['driver']}; "
-            f"commit {first['benchmark']['extra_info']['git']}.")
+            f"commit {' and '.join(dict.fromkeys(str(line['benchmark']['extra_info']['git']) for line in lines))}.")
 
 
 def diff(a: int, b: int) -> str:
@@ -134,7 +138,7 @@ def diff(a: int, b: int) -> str:
 def parts() -> dict[str, str]:
     """Name -> Markdown of every generated part."""
     h200 = RESULTS / "h200"
-    found = {f"diff {a} {b}": diff(a, b) for a, b in ((0, 1), (1, 2), (2, 3))}
+    found = {f"diff {a} {b}": diff(a, b) for a, b in ((0, 1), (1, 2), (2, 3), (3, 4))}
     for preset in ("te-tutorial", "gpt2"):
         lines = records(h200 / f"{preset}.jsonl")
         found[f"ladder {preset}"] = provenance(lines) + "\n\n" + ladder_table(lines)

@@ -1,4 +1,7 @@
-"""What all steps share; each module imports only those above it in DESIGN.md's list, kept short here on purpose."""
+"""What all steps share. A module imports only those before it in this order:
+
+config, precision, parameters, steps, oracle, device, timing, roofline, evidence, report, te_emulation, harness, run.
+"""
 from .config import PRESETS, BlockConfig
 
 __all__ = ["PRESETS", "BlockConfig"]

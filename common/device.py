@@ -63,6 +63,7 @@ def neighbours(device: torch.device) -> list[str]:
             return []
         others = [p.pid for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid != os.getpid()]
         return [f"{_process_name(pid)} (pid {pid})" for pid in others]
+    return []
 
 
 @contextlib.contextmanager
@@ -92,10 +93,11 @@ def compiler_missing(device: torch.device) -> str | None:
     Inductor compiles C++ for a CPU; Triton compiles a small C launcher for each GPU kernel.
     """
     if device.type == "cuda":
-        found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+        names = [os.environ["CC"].split()[0]] if os.environ.get("CC", "").strip() else ["gcc", "clang"]
+        found = any(shutil.which(name) for name in names)
         return None if found else "no C compiler found: install gcc, or name one in the variable CC"
-    if named := os.environ.get("CXX"):
-        return None if shutil.which(named) else f"no C++ compiler found: the variable CXX names {named}"
+    if named := os.environ.get("CXX", "").strip():
+        return None if shutil.which(named.split()[0]) else f"no C++ compiler found: the variable CXX names {named}"
     name = "clang++" if sys.platform == "darwin" else "g++"
     return None if shutil.which(name) else f"no C++ compiler found: install {name}, or name one in the variable CXX"
 
@@ -104,7 +106,10 @@ def memory_total(device: torch.device) -> int:
     """Bytes of memory of the GPU, or of the machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):            # a container's own limit; "max" where it has none
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
 
 
 def memory_peak(device: torch.device) -> int:
@@ -139,11 +144,11 @@ def _process_name(pid: int) -> str:
 
 
 def _git_commit() -> str | None:
-    """The commit these files are at, with "+" where they have been changed since."""
+    """The commit these files are at, with "+" where they have been changed since; GIT_COMMIT where there is no git."""
     root = Path(__file__).resolve().parents[1]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         def git(*arguments):
-            return subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True, check=True,
-                                  timeout=10).stdout.strip()
+            command = ["git", "-c", "safe.directory=*", "-C", root, *arguments]      # a mount may be another user's
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    return None
+    return os.environ.get("GIT_COMMIT")

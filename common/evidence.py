@@ -146,6 +146,9 @@ def _judge_cpu(kernels: Counter, kinds: Counter, step: int, emulated: bool) -> E
     """On a CPU an operator says which algorithm ran, not in which arithmetic."""
     if emulated:
         return Evidence(kernels, kinds, "unproven", "emulated")
+    fused = [kind for kind in FUSED_ATTENTION if kinds[kind]]
+    if step < 2 and fused:
+        return Evidence(kernels, kinds, "refuted", f"{fused[0]} ran in a step that has attention by hand")
     if step in (2, 3) and not any(kinds[kind] for kind in FUSED_ATTENTION):
         return Evidence(kernels, kinds, "unproven", "no fused attention operator seen")
     if step == 3 and not kinds["compiled"]:

@@ -3,6 +3,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from . import parameters
 from .config import LAYER_NORM_EPS, BlockConfig
@@ -31,11 +32,15 @@ def block(x: Tensor, p: dict[str, Tensor], config: BlockConfig) -> Tensor:
     def heads(t):
         return t.reshape(B, S, H, D).transpose(1, 2)                               # [B, H, S, D]
 
+    def head(q, k, v):                                                             # [B, S, D] each
+        scores = (q @ k.mT) / math.sqrt(D)                                         # [B, S, S]
+        scores = scores + torch.full((S, S), -math.inf, dtype=x.dtype, device=x.device).triu(1)
+        exps = (scores - scores.amax(-1, keepdim=True)).exp()
+        return (exps / exps.sum(-1, keepdim=True)) @ v
+
     q, k, v = (heads(t) for t in linear(layer_norm(x, "ln_1"), "attn.qkv").chunk(3, dim=-1))
-    scores = (q @ k.mT) / math.sqrt(D)                                             # [B, H, S, S]
-    scores = scores + torch.full((S, S), -math.inf, dtype=x.dtype, device=x.device).triu(1)
-    exps = (scores - scores.amax(-1, keepdim=True)).exp()
-    attention = (exps / exps.sum(-1, keepdim=True)) @ v                            # [B, H, S, D]
+    # Head by head, recomputed in the backward: the scores of all heads in FP64 would outgrow the block itself.
+    attention = torch.stack([checkpoint(head, q[:, h], k[:, h], v[:, h], use_reentrant=False) for h in range(H)], 1)
     x = x + linear(attention.transpose(1, 2).reshape(B, S, E), "attn.proj")
     h = linear(layer_norm(x, "ln_2"), "mlp.fc")                                    # [B, S, F]
     gelu = 0.5 * h * (1 + (math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)).tanh())

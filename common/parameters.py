@@ -83,7 +83,7 @@ def memory_needed(config: BlockConfig, step: int, device: torch.device) -> int:
     weights = sum(torch.Size(shape).numel() for shape in shapes(config).values())
     scores = 4 * H * S * S if step < 2 or device.type == "cpu" else 0
     batch = 4 * B * (S * (12 * E + 3 * F) + scores)
-    oracle = 16 * weights + 8 * (S * (24 * E + 6 * F) + 8 * H * S * S)
+    oracle = 16 * weights + 8 * (S * (24 * E + 6 * F) + 8 * S * S)
     return 12 * weights + max(batch, oracle)
 
 

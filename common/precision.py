@@ -15,7 +15,7 @@ _outside: str | None = None       # what the caller had set, while a backward is
 def float32_matmul_precision(precision: str):
     """Decorate a block's __call__ so that its FP32 matmuls run in `precision`, forward and backward.
 
-    "highest" is IEEE FP32, "high" is TF32 on tensor cores (GPUs only; a CPU goes on in FP32). The caller's own
+    "highest" is IEEE FP32, "high" allows TF32 on tensor cores (and on the few CPUs that have it). The caller's own
     setting is back when the call returns, and again when the backward ends.
     """
     def decorate(call):

@@ -3,6 +3,7 @@
 The card has the same labels in the same order in every step and on every machine; nothing in it changes from run to run
 unless it means something. Records follow the PyTorch OSS benchmark schema, version 3: one metric a line.
 """
+import contextlib
 import dataclasses
 import json
 import math
@@ -91,8 +92,7 @@ def card(r: Report) -> str:
         ("torch", "torch"), ("CUDA", "cuda"), ("cuDNN", "cudnn"), ("triton", "triton"),
         ("Transformer Engine", "transformer_engine"))))
     line("shape", f"{r.config}, causal, dropout {r.config.dropout:g}")
-    line("precision", f"matmuls {r.matmul or 'n/a'}; x, y and parameters {r.parameter_dtype}; "
-                      f"autocast {dtype_name(r.config.amp_dtype)}; residual {r.residual}")
+    line("precision", f"matmuls {r.matmul or 'n/a'}; residual {r.residual}; x, y and parameters {r.parameter_dtype}")
     line("engine", r.engine)
     attention = r.evidence["forward+backward"].attention if "forward+backward" in r.evidence else "n/a"
     line("attention", attention)
@@ -100,6 +100,7 @@ def card(r: Report) -> str:
     line("throttled", ", ".join(r.state.get("throttled") or ["no"]) if r.state.get("sm_mhz") else "n/a")
     others = sorted({name.split(" (pid")[0] for name in r.neighbours})
     line("also on this GPU", ", ".join(others) or ("nothing" if facts["device"] == "cuda" else "n/a"))
+    line("FLOPs", "8BSE^2 + 4BSEF + 2BS^2E forward (causal attention counted half), twice that more backward")
     line("peaks", r.peaks)
     lines.append("")
     lines.append(f"{'error against FP64':<20}{'relative L2':>16}{'gate':>16}")
@@ -254,8 +255,8 @@ class Output:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         target = Path(path).resolve()
         if target.is_file():
-            with tempfile.TemporaryFile(dir=target.parent) as probe:       # finds a full disk before an hour of timing
-                probe.write(b"\0" * 2**16)
+            with contextlib.suppress(PermissionError), tempfile.TemporaryFile(dir=target.parent) as probe:
+                probe.write(b"\0" * 2**16)                 # finds a full disk before an hour of timing
                 probe.flush()
             if shutil.disk_usage(target.parent).free < 2**20:
                 raise OSError(28, "No space left on device", path)

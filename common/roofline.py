@@ -43,7 +43,7 @@ class Peaks:
 
 def arithmetic(config: BlockConfig, step: int, parameter_dtype: torch.dtype, device: torch.device) -> Arithmetic:
     """What step `step` computes in, from its place on the ladder."""
-    mixed = step > 0 and config.amp_dtype is not None
+    mixed = step > 0 and config.amp_dtype is not None and parameter_dtype != torch.float64
     dtype = config.amp_dtype if mixed and parameter_dtype == torch.float32 else parameter_dtype
     name = str(dtype).removeprefix("torch.")
     if name == "float32" and step > 0 and device.type == "cuda":
@@ -104,7 +104,8 @@ def measure_peaks(config: BlockConfig, a: Arithmetic, device: torch.device) -> P
     side = 8192 if device.type == "cuda" else 1024
     E, F = config.hidden_size, config.ffn_hidden_size
     shapes = {(config.tokens, E, 3 * E), (config.tokens, E, F), (config.tokens, F, E), (side, side, side)}
-    rates = {name: max(_matmul_rate(*shape, name, device) for shape in shapes) for name in sorted({a.matmul, a.attention})}
+    rates = {name: max(_matmul_rate(*shape, name, device) for shape in sorted(shapes))
+             for name in sorted({a.matmul, a.attention})}
     source = torch.randn(2**28 if device.type == "cuda" else 2**25, device=device)      # 1 GiB: far beyond any L2
     target = torch.empty_like(source)
     return Peaks(rates, 2 * source.nbytes / _sustained_seconds(lambda: target.copy_(source), device))

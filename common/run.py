@@ -1,7 +1,9 @@
 """What every step does when it is run: parse, build, check, time, look at the kernels, report."""
 import argparse
 import logging
+import math
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -32,9 +34,9 @@ def main(script: Path, argv: list[str] | None = None) -> int:
     step = int(script.name[0])
     options, config, output = _parse(script, step, argv)
     _hush()
-    result = Report(script.stem, config, str(options.parameter_dtype).removeprefix("torch."),
-                    machine.facts(options.device))
     try:
+        result = Report(script.stem, config, str(options.parameter_dtype).removeprefix("torch."),
+                        machine.facts(options.device))
         try:
             _run(step, options, config, result, output)
         except Failed as error:
@@ -45,8 +47,10 @@ def main(script: Path, argv: list[str] | None = None) -> int:
             result.status, result.reason = "oom", f"{error}; {_that_fits(step, options, config)}"
         except (torch.OutOfMemoryError, MemoryError):
             result.status, result.reason = "oom", _out_of_memory(step, options, config)
-        except RuntimeError as error:                # the CPU's allocator has no exception of its own
-            if "can't allocate memory" not in str(error):
+        except torch._dynamo.exc.TorchDynamoException as error:
+            result.status, result.reason = "failed", f"torch.compile: {str(error).strip().splitlines()[0]}"
+        except RuntimeError as error:                # the CPU's allocator and cuBLAS have no exception of their own
+            if not re.search("can't allocate memory|out of memory|ALLOC_FAILED", str(error)):
                 raise
             result.status, result.reason = "oom", _out_of_memory(step, options, config)
         if result.status != "ok":
@@ -80,7 +84,8 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
     parser.add_argument("--preset", choices=PRESETS, help="named shape (default: te-tutorial on a GPU, cpu on a CPU)")
     for name, letter in (("batch-size", "B"), ("seq-len", "S"), ("hidden-size", "E"), ("num-heads", "H"),
                          ("ffn-hidden-size", "F")):
-        parser.add_argument(f"--{name}", type=int, metavar=letter, help="in place of the preset's")
+        parser.add_argument(f"--{name}", type=int, metavar=letter, help="in place of the preset's" + (
+            "; F becomes 4 E" if letter == "E" else ""))
     parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="on the attention weights, in training")
     parser.add_argument("--amp-dtype", choices=("auto", "float16", "bfloat16", "none"), default="auto",
                         help="autocast's dtype; auto: float16 on a GPU, bfloat16 on a CPU; none: no autocast, no FP8")
@@ -106,7 +111,7 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
     on_gpu = options.device.type == "cuda"
     if options.launch == "graph" and not on_gpu:
         _usage(script, f"--launch graph: {harness.NOT_A_GPU}; use --launch eager")
-    if not options.max_seconds > 0:
+    if not 0 < options.max_seconds < math.inf:
         _usage(script, f"--max-seconds {options.max_seconds:g}: give a positive number of seconds")
     if abs(options.seed) >= 10**18:
         _usage(script, f"--seed {options.seed}: give a number of at most 18 digits")
@@ -158,6 +163,7 @@ def _usage(script: Path, message: str):
 def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Report, output: report.Output) -> None:
     """Build, check, time and observe; fills `result` as it goes and writes each record once it is final."""
     device = options.device
+    result.neighbours = machine.neighbours(device)         # before this process is on the GPU itself
     progress = tqdm(bar_format="{desc}", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False)
     needed = parameters.memory_needed(config, step, device)
     if device.type == "cpu" and needed > machine.memory_total(device):       # Linux would kill the process instead
@@ -174,7 +180,6 @@ def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Re
              for n in (1, 2))
     result.engine = getattr(block, "engine", "PyTorch")
     result.emulated = result.engine.startswith("emulated")
-    result.neighbours = machine.neighbours(device)
     kinds = roofline.arithmetic(config, step, options.parameter_dtype, device)
     result.matmul = kinds.matmul
     residual = config.amp_dtype if step == 4 and config.amp_dtype else options.parameter_dtype
@@ -217,7 +222,8 @@ def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Re
                              lambda count, ms, what=f"{mode}, {launch}": progress.set_description_str(
                                  f"{what}: {count} samples, {ms:.3g} ms"))
         result.clock = timing.clock_for(device).name
-        result.state = machine.state(device)
+        if device.type == "cpu":
+            result.state = machine.state(device)
         progress.set_description_str(f"{mode}: which kernels run")
         harness.observe(step, block, device, iteration, between, mode, result, options.profile if backward else None)
         output.write(report.row_records(result, mode))

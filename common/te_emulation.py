@@ -119,7 +119,7 @@ def autocast(enabled: bool = True, recipe: DelayedScaling | None = None):
 
 
 @contextlib.contextmanager
-def quantized_model_init(enabled: bool = True):
+def quantized_model_init(enabled: bool = True, recipe: DelayedScaling | None = None):
     """Modules made inside keep their weights in FP8: here, rounded once, at the first call."""
     before, _Region.keep_weights = _Region.keep_weights, enabled
     try:

@@ -131,7 +131,7 @@ def test_compiled_step_is_the_function(device, compiler, fresh_dynamo, monkeypat
 TEN_SHAPES = [BlockConfig(1 + n % 3, 3 + 2 * n, 6 * (1 + n % 4), (1, 2, 3)[n % 3], amp_dtype=None) for n in range(10)]
 
 
-@pytest.mark.integration
+@pytest.mark.stress
 def test_ten_shapes_in_one_process_all_compiled(cheap_backend):
     """A sweep: each shape is compiled once for either pass, none falls back, all agree with step 2.
 
@@ -147,7 +147,7 @@ def test_ten_shapes_in_one_process_all_compiled(cheap_backend):
         assert cheap_backend.frame_count == 2 * count, f"{config}: {cheap_backend.frame_count} graphs"
 
 
-@pytest.mark.integration
+@pytest.mark.stress
 def test_ten_shapes_need_the_raised_limit(cheap_backend):
     """The sweep above proves something: with torch's own limit of 8 it ends in an error."""
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
