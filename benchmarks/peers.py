@@ -44,7 +44,8 @@ class TransformerLayer(nn.Module):
         te = te_emulation.transformer_engine_pytorch
         self.config, self.output_dtype = config, output_dtype
         self.engine = f"Transformer Engine {te_emulation.transformer_engine.__version__}"
-        self.recipe, self.fp8 = te.quantization.DelayedScaling(), te.autocast
+        self.recipe = te.quantization.DelayedScaling()
+        self.fp8 = te.autocast
         self.layer = te.TransformerLayer(
             config.hidden_size, config.ffn_hidden_size, config.num_heads, layernorm_epsilon=LAYER_NORM_EPS,
             hidden_dropout=0.0, attention_dropout=config.dropout, self_attn_mask_type="causal", fuse_qkv_params=True,

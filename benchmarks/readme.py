@@ -29,7 +29,7 @@ def records(path: Path) -> list[dict]:
 
 
 def runs(lines: list[dict]) -> dict[str, dict[tuple[str, str], dict]]:
-    """What was run -> (mode, launch) -> metric name -> record. A later run of the same replaces an earlier one whole."""
+    """What was run -> (mode, launch) -> metric name -> record, of the latest run of the same."""
     found: dict = defaultdict(lambda: defaultdict(dict))
     for line in lines:
         metric = line["metric"]

@@ -26,6 +26,7 @@ needs_sources = pytest.mark.skipif(not SOURCES, reason="set TE_SOURCES to a fold
                                    "2.20.2/transformer_engine (pip download transformer-engine==..., then unzip)")
 PYTORCH = "transformer_engine.pytorch"
 SCRIPT = ast.parse(steps.path(4).read_text())
+PEERS = ast.parse((steps.ROOT / "benchmarks" / "peers.py").read_text())
 EMULATION = ast.parse(Path(te_emulation.__file__).read_text())
 
 
@@ -70,13 +71,13 @@ def bindings(cls: ast.ClassDef) -> dict[str, tuple[str, bool]]:
     return found
 
 
-def uses_of_the_script() -> list[Use]:
+def uses_of(script: ast.Module) -> list[Use]:
     found = []
-    for node in ast.walk(SCRIPT):
+    for node in ast.walk(script):
         name = dotted(node.func) if isinstance(node, ast.Call) else None
         if name and name.startswith("te."):
             found.append(Use(name.replace("te.", f"{PYTORCH}.", 1), *arguments(node)))
-    for cls in (node for node in SCRIPT.body if isinstance(node, ast.ClassDef)):
+    for cls in (node for node in script.body if isinstance(node, ast.ClassDef)):
         bound = bindings(cls)
         for node in ast.walk(cls):
             if isinstance(node, ast.Call) and dotted(node.func) in bound:
@@ -102,8 +103,9 @@ def uses_of_the_emulation() -> list[Use]:
     return sorted(set(found), key=str)
 
 
-USES = uses_of_the_script()
-each_use = pytest.mark.parametrize("use", USES + uses_of_the_emulation(), ids=str)
+USES = uses_of(SCRIPT)
+ALL_USES = sorted({*USES, *uses_of(PEERS), *uses_of_the_emulation()}, key=str)
+each_use = pytest.mark.parametrize("use", ALL_USES, ids=str)
 each_version = pytest.mark.parametrize("version", VERSIONS)
 
 
