@@ -19,6 +19,7 @@ from .timing import CACHE_STATE, Timing
 
 MODES = ("forward", "forward+backward")
 LAUNCHES = ("eager", "graph")
+FLOPS_FORMULA = "8BSE^2 + 4BSEF + 2BS^2E forward (causal attention counted half), twice that more backward"
 
 
 @dataclass
@@ -73,6 +74,11 @@ class Report:
     neighbours: list[str] = field(default_factory=list)
     state: dict = field(default_factory=dict)
 
+    @property
+    def autocast(self) -> str:
+        """The dtype of autocast, where it is in effect: from step 1 on, over FP32 parameters."""
+        return dtype_name(self.config.amp_dtype if self.step[0] != "0" and self.parameter_dtype == "float32" else None)
+
 
 def card(r: Report) -> str:
     """The printed card, at most 100 columns wide."""
@@ -92,7 +98,8 @@ def card(r: Report) -> str:
         ("torch", "torch"), ("CUDA", "cuda"), ("cuDNN", "cudnn"), ("triton", "triton"),
         ("Transformer Engine", "transformer_engine"))))
     line("shape", f"{r.config}, causal, dropout {r.config.dropout:g}")
-    line("precision", f"matmuls {r.matmul or 'n/a'}; residual {r.residual}; x, y and parameters {r.parameter_dtype}")
+    line("precision", f"matmuls {r.matmul or 'n/a'}; x, y and parameters {r.parameter_dtype}; autocast {r.autocast}; "
+                      f"residual {r.residual}")
     line("engine", r.engine)
     attention = r.evidence["forward+backward"].attention if "forward+backward" in r.evidence else "n/a"
     line("attention", attention)
@@ -100,7 +107,6 @@ def card(r: Report) -> str:
     line("throttled", ", ".join(r.state.get("throttled") or ["no"]) if r.state.get("sm_mhz") else "n/a")
     others = sorted({name.split(" (pid")[0] for name in r.neighbours})
     line("also on this GPU", ", ".join(others) or ("nothing" if facts["device"] == "cuda" else "n/a"))
-    line("FLOPs", "8BSE^2 + 4BSEF + 2BS^2E forward (causal attention counted half), twice that more backward")
     line("peaks", r.peaks)
     lines.append("")
     lines.append(f"{'error against FP64':<20}{'relative L2':>16}{'gate':>16}")
@@ -187,7 +193,7 @@ def record(r: Report, metric: str, unit: str, values: list[float], mode: str, **
     return {
         "benchmark": {"name": "transformer block", "mode": mode, "dtype": r.matmul, "extra_info": {
             "step": r.step, "status": r.status, "reason": r.reason, "config": config,
-            "parameter_dtype": r.parameter_dtype, "residual": r.residual, "engine": r.engine, "device": facts["device"],
+            "parameter_dtype": r.parameter_dtype, "autocast": r.autocast, "residual": r.residual, "engine": r.engine, "device": facts["device"],
             "git": facts["git"], "caches": CACHE_STATE}},
         "model": {"name": str(r.config), "type": "transformer block", "backend": r.step, "origins": ["seeded"]},
         "metric": {"name": metric, "benchmark_values": values, "target_value": None,
@@ -229,7 +235,8 @@ def row_records(r: Report, mode: str) -> list[dict]:
                    "rate": ("FLOP/s", 1e3 * row.flops / t.median), "limit": ("ms", row.limit_ms),
                    "percent of limit": ("%", row.percent_of_limit), "peak memory": ("bytes", row.peak_bytes),
                    "enqueue": ("ms", row.enqueue_ms)}
-        lines += [record(r, name, unit, [value], mode, launch=launch, emulated=r.emulated)
+        lines += [record(r, name, unit, [value], mode, launch=launch, emulated=r.emulated,
+                         **{"formula": FLOPS_FORMULA} if name == "rate" else {})
                   for name, (unit, value) in metrics.items() if value is not None]
     unit = "kernels" if r.facts["device"] == "cuda" else "operators"
     lines.append(record(r, "launches", unit, [seen.launches], mode, verdict=seen.verdict, because=seen.because,

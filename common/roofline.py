@@ -5,7 +5,7 @@ max(FLOPs / peak FLOP/s, bytes / peak bytes/s), each reading its inputs once and
 Elementwise work that can ride on a matmul (bias, GELU, residual, casts) costs nothing here; a LayerNorm costs a pass of
 its own, because a row must be complete before the matmul behind it can start.
 """
-import statistics
+import time
 from dataclasses import dataclass
 
 import torch
@@ -98,8 +98,8 @@ def limit_ms(config: BlockConfig, a: Arithmetic, peaks: Peaks, backward: bool) -
 def measure_peaks(config: BlockConfig, a: Arithmetic, device: torch.device) -> Peaks:
     """The best matmul rate per dtype over the block's own shapes and a large square, and the copy bandwidth.
 
-    Sustained rates: back to back for half a second each, as the rows are timed, since a cool GPU runs FP8 an eighth
-    faster for the first tenth of a second than it can go on. Random operands: a GPU multiplies zeros faster than data.
+    Best rates, each after a short rest: a GPU at its power limit multiplies an eighth slower, and how warm the last
+    matmul left it must not decide what the next one is credited with. Random operands: zeros run faster than data.
     """
     side = 8192 if device.type == "cuda" else 1024
     E, F = config.hidden_size, config.ffn_hidden_size
@@ -108,7 +108,7 @@ def measure_peaks(config: BlockConfig, a: Arithmetic, device: torch.device) -> P
              for name in sorted({a.matmul, a.attention})}
     source = torch.randn(2**28 if device.type == "cuda" else 2**25, device=device)      # 1 GiB: far beyond any L2
     target = torch.empty_like(source)
-    return Peaks(rates, 2 * source.nbytes / _sustained_seconds(lambda: target.copy_(source), device))
+    return Peaks(rates, 2 * source.nbytes / _best_seconds(lambda: target.copy_(source), device))
 
 
 def _matmul_rate(m: int, k: int, n: int, dtype: str, device: torch.device) -> float:
@@ -129,14 +129,14 @@ def _matmul_rate(m: int, k: int, n: int, dtype: str, device: torch.device) -> fl
 
             def multiply():
                 torch.mm(a, b)
-        return 2 * m * k * n / _sustained_seconds(multiply, device)
+        return 2 * m * k * n / _best_seconds(multiply, device)
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-def _sustained_seconds(work, device: torch.device) -> float:
-    """The median over a quarter of a second of back-to-back calls, after as long a warm-up."""
+def _best_seconds(work, device: torch.device) -> float:
+    """The best of the samples that fit into about a tenth of a second, after a rest and a warm-up."""
     clock = clock_for(device)
-    count = max(3, min(500, int(250 / min(clock.sample(work, nothing, 2)))))
-    clock.sample(work, nothing, count)
-    return statistics.median(clock.sample(work, nothing, count)) / 1e3
+    time.sleep(0.2 if device.type == "cuda" else 0)
+    first = min(clock.sample(work, nothing, 2))
+    return min(clock.sample(work, nothing, max(3, min(50, int(100 / first))))) / 1e3
