@@ -76,8 +76,9 @@ class Report:
 
     @property
     def autocast(self) -> str:
-        """The dtype of autocast, where it is in effect: from step 1 on, over FP32 parameters."""
-        return dtype_name(self.config.amp_dtype if self.step[0] != "0" and self.parameter_dtype == "float32" else None)
+        """The dtype of autocast where it is in effect: from step 1 on, over FP32 parameters; "off" elsewhere."""
+        on = self.config.amp_dtype and self.step[0] != "0" and self.parameter_dtype == "float32"
+        return dtype_name(self.config.amp_dtype) if on else "off"
 
 
 def card(r: Report) -> str:
@@ -193,7 +194,8 @@ def record(r: Report, metric: str, unit: str, values: list[float], mode: str, **
     return {
         "benchmark": {"name": "transformer block", "mode": mode, "dtype": r.matmul, "extra_info": {
             "step": r.step, "status": r.status, "reason": r.reason, "config": config,
-            "parameter_dtype": r.parameter_dtype, "autocast": r.autocast, "residual": r.residual, "engine": r.engine, "device": facts["device"],
+            "parameter_dtype": r.parameter_dtype, "autocast": r.autocast, "residual": r.residual, "engine": r.engine,
+            "device": facts["device"],
             "git": facts["git"], "caches": CACHE_STATE}},
         "model": {"name": str(r.config), "type": "transformer block", "backend": r.step, "origins": ["seeded"]},
         "metric": {"name": metric, "benchmark_values": values, "target_value": None,
