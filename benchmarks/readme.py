@@ -121,9 +121,10 @@ def provenance(lines: list[dict]) -> str:
                          if name not in ("transformer_engine", "python"))
     engines = sorted({line["dependencies"]["transformer_engine"]["version"] for line in lines
                       if "transformer_engine" in line["dependencies"]})
+    commits = dict.fromkeys(line["benchmark"]["extra_info"]["git"] or "not recorded" for line in lines)
     return (f"{first['runners'][0]['name']}, {first['model']['name']}; {versions}, Transformer Engine "
             f"{' and '.join(engines) or 'none'}, driver {first['runners'][0]['extra_info']['driver']}; "
-            f"commit {' and '.join(dict.fromkeys(str(line['benchmark']['extra_info']['git']) for line in lines))}.")
+            f"commit {' and '.join(commits)}.")
 
 
 def diff(a: int, b: int) -> str:
