@@ -315,9 +315,13 @@ def test_a_shape_suggested_to_step_4_is_one_that_fp8_takes(batch_size, seq_len):
 
 
 def start(step: int, *argv, cwd) -> subprocess.Popen:
-    """One thread each: several processes whose threads wait for one another on few cores take minutes."""
+    """One thread each: several processes whose threads wait for one another on few cores take minutes.
+
+    With Ctrl-C as a terminal would send it: what starts the tests in the background may have had it ignored.
+    """
     return subprocess.Popen([sys.executable, steps.path(step), *map(str, argv)], cwd=cwd, text=True,
-                            env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                            env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
