@@ -43,17 +43,22 @@ def state(device: torch.device) -> dict:
     found: dict = {"load_average": os.getloadavg()[0]}
     with _nvml(device) as (nvml, handle):
         if nvml:
-            reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-            found |= {
-                "sm_mhz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
-                "sm_mhz_max": nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
-                "memory_mhz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
-                "power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-                "power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
-                "temperature_c": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-                "throttled": [name for bit, name in _THROTTLE.items() if reasons & bit],
-            }
+            for key, read in {
+                "sm_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+                "sm_mhz_max": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+                "memory_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+                "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+                "power_limit_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
+                "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+                "throttled": lambda: _reasons(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)),
+            }.items():
+                with contextlib.suppress(nvml.NVMLError):          # some GPUs have no power sensor, say
+                    found[key] = read()
     return found
+
+
+def _reasons(bits: int) -> list[str]:
+    return [name for bit, name in _THROTTLE.items() if bits & bit]
 
 
 def neighbours(device: torch.device) -> list[str]:

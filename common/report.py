@@ -105,7 +105,7 @@ def card(r: Report) -> str:
     attention = r.evidence["forward+backward"].attention if "forward+backward" in r.evidence else "n/a"
     line("attention", attention)
     line("clock", f"{r.clock}; caches {CACHE_STATE}")
-    line("throttled", ", ".join(r.state.get("throttled") or ["no"]) if r.state.get("sm_mhz") else "n/a")
+    line("throttled", ", ".join(r.state.get("throttled") or ["no"]) if "throttled" in r.state else "n/a")
     others = sorted({name.split(" (pid")[0] for name in r.neighbours})
     line("also on this GPU", ", ".join(others) or ("nothing" if facts["device"] == "cuda" else "n/a"))
     line("peaks", r.peaks)

@@ -46,8 +46,8 @@ def arithmetic(config: BlockConfig, step: int, parameter_dtype: torch.dtype, dev
     mixed = step > 0 and config.amp_dtype is not None and parameter_dtype != torch.float64
     dtype = config.amp_dtype if mixed and parameter_dtype == torch.float32 else parameter_dtype
     name = str(dtype).removeprefix("torch.")
-    if name == "float32" and step > 0 and device.type == "cuda":
-        name = "tf32"
+    if name == "float32" and step > 0 and device.type == "cuda" and torch.cuda.is_tf32_supported():
+        name = "tf32"                                          # older GPUs ignore the switch
     fp8 = step == 4 and mixed
     return Arithmetic(matmul="float8" if fp8 else name, attention="float8" if fp8 and config.fp8_attention else name,
                       parameter_bytes=parameter_dtype.itemsize, activation_bytes=dtype.itemsize,
@@ -106,7 +106,7 @@ def measure_peaks(config: BlockConfig, a: Arithmetic, device: torch.device) -> P
     shapes = {(config.tokens, E, 3 * E), (config.tokens, E, F), (config.tokens, F, E), (side, side, side)}
     rates = {name: max(_matmul_rate(*shape, name, device) for shape in sorted(shapes))
              for name in sorted({a.matmul, a.attention})}
-    source = torch.randn(2**28 if device.type == "cuda" else 2**25, device=device)      # 1 GiB: far beyond any L2
+    source = torch.randn(2**28 if device.type == "cuda" else 2**26, device=device)      # far beyond any cache
     target = torch.empty_like(source)
     return Peaks(rates, 2 * source.nbytes / _best_seconds(lambda: target.copy_(source), device))
 

@@ -3,6 +3,7 @@
 Every test carries one tier: `unit` (milliseconds, no block compiled), `integration` (several parts together, a compiler
 or a process) or `stress` (long or large). `pytest -m unit` is the quick look.
 """
+import errno
 import math
 import os
 import shutil
@@ -95,6 +96,14 @@ def fresh_dynamo():
     yield
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = limit
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Every record's write finds the disk full, as /dev/full would where it is a device; not every container has it."""
+    def write(descriptor, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "write", write)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -126,11 +125,10 @@ def test_a_file_without_permission_is_found_at_once(main, nothing_allocated, tmp
     assert (status, out) == (2, "") and "Permission denied" in one_line(err)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_found_before_timing(main, nothing_timed):
-    status, out, err = main(2, *TINY, "--json", "/dev/full")
+def test_a_full_disk_is_found_before_timing(main, nothing_timed, tmp_path, full_disk):
+    status, out, err = main(2, *TINY, "--json", tmp_path / "records")
     assert (status, out) == (1, "")
-    assert "--json /dev/full: No space left on device" in one_line(err)
+    assert f"--json {tmp_path / 'records'}: No space left on device" in one_line(err)
 
 
 def test_another_files_error_is_not_blamed_on_json(main, nothing_timed, monkeypatch):

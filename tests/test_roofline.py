@@ -16,6 +16,17 @@ FP32 = Arithmetic("float32", "float32", parameter_bytes=4, activation_bytes=4, o
 FP8 = Arithmetic("float8", "float16", parameter_bytes=4, activation_bytes=2, operand_bytes=1, weight_bytes=4)
 
 
+@pytest.fixture(autouse=True)
+def gpu_with_tf32(monkeypatch):
+    """A GPU is asked for by name alone here; whether the one at hand has TF32 must not matter."""
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: True)
+
+
+def test_a_gpu_without_tf32_multiplies_in_fp32(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: False)
+    assert roofline.arithmetic(SMALL.replace(amp_dtype=None), 1, torch.float32, GPU).matmul == "float32"
+
+
 @pytest.mark.parametrize("config", [
     SMALL, BlockConfig(2, 48, 64, 4), BlockConfig(3, 32, 96, 6, ffn_hidden_size=160), PRESETS["gpt2"],
 ], ids=str)
