@@ -3,16 +3,19 @@ import atexit
 import contextlib
 import math
 import os
+import re
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from . import device as machine
-from . import evidence, oracle, parameters, timing
+from . import evidence, oracle, parameters, roofline, timing
+from .config import dtype_name
 from .report import Compilation, Report, Row
 
 NOT_A_GPU = "CUDA graphs need a GPU"
@@ -20,6 +23,73 @@ NOT_A_GPU = "CUDA graphs need a GPU"
 
 class Failed(Exception):
     """A check failed: the run ends with status `failed` and this reason, and what was wrong is not timed."""
+
+
+@dataclass
+class Subject:
+    """A block that was built, calibrated and checked, with what it is called on: x and dy are [B, S, E]."""
+    block: torch.nn.Module
+    x: torch.Tensor
+    dy: torch.Tensor
+    kinds: roofline.Arithmetic
+    result: Report
+
+    def iterations(self, backward: bool):
+        """As the function of that name."""
+        return iterations(self.block, self.x, self.dy, backward)
+
+
+def prepare(build: Callable, step: int, parameter_dtype: torch.dtype, device: torch.device, seed: int,
+            result: Report, say: Callable[[str], None]) -> Subject:
+    """Build a block by `build(config, values, device)`, compile, calibrate and check it; fills `result` as it goes.
+
+    `step` is the step whose arithmetic it has. `say` is told what is going on. Call `use_private_caches` first. A block
+    whose y is not in the dtype of the parameters names its own in `output_dtype`. Raises Failed where the check fails,
+    NotImplementedError with the reason where this machine can't run it.
+    """
+    config = result.config
+    say("building")
+    values = {name: value.to(parameter_dtype) for name, value in parameters.seeded(config, seed).items()}
+    block = build(config, values, device)
+    shape = (config.batch_size, config.seq_len, config.hidden_size)
+    x, dy = (torch.randn(shape, generator=torch.Generator().manual_seed(seed + n)).to(device, parameter_dtype)
+             for n in (1, 2))
+    dy = dy.to(getattr(block, "output_dtype", dy.dtype))
+    subject = Subject(block, x, dy, roofline.arithmetic(config, step, parameter_dtype, device), result)
+    result.engine = getattr(block, "engine", "PyTorch")
+    result.emulated = result.engine.startswith("emulated")
+    result.matmul = subject.kinds.matmul
+    result.residual = dtype_name(config.amp_dtype if step == 4 and config.amp_dtype else parameter_dtype)
+    if (compiled(block) or (step == 4 and device.type == "cuda")) and (missing := machine.compiler_missing(device)):
+        raise NotImplementedError(missing)
+    if compiled(block):
+        say("compiling, cold and warm")
+        result.compilation = compilation_time(block, x, dy)
+    if step == 4 and config.amp_dtype is not None:
+        say("calibrating FP8 scales")
+        calibrate(block, x, dy)
+    say("checking against FP64")
+    check(block, x, values, result)
+    return subject
+
+
+@contextlib.contextmanager
+def judged(result: Report, out_of_memory: Callable[[], str]):
+    """Turn what a block can fail by into the status and reason of `result`; any other error passes."""
+    try:
+        yield
+    except Failed as error:
+        result.status, result.reason = "failed", str(error)
+    except NotImplementedError as error:
+        result.status, result.reason = "skipped", str(error)
+    except (torch.OutOfMemoryError, MemoryError):
+        result.status, result.reason = "oom", out_of_memory()
+    except torch._dynamo.exc.TorchDynamoException as error:
+        result.status, result.reason = "failed", f"torch.compile: {str(error).strip().splitlines()[0]}"
+    except RuntimeError as error:                # the CPU's allocator and cuBLAS have no exception of their own
+        if not re.search("can't allocate memory|out of memory|ALLOC_FAILED", str(error)):
+            raise
+        result.status, result.reason = "oom", out_of_memory()
 
 
 def compiled(block: torch.nn.Module) -> bool:
@@ -162,24 +232,32 @@ def time_row(block: torch.nn.Module, x: torch.Tensor, iteration: Callable, betwe
             torch.cuda.synchronize()
             return
         iteration, between = replay, timing.nothing
-    stance = torch.compiler.set_stance("fail_on_recompile") if compiled(block) else contextlib.nullcontext()
     for _ in range(2):
         between()
         iteration()
-    with stance:
-        try:
-            row.timing = timing.measure(iteration, timing.clock_for(x.device), between, rule, progress)
-        except RuntimeError as error:
-            if "recompile" in str(error):
-                raise Failed("the block was compiled again after warm-up: its timings are void") from None
-            raise
     if launch == "eager":
         row.peak_bytes = machine.memory_peak(x.device)
+    with compiled_for_good(block):
+        row.timing = timing.measure(iteration, timing.clock_for(x.device), between, rule, progress,
+                                    timing.calibration(x.device))
     if on_gpu:
         _look(result, x.device, iteration, between)
         if launch == "eager":
             row.enqueue_ms = timing.enqueue_ms(iteration, between)
     between()
+
+
+@contextlib.contextmanager
+def compiled_for_good(*blocks: torch.nn.Module):
+    """Raise Failed where one of these is compiled again meanwhile: what was timed would hold a compilation."""
+    stance = torch.compiler.set_stance("fail_on_recompile") if any(map(compiled, blocks)) else contextlib.nullcontext()
+    with stance:
+        try:
+            yield
+        except RuntimeError as error:
+            if "recompile" in str(error):
+                raise Failed("the block was compiled again after warm-up: its timings are void") from None
+            raise
 
 
 def _look(result: Report, device: torch.device, iteration: Callable, between: Callable) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import tempfile
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,6 +72,8 @@ class Report:
     rows: dict[tuple[str, str], Row] = field(default_factory=dict)
     evidence: dict[str, Evidence] = field(default_factory=dict)
     clock: str = "n/a"
+    study: str = "step"                    # who measured: a step's script, or one of benchmarks/
+    run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])         # the same in all records of one process
     neighbours: list[str] = field(default_factory=list)
     state: dict = field(default_factory=dict)
 
@@ -195,8 +198,7 @@ def record(r: Report, metric: str, unit: str, values: list[float], mode: str, **
         "benchmark": {"name": "transformer block", "mode": mode, "dtype": r.matmul, "extra_info": {
             "step": r.step, "status": r.status, "reason": r.reason, "config": config,
             "parameter_dtype": r.parameter_dtype, "autocast": r.autocast, "residual": r.residual, "engine": r.engine,
-            "device": facts["device"],
-            "git": facts["git"], "caches": CACHE_STATE}},
+            "device": facts["device"], "git": facts["git"], "caches": CACHE_STATE, "study": r.study, "run": r.run}},
         "model": {"name": str(r.config), "type": "transformer block", "backend": r.step, "origins": ["seeded"]},
         "metric": {"name": metric, "benchmark_values": values, "target_value": None,
                    "extra_info": {"unit": unit} | extra},
@@ -232,7 +234,8 @@ def row_records(r: Report, mode: str) -> list[dict]:
             continue
         t = row.timing
         lines.append(record(r, "latency", "ms", t.samples, mode, launch=launch, median=t.median, p20=t.quantile(0.2),
-                            p80=t.quantile(0.8), settled=t.settled, clock=t.clock, emulated=r.emulated))
+                            p80=t.quantile(0.8), settled=t.settled, clock=t.clock, emulated=r.emulated,
+                            calibration=t.calibration))
         metrics = {"throughput": ("tokens/s", 1e3 * row.tokens / t.median),
                    "rate": ("FLOP/s", 1e3 * row.flops / t.median), "limit": ("ms", row.limit_ms),
                    "percent of limit": ("%", row.percent_of_limit), "peak memory": ("bytes", row.peak_bytes),

@@ -3,7 +3,6 @@ import argparse
 import logging
 import math
 import os
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -20,10 +19,6 @@ from .report import Report, Row
 EXIT = {"ok": 0, "failed": 1, "usage": 2, "oom": 3, "skipped": 4, "interrupted": 130}
 
 
-class _TooLarge(Exception):
-    """The shape is refused before anything is allocated."""
-
-
 def run(script: str, argv: list[str] | None = None) -> None:
     """The main program of the step in file `script`; ends the process with one of `EXIT`."""
     sys.exit(main(Path(script), argv))
@@ -37,22 +32,8 @@ def main(script: Path, argv: list[str] | None = None) -> int:
     try:
         result = Report(script.stem, config, str(options.parameter_dtype).removeprefix("torch."),
                         machine.facts(options.device))
-        try:
+        with harness.judged(result, lambda: _out_of_memory(step, options, config)):
             _run(step, options, config, result, output)
-        except Failed as error:
-            result.status, result.reason = "failed", str(error)
-        except NotImplementedError as error:
-            result.status, result.reason = "skipped", str(error)
-        except _TooLarge as error:
-            result.status, result.reason = "oom", f"{error}; {_that_fits(step, options, config)}"
-        except (torch.OutOfMemoryError, MemoryError):
-            result.status, result.reason = "oom", _out_of_memory(step, options, config)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            result.status, result.reason = "failed", f"torch.compile: {str(error).strip().splitlines()[0]}"
-        except RuntimeError as error:                # the CPU's allocator and cuBLAS have no exception of their own
-            if not re.search("can't allocate memory|out of memory|ALLOC_FAILED", str(error)):
-                raise
-            result.status, result.reason = "oom", _out_of_memory(step, options, config)
         if result.status != "ok":
             output.write([report.record(result, "status", "", [], "run")])
     except KeyboardInterrupt:
@@ -167,37 +148,16 @@ def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Re
     progress = tqdm(bar_format="{desc}", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False)
     needed = parameters.memory_needed(config, step, device)
     if device.type == "cpu" and needed > machine.memory_total(device):       # Linux would kill the process instead
-        raise _TooLarge(f"about {needed / 2**30:.0f} GiB needed, this machine has "
-                        f"{machine.memory_total(device) / 2**30:.0f}")
+        result.status = "oom"
+        result.reason = (f"about {needed / 2**30:.0f} GiB needed, this machine has "
+                         f"{machine.memory_total(device) / 2**30:.0f}; {_that_fits(step, options, config)}")
+        return
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    progress.set_description_str("building")
-    values = parameters.seeded(config, options.seed)
-    values = {name: value.to(options.parameter_dtype) for name, value in values.items()}
-    block = steps.load(step).build(config, values, device)
-    x, dy = (torch.randn(config.batch_size, config.seq_len, config.hidden_size,
-                         generator=torch.Generator().manual_seed(options.seed + n)).to(device, options.parameter_dtype)
-             for n in (1, 2))
-    result.engine = getattr(block, "engine", "PyTorch")
-    result.emulated = result.engine.startswith("emulated")
-    kinds = roofline.arithmetic(config, step, options.parameter_dtype, device)
-    result.matmul = kinds.matmul
-    residual = config.amp_dtype if step == 4 and config.amp_dtype else options.parameter_dtype
-    result.residual = str(residual).removeprefix("torch.")
-
     harness.use_private_caches()
-    if harness.compiled(block) or (step == 4 and device.type == "cuda"):
-        missing = machine.compiler_missing(device)
-        if missing:
-            raise NotImplementedError(missing)
-    if harness.compiled(block):
-        progress.set_description_str("compiling, cold and warm")
-        result.compilation = harness.compilation_time(block, x, dy)
-    if step == 4 and config.amp_dtype is not None:
-        progress.set_description_str("calibrating FP8 scales")
-        harness.calibrate(block, x, dy)
-    progress.set_description_str("checking against FP64")
-    harness.check(block, x, values, result)
+    subject = harness.prepare(steps.load(step).build, step, options.parameter_dtype, device, options.seed, result,
+                              progress.set_description_str)
+    block, x, kinds = subject.block, subject.x, subject.kinds
     output.write(report.check_records(result))
 
     if not result.emulated:
@@ -208,7 +168,7 @@ def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Re
         result.peaks += f"; copy {peaks.bandwidth / 1e12:.2f} TB/s (read + written)"
     for mode in report.MODES:
         backward = mode == "forward+backward"
-        iteration, between = harness.iterations(block, x, dy, backward)
+        iteration, between = subject.iterations(backward)
         for launch in report.LAUNCHES:
             if options.launch not in (launch, "both"):
                 result.rows[mode, launch] = Row(reason=f"--launch {options.launch}")

@@ -8,7 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,6 +32,7 @@ class Timing:
     samples: list[float]
     settled: bool
     clock: str
+    calibration: dict[str, list[float]] = field(default_factory=dict)      # name -> its samples, taken in between
 
     @property
     def median(self) -> float:
@@ -92,13 +93,31 @@ def nothing() -> None:
     """What happens between two iterations when nothing must."""
 
 
+def calibration(device: torch.device | str) -> dict[str, Callable]:
+    """Two pieces of work that no step changes, a matmul and a copy: how fast the machine is at that moment.
+
+    The time of a step over theirs can be compared between days on which the clocks differ. On a GPU an FP16 matmul of
+    8192 cubed and a copy of 512 MiB, on a CPU an FP32 matmul of 1024 cubed and a copy of 64 MiB.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    side, dtype = (8192, torch.float16) if on_gpu else (1024, torch.float32)
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(a)
+    source = torch.ones(2**27 if on_gpu else 2**24, device=device)
+    target = torch.empty_like(source)
+    return {"gemm": lambda: torch.mm(a, b, out=product), "copy": lambda: target.copy_(source)}
+
+
 def measure(iteration: Callable, clock, between: Callable = nothing, rule: StopRule = StopRule(),
-            progress: Callable[[int, float], None] | None = None) -> Timing:
+            progress: Callable[[int, float], None] | None = None,
+            calibrations: dict[str, Callable] | None = None) -> Timing:
     """Time `iteration` until the median is known to `rule.precision`, or `rule.max_seconds` have been measured.
 
     `between` runs before each iteration, outside the timed region. `progress` gets (samples so far, their median).
+    Each of `calibrations` is sampled once before every chunk of samples.
     Looking at the interval repeatedly makes its 95 % somewhat optimistic: compare runs by `paired_ratio` instead.
     """
+    others: dict[str, list[float]] = {name: [] for name in calibrations or {}}
     look = statistics.median(clock.sample(iteration, between, 1))
     warmed = 0.0
     while warmed < rule.warmup_seconds:
@@ -110,6 +129,8 @@ def measure(iteration: Callable, clock, between: Callable = nothing, rule: StopR
     taken: list[float] = []
     seconds = 0.0
     while True:
+        for name in others:
+            others[name] += clock.sample(calibrations[name], nothing, 1)
         left = math.ceil((rule.max_seconds - seconds) * 1e3 / max(look, 1e-6))
         chunk = clock.sample(iteration, between, max(1, min(left, _count(rule.min_seconds / 4, look, at_least=8))))
         taken += chunk
@@ -121,7 +142,7 @@ def measure(iteration: Callable, clock, between: Callable = nothing, rule: StopR
             progress(len(taken), middle)
         enough = len(taken) >= rule.min_samples and seconds >= rule.min_seconds
         if (enough and settled) or seconds >= rule.max_seconds:
-            return Timing(taken, settled, clock.name)
+            return Timing(taken, settled, clock.name, others)
 
 
 def _count(seconds: float, iteration_ms: float, at_least: int = 1) -> int:
@@ -142,15 +163,18 @@ def median_interval(samples: list[float]) -> tuple[float, float]:
     return ordered[max(0, low)], ordered[min(n - 1, high)]
 
 
-def interleaved(iterations: dict[str, Callable], clock, rounds: int, between: dict[str, Callable] | None = None,
-                seed: int = 0) -> dict[str, list[float]]:
+def interleaved(iterations: dict, clock, rounds: int, between: dict | None = None, seed: int = 0,
+                progress: Callable[[int], None] | None = None) -> dict:
     """`rounds` samples in ms of each iteration, in a new random order every round: clocks and heat drift alike for all.
 
-    Sample i of every name comes from round i, so that ratios can be paired.
+    `iterations` and `between` go from any key to a callable. Sample i of every key comes from round i, so that ratios
+    can be paired. `progress` gets the number of each round as it begins.
     """
     order, shuffle = list(iterations), random.Random(seed)
-    samples: dict[str, list[float]] = {name: [] for name in iterations}
-    for _ in range(rounds):
+    samples: dict = {name: [] for name in iterations}
+    for number in range(rounds):
+        if progress:
+            progress(number)
         shuffle.shuffle(order)
         for name in order:
             samples[name] += clock.sample(iterations[name], (between or {}).get(name, nothing), 1)
