@@ -1,29 +1,109 @@
-"""Is step 4 as fast as the layer a user would take instead, Transformer Engine's own TransformerLayer?
+"""Is the ladder as fast as what a user would pick instead? The same block from other libraries, beside steps 3 and 4.
 
-    python -m benchmarks.peers --json benchmarks/results/h200/peers.jsonl
+    python -m benchmarks.peers --json peers.jsonl --chart peers
 
-Same parameters, input and mask, same FP8 recipe, weights quantized at every call, attention in 16 bits. Each case is
-checked against FP64, then all are timed in interleaved rounds, and the ratio of the rounds is what counts. With FP32
-parameters TransformerLayer returns y in 16 bits; it is timed as it is, and with y cast to FP32 as in every step.
-TransformerLayer runs as it comes, so its GELU is a kernel of its own, where step 4 has it ride on the matmul.
+Every peer gets the same parameters, input and causal mask, is checked against FP64 like a step, and is timed in the
+same interleaved rounds: with FP32 parameters under autocast, and with everything in 16 bits. What counts is the ratio
+of the rounds, its time to ours: peers in 16 bits against step 3, FP8 peers against step 4; above 1 ours is faster.
+Missing packages are rows with their reason. Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
+
+With FP32 parameters te.TransformerLayer returns y in 16 bits; it is timed as it is and with y cast to FP32 as in every
+step. It runs as it comes, so its GELU is a kernel of its own, where step 4 has it ride on the matmul.
 """
-import argparse
-import statistics
+import functools
+import importlib.util
 import sys
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from common import BlockConfig, harness, parameters, report, roofline, steps, te_emulation, timing
-from common import device as machine
-from common.config import LAYER_NORM_EPS, PRESETS, default_preset
+from common import BlockConfig, harness, parameters, report, steps, te_emulation
+from common.config import LAYER_NORM_EPS, PRESETS, dtype_name
+from common.precision import float32_matmul_precision
+from common.run import EXIT
+
+from . import charts, command, records
+from .study import Case, Study
+
+# What others have published of a block like this one, forward+backward; not measured here.
+PUBLISHED = [
+    ("plain PyTorch, FP16", "43.1 ms", "B4 S2048 E4096 F16384 H32, dropout 0.1; GPU not stated",
+     "Transformer Engine, docs/examples/quickstart.ipynb"),
+    ("te.TransformerLayer, FP16", "40.0 ms", "the same", "the same"),
+    ("te.TransformerLayer, FP8", "28.6 ms", "the same", "the same"),
+    ("torchao float8, one linear layer", "1.39 x BF16", "M 4096, K 8192, N 16384; H100", "torchao/float8/README.md"),
+]
 
 
-class TransformerLayer(nn.Module):
-    """Transformer Engine's layer with the canonical parameters; x [B, S, E] -> [B, S, E] in `output_dtype`."""
+class Peer(nn.Module):
+    """Another library's layer with the canonical parameters; x [B, S, E] -> [B, S, E], under autocast as a step is."""
 
-    parameter_names = {  # canonical -> Transformer Engine's
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.config = config
+
+    @float32_matmul_precision("high")
+    def __call__(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, self.config.amp_dtype, enabled=x.dtype == torch.float32):
+            return super().__call__(x)
+
+
+class EncoderLayer(Peer):
+    """torch.nn.TransformerEncoderLayer, pre-LN and causal."""
+
+    parameter_names = {
+        "ln_1.weight": "layer.norm1.weight", "ln_1.bias": "layer.norm1.bias",
+        "attn.qkv.weight": "layer.self_attn.in_proj_weight", "attn.qkv.bias": "layer.self_attn.in_proj_bias",
+        "attn.proj.weight": "layer.self_attn.out_proj.weight", "attn.proj.bias": "layer.self_attn.out_proj.bias",
+        "ln_2.weight": "layer.norm2.weight", "ln_2.bias": "layer.norm2.bias",
+        "mlp.fc.weight": "layer.linear1.weight", "mlp.fc.bias": "layer.linear1.bias",
+        "mlp.proj.weight": "layer.linear2.weight", "mlp.proj.bias": "layer.linear2.bias",
+    }
+
+    def __init__(self, config: BlockConfig, dtype: torch.dtype):
+        super().__init__(config)
+        self.layer = nn.TransformerEncoderLayer(
+            config.hidden_size, config.num_heads, config.ffn_hidden_size, config.dropout,
+            activation=functools.partial(F.gelu, approximate="tanh"), layer_norm_eps=LAYER_NORM_EPS, batch_first=True,
+            norm_first=True)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(config.seq_len), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, src_mask=self.mask, is_causal=True)
+
+
+class GPT2(Peer):
+    """transformers' GPT2Block, attention by scaled_dot_product_attention."""
+
+    parameter_names = {
+        "ln_1.weight": "layer.ln_1.weight", "ln_1.bias": "layer.ln_1.bias",
+        "attn.qkv.weight": "layer.attn.c_attn.weight", "attn.qkv.bias": "layer.attn.c_attn.bias",
+        "attn.proj.weight": "layer.attn.c_proj.weight", "attn.proj.bias": "layer.attn.c_proj.bias",
+        "ln_2.weight": "layer.ln_2.weight", "ln_2.bias": "layer.ln_2.bias",
+        "mlp.fc.weight": "layer.mlp.c_fc.weight", "mlp.fc.bias": "layer.mlp.c_fc.bias",
+        "mlp.proj.weight": "layer.mlp.c_proj.weight", "mlp.proj.bias": "layer.mlp.c_proj.bias",
+    }
+    transposed = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc.weight", "mlp.proj.weight")       # Conv1D: [in, out]
+
+    def __init__(self, config: BlockConfig, dtype: torch.dtype):
+        super().__init__(config)
+        from transformers import GPT2Config
+        from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+        self.layer = GPT2Block(GPT2Config(
+            n_positions=config.seq_len, n_embd=config.hidden_size, n_head=config.num_heads,
+            n_inner=config.ffn_hidden_size, layer_norm_epsilon=LAYER_NORM_EPS, attn_pdrop=config.dropout,
+            resid_pdrop=0.0, attn_implementation="sdpa"), layer_idx=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y[0] if isinstance(y, tuple) else y
+
+
+class TransformerLayer(Peer):
+    """Transformer Engine's layer; y is [B, S, E] in `output_dtype`. With `fp8` its weights are quantized every call."""
+
+    parameter_names = {
         "ln_1.weight": "layer.self_attention.layernorm_qkv.layer_norm_weight",
         "ln_1.bias": "layer.self_attention.layernorm_qkv.layer_norm_bias",
         "attn.qkv.weight": "layer.self_attention.layernorm_qkv.weight",
@@ -37,115 +117,149 @@ class TransformerLayer(nn.Module):
         "mlp.proj.weight": "layer.layernorm_mlp.fc2_weight",
         "mlp.proj.bias": "layer.layernorm_mlp.fc2_bias",
     }
-    fresh = None           # weights are quantized at every call
+    fresh = None           # as in step 4: quantize the weights at every call
 
-    def __init__(self, config: BlockConfig, dtype: torch.dtype, output_dtype: torch.dtype):
-        super().__init__()
+    def __init__(self, config: BlockConfig, dtype: torch.dtype, output_dtype: torch.dtype, fp8: bool):
+        super().__init__(config)
         te = te_emulation.transformer_engine_pytorch
-        self.config, self.output_dtype = config, output_dtype
+        self.output_dtype, self.fp8 = output_dtype, fp8
         self.engine = f"Transformer Engine {te_emulation.transformer_engine.__version__}"
-        self.recipe = te.quantization.DelayedScaling()
-        self.fp8 = te.autocast
+        self.recipe, self.autocast = te.quantization.DelayedScaling(), te.autocast
         self.layer = te.TransformerLayer(
             config.hidden_size, config.ffn_hidden_size, config.num_heads, layernorm_epsilon=LAYER_NORM_EPS,
             hidden_dropout=0.0, attention_dropout=config.dropout, self_attn_mask_type="causal", fuse_qkv_params=True,
             qkv_weight_interleaved=False, attn_input_format="bshd", params_dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = x.dtype == torch.float32
-        with torch.autocast("cuda", self.config.amp_dtype, enabled=mixed), self.fp8(enabled=True, recipe=self.recipe):
+        with self.autocast(enabled=self.fp8, recipe=self.recipe):
             y = self.layer(x)
         return y.to(self.output_dtype)
 
 
-def blocks(config: BlockConfig, values: dict[str, Tensor], device: torch.device) -> dict[str, nn.Module]:
-    """Name -> block, all with the same parameters."""
-    dtype, amp = values["mlp.fc.weight"].dtype, config.amp_dtype
-    found = {f"step {n}": steps.load(n).build(config, values, device) for n in (3, 4)}
-    for output in dict.fromkeys((dtype, amp)):
-        layer = TransformerLayer(config, dtype, output)
-        name = f"te.TransformerLayer, y in {str(output).removeprefix('torch.')}"
-        found[name] = parameters.load(layer, values, device)
+def build(kind, compiled: bool, config: BlockConfig, values: dict[str, Tensor], device) -> nn.Module:
+    """A peer with the canonical parameters, compiled in place as step 3 is where `compiled`."""
+    with torch.device(device):
+        block = kind(config, values["mlp.fc.weight"].dtype)
+    if compiled:
+        torch._dynamo.config.recompile_limit = 1024
+        block.compile(fullgraph=True, dynamic=False)
+    return parameters.load(block, values, device)
+
+
+def build_torchao(recipe: str, config: BlockConfig, values: dict[str, Tensor], device) -> nn.Module:
+    """Step 2's block, its linear layers converted to torchao's float8 training, compiled."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    block = steps.load(2).build(config, values, device)
+    convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(recipe))
+    torch._dynamo.config.recompile_limit = 1024
+    block.compile(fullgraph=True, dynamic=False)
+    return block
+
+
+def cases(config: BlockConfig, dtype: torch.dtype, device: torch.device) -> list[Case]:
+    """Ours and all peers with parameters of `dtype`."""
+    case = functools.partial(Case, config=config, parameter_dtype=dtype)
+    no_transformers = "" if importlib.util.find_spec("transformers") else "transformers is not installed"
+    _, engine = te_emulation.choose(config, {name: value.to(dtype) for name, value in parameters.seeded(
+        PRESETS["tiny"]).items()}, device)
+    no_te = engine.removeprefix("emulated ").strip("()") if engine.startswith("emulated") else ""
+    no_torchao = "" if importlib.util.find_spec("torchao") else "torchao is not installed"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        no_torchao = "FP8 matmuls need a GPU of compute capability 8.9 or later"
+    found = [case(steps.path(n).stem, steps.load(n).build, n, claims=n) for n in (3, 4)]
+    for compiled, word in ((False, ""), (True, ", compiled")):
+        found.append(case(f"nn.TransformerEncoderLayer{word}", functools.partial(build, EncoderLayer, compiled), 2))
+        found.append(case(f"GPT2Block{word}", functools.partial(build, GPT2, compiled), 2, missing=no_transformers))
+    for fp8, word in ((False, "16-bit"), (True, "FP8")):
+        for output in dict.fromkeys((dtype, config.amp_dtype)):
+            layer = functools.partial(TransformerLayer, output_dtype=output, fp8=fp8)
+            found.append(case(f"te.TransformerLayer {word}, y in {dtype_name(output)}",
+                              functools.partial(build, layer, False), 4 if fp8 else 2, missing=no_te))
+    for recipe in ("tensorwise", "rowwise"):
+        found.append(case(f"torchao float8 {recipe}, compiled", functools.partial(build_torchao, recipe), 4,
+                          missing=no_torchao))
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=PRESETS, default=default_preset("cuda"))
-    parser.add_argument("--rounds", type=int, default=60, help="interleaved samples of each case")
-    parser.add_argument("--json", metavar="FILE", help="append one JSON line per metric")
-    options = parser.parse_args()
-    if options.rounds < 6:
-        parser.error(f"--rounds {options.rounds}: give at least 6, fewer bound no median")
-    try:
-        output = report.Output(options.json)
-    except OSError as error:
-        parser.error(f"--json {options.json}: {error.strerror}; give a file that can be written")
-    config, device, rows = PRESETS[options.preset], torch.device("cuda"), []
-    _, engine = te_emulation.choose(config, parameters.seeded(PRESETS["tiny"]), device if torch.cuda.is_available()
-                                    else torch.device("cpu"))
-    if engine.startswith("emulated"):
-        print(f"peers: skipped: {engine}", file=sys.stderr)
-        return 4
-    harness.use_private_caches()
-    for dtype in (torch.float32, torch.float16):
-        try:
-            rows += compare(config, dtype, device, options.rounds, output)
-        except harness.Failed as error:
-            print(f"peers: failed: {error}", file=sys.stderr)
-            return 1
-    print(tabulate(rows, headers=("parameters", "pass", "launch", "case", "branch error", "ms",
-                                  "its ms / step 4's [95 %]")))
-    return 0
+def ours(run: records.Run, runs: list[records.Run]) -> records.Run | None:
+    """The step that a peer is held against, of the same process: 4 for FP8, 3 for the rest."""
+    fp8 = "FP8" in run.info["step"] or "float8" in run.info["step"]
+    return next((other for other in runs if other.info["step"].startswith("4" if fp8 else "3")
+                 and all(other.info[key] == run.info[key] for key in ("parameter_dtype", "run"))), None)
 
 
-def compare(config: BlockConfig, dtype: torch.dtype, device: torch.device, rounds: int, output) -> list[tuple]:
-    """Check and time every block with parameters of `dtype`; the rows of the table. Raises harness.Failed."""
-    values = {name: value.to(dtype) for name, value in parameters.seeded(config).items()}
-    shape = (config.batch_size, config.seq_len, config.hidden_size)
-    x, dy = (torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(device, dtype) for n in (1, 2))
-    facts, rows, reports, gradient = machine.facts(device), [], {}, {}
-    cases = blocks(config, values, device)
-    for case, block in cases.items():
-        step = 3 if case == "step 3" else 4
-        gradient[case] = dy.to(getattr(block, "output_dtype", dtype))
-        result = reports[case] = report.Report(case, config, str(dtype).removeprefix("torch."), facts)
-        result.matmul = roofline.arithmetic(config, step, dtype, device).matmul
-        result.engine = getattr(block, "engine", "PyTorch")
-        result.residual = str(config.amp_dtype if step == 4 else dtype).removeprefix("torch.")
-        if step == 4:
-            harness.calibrate(block, x, gradient[case])
-        harness.check(block, x, values, result)
-    for mode in report.MODES:
-        calls = {case: harness.iterations(block, x, gradient[case], mode == "forward+backward")
-                 for case, block in cases.items()}
-        for launch in report.LAUNCHES:
-            runs = {case: call for case, (call, _) in calls.items()}
-            between = {case: clear for case, (_, clear) in calls.items()}
-            if launch == "graph":
-                runs = {case: _captured(block, *calls[case], x, reports[case]) for case, block in cases.items()}
-                between = {}
-            timing.interleaved(runs, timing.EventClock(), 5, between)                      # warm-up
-            samples = timing.interleaved(runs, timing.EventClock(), rounds, between)
-            for case, taken in samples.items():
-                ratio, result = timing.paired_ratio(taken, samples["step 4"]), reports[case]
-                middle, error = statistics.median(taken), result.errors["branch"][0]
-                result.state = machine.state(device)
-                rows.append((result.parameter_dtype, mode, launch, case, f"{error:.1e}", f"{middle:.3f}",
-                             "{:.3f} [{:.3f}, {:.3f}]".format(*ratio)))
-                output.write([report.record(result, "latency", "ms", taken, mode, launch=launch, median=middle,
-                                            branch_error=error, ratio_to_step_4=ratio)])
-            for _, clear in calls.values():
-                clear()
-    return rows
+def text(lines: list[dict], width: int | None = None) -> str:
+    """Everything the command prints, from records."""
+    runs = [run for run in records.runs(lines) if run.info["step"] != "peers"]
+    blocks = []
+    for engine in dict.fromkeys(_engine(run) for run in runs):
+        for dtype in dict.fromkeys(run.info["parameter_dtype"] for run in runs):
+            for mode in report.MODES:
+                rows = [_row(run, runs, mode) for run in runs
+                        if run.info["parameter_dtype"] == dtype and _engine(run) == engine]
+                blocks.append(f"{mode}, parameters in {dtype}{engine}\n\n" + command.table(
+                    rows, ["case", "status", "error", "launch", "ms", "its time / ours [95 %]", "ours"], width))
+    blocks += list(dict.fromkeys(f"{run.info['step']}: {run.status}: {run.info['reason']}" for run in runs
+                                 if run.status != "ok"))
+    blocks.append("as published by others, not measured here\n\n" + command.table(
+        [list(row) for row in PUBLISHED], ["what", "figure", "shape and hardware", "source"], width))
+    return "\n\n".join(blocks)
 
 
-def _captured(block: nn.Module, iteration, between, x: Tensor, result: report.Report):
-    """The iteration as a graph, verified."""
-    static = {}
-    replay = timing.capture(lambda: static.update(y=iteration()), between)
-    harness.verify_replay(block, replay, iteration, between, static, x, result)
-    return replay
+def _engine(run: records.Run) -> str:
+    version = run.lines[0]["dependencies"].get("transformer_engine", {}).get("version")
+    return f", Transformer Engine {version}" if version else ""
+
+
+def _row(run: records.Run, runs: list[records.Run], mode: str) -> list[str]:
+    error, launch = run.value("check", "branch error"), run.best(mode)
+    cells = [run.info["step"], run.status, f"{error:.1e}" if error else ""]
+    if launch is None:
+        return [*cells, "", "n/a", "n/a", ""]
+    base = ours(run, runs)
+    ratio = records.paired(run, base, mode) if base and base is not run else None
+    return [*cells, launch, f"{run.best_ms(mode):.2f}",
+            "{:.3f} [{:.3f}, {:.3f}]".format(*ratio) if ratio else "", base.info["step"][0] if base else ""]
+
+
+def chart_stems(lines: list[dict], stem: str) -> list[str]:
+    """The one chart that `draw` makes."""
+    return [f"{stem}-ratios"] if _bars(lines) else []
+
+
+def draw(lines: list[dict], stem: str) -> None:
+    """Draw `chart_stems`: the ratios of forward+backward."""
+    if bars := _bars(lines):
+        charts.bars_chart(bars, f"{stem}-ratios", lines, "its time / ours, forward+backward; above 1 ours is faster", 1)
+
+
+def _bars(lines: list[dict]) -> dict[str, list[tuple[str, float, float, float]]]:
+    runs, bars = records.runs(lines), {}
+    for run in runs:
+        base = ours(run, runs) if run.best("forward+backward") else None
+        ratio = records.paired(run, base, "forward+backward") if base and base is not run else None
+        if ratio:
+            group = f"parameters in {run.info['parameter_dtype']}{_engine(run)}"
+            bars.setdefault(group, []).append((run.info["step"], *ratio))
+    return bars
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = command.parse(command.parser("peers", __doc__), argv)
+    with command.shown_to_a_person("peers", options.output):
+        harness.use_private_caches()
+        study = Study("peers", options)
+        for dtype in (torch.float32, options.config.amp_dtype):
+            for case in cases(options.config, dtype, options.device):
+                study.prepare(case)
+            for mode in report.MODES:
+                study.time(mode)
+            study.release()
+        print(study.finish(), file=sys.stderr)
+        print(text(study.lines))
+        if options.chart:
+            draw(study.lines, options.chart)
+        return EXIT["failed" if any(r.status in ("failed", "oom") for r in study.reports.values()) else "ok"]
 
 
 if __name__ == "__main__":

@@ -1,102 +1,75 @@
-"""What do the recorded runs say? Writes README.md's generated parts: results, diffs and the example card.
+"""README.md's generated parts: results, charts, diffs and the example card, from the recorded runs and the scripts.
 
-    python -m benchmarks.readme            # rewrite them
-    python -m benchmarks.readme --check    # exit 1 where README.md is not what the records and scripts say
-
-A part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`.
+`python -m benchmarks.ladder --readme` writes them. A part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`.
 """
-import argparse
 import difflib
-import json
 import re
-import sys
-from collections import defaultdict
 from pathlib import Path
 
 from tabulate import tabulate
 
 from common import report, steps
 
+from . import ablation, charts, ladder, peers, records, sweep
+from .records import Run
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+STUDIES = {"ladder": ladder, "ablation": ablation, "sweep": sweep, "peers": peers}     # file stem begins with the name
 
 
-def records(path: Path) -> list[dict]:
-    """The records of a JSON-lines file, in order; none where there is no such file."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]     # whole lines
+def recorded(study: str) -> list[Path]:
+    """The recorded runs of a study, results/<machine>/<study>-<shape>.jsonl, GPUs before CPUs."""
+    return sorted(RESULTS.glob(f"*/{study}-*.jsonl"), key=lambda path: (path.parent.name == "cpu", path))
 
 
-def runs(lines: list[dict]) -> dict[str, dict[tuple[str, str], dict]]:
-    """What was run -> (mode, launch) -> metric name -> record, of the latest run of the same."""
-    found: dict = defaultdict(lambda: defaultdict(dict))
-    for line in lines:
-        metric = line["metric"]
-        if metric["name"] == "output error":            # the first record of every run that got as far as its check
-            found[label(line)] = defaultdict(dict)
-        launch = metric["extra_info"].get("launch", "")
-        found[label(line)][line["benchmark"]["mode"], launch][metric["name"]] = line
-    return found
-
-
-def label(line: dict) -> str:
-    """What was run, in words: the step and whatever is not its default."""
-    info = line["benchmark"]["extra_info"]
-    config, words = info["config"], [info["step"]]
-    if not info["step"].startswith("0") and config["amp_dtype"] != "float16":
-        words.append("TF32 alone" if config["amp_dtype"] == "none" else config["amp_dtype"])
-    if config["dropout"]:
-        words.append(f"dropout {config['dropout']:g}")
-    if info["parameter_dtype"] != "float32":
-        words.append("all 16-bit")
-    if config["fp8_weights"] != "per-call":
-        words.append(f"weights {config['fp8_weights']}")
-    if config["fp8_attention"]:
-        words.append("FP8 attention")
-    engine = info["engine"].removeprefix("Transformer Engine ")
-    return ", ".join(words) + (f" (TE {engine})" if engine != info["engine"] else "")
-
-
-def median(run: dict, mode: str, launch: str) -> float | None:
-    """Median ms, or None where that was not timed."""
-    latency = run.get((mode, launch), {}).get("latency")
-    return latency["metric"]["extra_info"].get("median") if latency else None
-
-
-def best(run: dict, mode: str) -> tuple[float | None, str]:
-    """(median ms of the faster launch mode, its name)."""
-    timed = [(median(run, mode, launch), launch) for launch in report.LAUNCHES if median(run, mode, launch)]
-    return min(timed, default=(None, ""))
-
-
-def value(run: dict, mode: str, launch: str, metric: str, default=None):
-    """The one value of a metric of a row."""
-    line = run.get((mode, launch), {}).get(metric)
-    return line["metric"]["benchmark_values"][0] if line else default
-
-
-def ladder_table(lines: list[dict]) -> str:
-    """A row per run: both passes in both launch modes, times the first and the previous step, limit, memory, error."""
-    found, rows = runs(lines), []
-    plain = {name[0]: best(run, "forward+backward")[0] for name, run in found.items() if "," not in name}
+def scripts_table(lines: list[dict]) -> str:
+    """A row per script's run: both passes in both launch modes, times the first and the previous, limit, memory, error.
+    """
+    found, rows = records.latest(lines), []
+    plain = {name[0]: run.best_ms("forward+backward") for name, run in found.items() if "," not in name}
     first = next(iter(found.values()), None)
     for name, run in found.items():
-        both, _ = best(run, "forward+backward")
-        if both is None or best(first, "forward+backward")[0] is None:
+        if not all(first.best(mode) and run.best(mode) for mode in report.MODES):
             rows.append([name] + ["n/a"] * 9)
             continue
         previous = plain.get(str(int(name[0]) - 1)) if "," not in name else None
+        best = {mode: run.best(mode) for mode in report.MODES}
         rows.append([
-            name, *(_ms(median(run, mode, launch)) for mode in report.MODES for launch in report.LAUNCHES),
-            " / ".join(f"{best(first, mode)[0] / best(run, mode)[0]:.1f}" for mode in report.MODES),
-            f"{previous / both:.2f}" if previous else "",
-            " / ".join(f"{value(run, mode, best(run, mode)[1], 'percent of limit', 0):.0f}" for mode in report.MODES),
-            f"{value(run, 'forward+backward', 'eager', 'peak memory', 0) / 2**30:.1f}",
-            f"{value(run, 'check', '', 'branch error', 0):.1e}"])
+            name, *(_ms(run.median(mode, launch)) for mode in report.MODES for launch in report.LAUNCHES),
+            " / ".join(f"{first.best_ms(mode) / run.best_ms(mode):.1f}" for mode in report.MODES),
+            f"{previous / run.best_ms('forward+backward'):.2f}" if previous else "",
+            " / ".join(_cell(run, mode, "percent of limit", best[mode], 1, 0) for mode in report.MODES),
+            _cell(run, "forward+backward", "peak memory", "eager", 2**-30, 1),
+            f"{run.value('check', 'branch error'):.1e}"])
     headers = ["step", "forward ms, eager", "graph", "forward+backward ms, eager", "graph", "times the first, f / f+b",
                "times the previous, f+b", "% of limit, f / f+b", "GiB", "branch error"]
+    return markdown(rows, headers)
+
+
+def _cell(run: Run, mode: str, metric: str, launch: str, factor: float, digits: int) -> str:
+    value = run.value(mode, metric, launch)
+    return "n/a" if value is None else f"{value * factor:.{digits}f}"
+
+
+def _ms(number: float | None) -> str:
+    return "n/a" if number is None else f"{number:.2f}"
+
+
+def markdown(rows: list[list], headers: list[str]) -> str:
+    """A table in Markdown."""
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+
+
+def studies(name: str) -> str:
+    """Everything recorded of a study: where and of what, its tables in a block of text, its charts."""
+    blocks = []
+    for path in recorded(name):
+        lines = records.read(path)
+        stem = path.with_suffix("").relative_to(ROOT)
+        images = [f"![{Path(image).name}]({image}.png)" for image in STUDIES[name].chart_stems(lines, str(stem))]
+        blocks.append("\n\n".join([records.provenance(lines), f"```\n{STUDIES[name].text(lines)}\n```", *images]))
+    return "\n\n".join(blocks) or "Not recorded yet."
 
 
 def peers_table(lines: list[dict]) -> str:
@@ -109,22 +82,7 @@ def peers_table(lines: list[dict]) -> str:
                      line["benchmark"]["mode"], extra["launch"], info["step"], f"{extra['median']:.2f}",
                      f"{ratio:.3f} [{low:.3f}, {high:.3f}]"])
     headers = ["TE", "parameters", "pass", "launch", "case", "ms", "its time / step 4's"]
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
-
-
-def provenance(lines: list[dict]) -> str:
-    """One sentence: the machine, the versions and the commit of a set of records."""
-    if not lines:
-        return "Not recorded yet."
-    first = lines[0]
-    versions = ", ".join(f"{name} {entry['version']}" for name, entry in first["dependencies"].items()
-                         if name not in ("transformer_engine", "python"))
-    engines = sorted({line["dependencies"]["transformer_engine"]["version"] for line in lines
-                      if "transformer_engine" in line["dependencies"]})
-    commits = dict.fromkeys(line["benchmark"]["extra_info"]["git"] or "not recorded" for line in lines)
-    return (f"{first['runners'][0]['name']}, {first['model']['name']}; {versions}, Transformer Engine "
-            f"{' and '.join(engines) or 'none'}, driver {first['runners'][0]['extra_info']['driver']}; "
-            f"commit {' and '.join(commits)}.")
+    return markdown(rows, headers)
 
 
 def diff(a: int, b: int) -> str:
@@ -141,12 +99,12 @@ def parts() -> dict[str, str]:
     h200 = RESULTS / "h200"
     found = {f"diff {a} {b}": diff(a, b) for a, b in ((0, 1), (1, 2), (2, 3), (3, 4))}
     for preset in ("te-tutorial", "gpt2"):
-        lines = records(h200 / f"{preset}.jsonl")
-        found[f"ladder {preset}"] = provenance(lines) + "\n\n" + ladder_table(lines)
-    lines = records(h200 / "peers.jsonl")
-    found["peers"] = provenance(lines) + "\n\n" + peers_table(lines)
-    card = h200 / "2_sdpa.txt"
-    found["card"] = f"```\n{card.read_text().rstrip() if card.exists() else 'Not recorded yet.'}\n```"
+        lines = records.read(h200 / f"{preset}.jsonl")
+        found[f"scripts {preset}"] = records.provenance(lines) + "\n\n" + scripts_table(lines)
+    lines = records.read(h200 / "peers.jsonl")
+    found["step 4 beside TransformerLayer"] = records.provenance(lines) + "\n\n" + peers_table(lines)
+    found |= {name: studies(name) for name in STUDIES}
+    found["card"] = f"```\n{(h200 / '2_sdpa.txt').read_text().rstrip()}\n```"
     return found
 
 
@@ -160,24 +118,19 @@ def rewrite(text: str) -> str:
     return text
 
 
-def _ms(number: float | None) -> str:
-    return "n/a" if number is None else f"{number:.2f}"
+def stale_charts() -> list[str]:
+    """The charts of recorded runs that are missing or show other records."""
+    return [stem for name, study in STUDIES.items() for path in recorded(name)
+            for stem in study.chart_stems(records.read(path), str(path.with_suffix("")))
+            if not charts.is_of(stem, records.read(path))]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where something would change")
-    options = parser.parse_args()
+def write() -> None:
+    """Rewrite README.md and redraw the charts that are stale."""
+    for name, study in STUDIES.items():
+        for path in recorded(name):
+            stem, lines = str(path.with_suffix("")), records.read(path)
+            if not all(charts.is_of(chart, lines) for chart in study.chart_stems(lines, stem)):
+                study.draw(lines, stem)
     path = ROOT / "README.md"
-    old = path.read_text()
-    new = rewrite(old)
-    if options.check:
-        if new != old:
-            print("README.md is not what the records and scripts say: run python -m benchmarks.readme", file=sys.stderr)
-        return int(new != old)
-    path.write_text(new)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    path.write_text(rewrite(path.read_text()))

@@ -43,7 +43,7 @@ class Evidence:
     """What one iteration launched. `kernels`: name -> how often, on a CPU the operators that were called."""
     kernels: Counter
     kinds: Counter
-    verdict: str                  # "proven", "unproven" or "refuted"
+    verdict: str                  # "proven", "unproven" or "refuted"; "n/a" where nothing is claimed
     because: str
 
     @property
@@ -85,19 +85,21 @@ def kind_of(name: str) -> str | None:
     return next((kind for kind, pattern in _PATTERNS.items() if pattern.search(name)), None)
 
 
-def judge(kernels: Counter, step: int, matmul: str, device: torch.device, uncompiled_launches: int | None = None,
+def judge(kernels: Counter, step: int | None, matmul: str, device: torch.device, uncompiled_launches: int | None = None,
           emulated: bool = False) -> Evidence:
     """Whether what ran proves what step `step` claims.
 
     `matmul` is the dtype the step multiplies in (roofline.Arithmetic.matmul); `uncompiled_launches` is what the same
     block launches under torch.compiler.set_stance("force_eager"). A forbidden kernel refutes. A required one that is
     not seen leaves the claim unproven, since another GPU's libraries may use names not known here; so do launches that
-    the compiler did not make fewer.
+    the compiler did not make fewer. Without a step nothing is claimed, and what ran is only counted.
     """
     kinds = Counter()
     for name, count in kernels.items():
         if kind := kind_of(name):
             kinds[kind] += count
+    if step is None:
+        return Evidence(kernels, kinds, "n/a", "nothing is claimed")
     if device.type != "cuda":
         return _judge_cpu(kernels, kinds, step, emulated)
     needed, forbidden = _claims(step, matmul)

@@ -65,7 +65,7 @@ def prepare(build: Callable, step: int, parameter_dtype: torch.dtype, device: to
     if compiled(block):
         say("compiling, cold and warm")
         result.compilation = compilation_time(block, x, dy)
-    if step == 4 and config.amp_dtype is not None:
+    if step == 4 and config.amp_dtype is not None and hasattr(block, "fresh"):       # torchao's scales are dynamic
         say("calibrating FP8 scales")
         calibrate(block, x, dy)
     say("checking against FP64")
@@ -310,9 +310,12 @@ def verify_replay(block, replay, iteration, between, static, x, result: Report) 
             tensor.copy_(value)
 
 
-def observe(step: int, block: torch.nn.Module, device: torch.device, iteration: Callable, between: Callable, mode: str,
-            result: Report, trace: str | None = None) -> None:
-    """See which kernels ran; for a compiled block also what it would launch, and take, without the compiler."""
+def observe(step: int | None, block: torch.nn.Module, device: torch.device, iteration: Callable, between: Callable,
+            mode: str, result: Report, trace: str | None = None) -> None:
+    """See which kernels ran, and whether they prove what `step` claims (None: a peer, which claims nothing).
+
+    For a compiled block also what it would launch, and take, without the compiler.
+    """
     def clean_iteration():
         between()
         iteration()
@@ -322,10 +325,10 @@ def observe(step: int, block: torch.nn.Module, device: torch.device, iteration: 
     except OSError as error:
         raise Failed(f"--profile {trace}: {error.strerror}") from None
     uncompiled = None
-    if compiled(block):
+    if compiled(block) and step is not None:
         with torch.compiler.set_stance("force_eager"):
             uncompiled = sum(evidence.observe(clean_iteration, device).values())
-            if backward:
+            if backward and result.study == "step":
                 samples = timing.clock_for(device).sample(iteration, between, 10)
                 result.compilation.uncompiled_ms = statistics.median(samples)
     between()

@@ -39,7 +39,10 @@ def seeded(config: BlockConfig, seed: int = 0) -> dict[str, Tensor]:
 
 
 def named(block: nn.Module) -> dict[str, nn.Parameter]:
-    """Canonical name -> the block's own parameter. A block with other names says so in `parameter_names`."""
+    """Canonical name -> the block's own parameter.
+
+    A block with other names says so in `parameter_names`, one that holds matrices [in, out] in `transposed`.
+    """
     own = dict(block.named_parameters())
     translate = getattr(block, "parameter_names", {})
     return {name: own[translate.get(name, name)] for name in shapes(block.config)}
@@ -64,13 +67,18 @@ def load(block: nn.Module, values: dict[str, Tensor], device: torch.device | str
         for name, parameter in named(block).items():
             if hasattr(parameter, "_quantizer"):      # kept in FP8: from a scale that fits, not the uncalibrated 1
                 parameter._quantizer.scale.fill_(torch.finfo(torch.float8_e4m3fn).max / values[name].abs().max())
-            parameter.copy_(values[name])
+            parameter.copy_(_turned(values[name], name, block))
     return block
 
 
 def gradients(block: nn.Module) -> dict[str, Tensor | None]:
     """Canonical name -> gradient after a backward (None where there was none), in every step."""
-    return {name: parameter.grad for name, parameter in named(block).items()}
+    return {name: None if parameter.grad is None else _turned(parameter.grad, name, block)
+            for name, parameter in named(block).items()}
+
+
+def _turned(value: Tensor, name: str, block: nn.Module) -> Tensor:
+    return value.T if name in getattr(block, "transposed", ()) else value
 
 
 def memory_needed(config: BlockConfig, step: int, device: torch.device) -> int:

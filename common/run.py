@@ -19,6 +19,9 @@ from .report import Report, Row
 EXIT = {"ok": 0, "failed": 1, "usage": 2, "oom": 3, "skipped": 4, "interrupted": 130}
 
 
+_SIZES = {"batch_size": "B", "seq_len": "S", "hidden_size": "E", "num_heads": "H", "ffn_hidden_size": "F"}
+
+
 def run(script: str, argv: list[str] | None = None) -> None:
     """The main program of the step in file `script`; ends the process with one of `EXIT`."""
     sys.exit(main(Path(script), argv))
@@ -28,7 +31,7 @@ def main(script: Path, argv: list[str] | None = None) -> int:
     """The same as `run`, returning the exit status (a mistake on the command line still raises SystemExit)."""
     step = int(script.name[0])
     options, config, output = _parse(script, step, argv)
-    _hush()
+    hush()
     try:
         result = Report(script.stem, config, str(options.parameter_dtype).removeprefix("torch."),
                         machine.facts(options.device))
@@ -62,11 +65,7 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
                                      epilog="Exit status: 0 ok, 1 failed, 2 usage, 3 out of memory, 4 skipped, "
                                             "130 interrupted.")
     parser.error = lambda message: _usage(script, message)
-    parser.add_argument("--preset", choices=PRESETS, help="named shape (default: te-tutorial on a GPU, cpu on a CPU)")
-    for name, letter in (("batch-size", "B"), ("seq-len", "S"), ("hidden-size", "E"), ("num-heads", "H"),
-                         ("ffn-hidden-size", "F")):
-        parser.add_argument(f"--{name}", type=int, metavar=letter, help="in place of the preset's" + (
-            "; F becomes 4 E" if letter == "E" else ""))
+    shape_arguments(parser)
     parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="on the attention weights, in training")
     parser.add_argument("--amp-dtype", choices=("auto", "float16", "bfloat16", "none"), default="auto",
                         help="autocast's dtype; auto: float16 on a GPU, bfloat16 on a CPU; none: no autocast, no FP8")
@@ -85,10 +84,10 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
                             help="quantize weights at every call, reuse the last call's, or keep them in FP8")
         parser.add_argument("--fp8-attention", action="store_true", help="attention in FP8 too")
     options = parser.parse_args(argv)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        _usage(script, "--device cuda: no GPU is available to torch; run without it for the CPU")
-    options.device = torch.device(options.device if options.device != "auto"
-                                  else "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        options.device = device_of(options.device)
+    except ValueError as error:
+        _usage(script, str(error))
     on_gpu = options.device.type == "cuda"
     if options.launch == "graph" and not on_gpu:
         _usage(script, f"--launch graph: {harness.NOT_A_GPU}; use --launch eager")
@@ -97,14 +96,9 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
     if abs(options.seed) >= 10**18:
         _usage(script, f"--seed {options.seed}: give a number of at most 18 digits")
     amp = {"auto": torch.float16 if on_gpu else torch.bfloat16, "none": None}
-    changes = {name: getattr(options, name) for name in
-               ("batch_size", "seq_len", "hidden_size", "num_heads", "ffn_hidden_size")}
-    changes = {name: value for name, value in changes.items() if value is not None}
-    if "hidden_size" in changes:
-        changes.setdefault("ffn_hidden_size", None)                       # 4 E of the new width
     try:
-        config = PRESETS[options.preset or default_preset(options.device.type)].replace(
-            **changes, dropout=options.dropout, fp8_weights=getattr(options, "fp8_weights", "per-call"),
+        config = config_of(options).replace(
+            dropout=options.dropout, fp8_weights=getattr(options, "fp8_weights", "per-call"),
             fp8_attention=getattr(options, "fp8_attention", False),
             amp_dtype=amp.get(options.amp_dtype, DTYPES.get(options.amp_dtype)))
         if step == 4 and config.amp_dtype is not None:
@@ -127,7 +121,30 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
     return options, config, output
 
 
-def _hush() -> None:
+def shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that give a shape; `config_of` reads them."""
+    parser.add_argument("--preset", choices=PRESETS, help="named shape (default: te-tutorial on a GPU, cpu on a CPU)")
+    for name, letter in _SIZES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar=letter, help="in place of the preset's" + (
+            "; F becomes 4 E" if letter == "E" else ""))
+
+
+def device_of(name: str) -> torch.device:
+    """The device of --device auto, cuda or cpu. Raises ValueError where there is no such."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: no GPU is available to torch; run without it for the CPU")
+    return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def config_of(options: argparse.Namespace) -> BlockConfig:
+    """The shape that `shape_arguments` and the device ask for. Raises ValueError for sizes that do not go together."""
+    changes = {name: getattr(options, name) for name in _SIZES if getattr(options, name) is not None}
+    if "hidden_size" in changes:
+        changes.setdefault("ffn_hidden_size", None)                       # 4 E of the new width
+    return PRESETS[options.preset or default_preset(options.device.type)].replace(**changes)
+
+
+def hush() -> None:
     """Silence what libraries print in every run and no reader can act on, so that stderr holds this run's own news."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)       # a CPU has no GPU
     logging.getLogger("DotProductAttention").setLevel(logging.ERROR)             # other attention packages exist

@@ -136,13 +136,18 @@ def measure(iteration: Callable, clock, between: Callable = nothing, rule: StopR
         taken += chunk
         middle = statistics.median(taken)
         seconds += (sum(chunk) + clock.lead_in * middle) / 1e3
-        low, high = median_interval(taken)
-        settled = max(high - middle, middle - low) <= rule.precision * middle
+        settled = is_settled(taken, rule.precision)
         if progress:
             progress(len(taken), middle)
         enough = len(taken) >= rule.min_samples and seconds >= rule.min_seconds
         if (enough and settled) or seconds >= rule.max_seconds:
             return Timing(taken, settled, clock.name, others)
+
+
+def is_settled(samples: list[float], precision: float = StopRule.precision) -> bool:
+    """Whether the median is known to `precision`: the reach of its 95 % interval on either side, relative to it."""
+    middle, (low, high) = statistics.median(samples), median_interval(samples)
+    return max(high - middle, middle - low) <= precision * middle
 
 
 def _count(seconds: float, iteration_ms: float, at_least: int = 1) -> int:

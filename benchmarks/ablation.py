@@ -1,0 +1,200 @@
+"""Whose is the speed-up? Each optimization alone, each left out, and the share of the whole that each can claim.
+
+    python -m benchmarks.ablation --json ablation.jsonl --chart ablation
+
+Steps come in one order, and what a step gains depends on what came before it. Here every combination that exists is
+built, checked against FP64 and timed in interleaved rounds: TF32, autocast, fused attention (SDPA) and torch.compile in
+all sixteen, and FP8 (Transformer Engine, in place of the compiler) on top of those with autocast and without compile.
+The share of an optimization is its Shapley value: the mean of the logarithm of its speed-up over all orders in which
+the optimizations can be added one by one, over the logarithm of the whole. Exit status: 0 ok, 1 failed, 2 usage, 130
+interrupted.
+"""
+import functools
+import itertools
+import math
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from common import BlockConfig, harness, parameters, report, steps
+from common import device as machine
+from common.precision import float32_matmul_precision
+from common.run import EXIT
+
+from . import charts, command, records
+from .study import Case, Study
+
+Combination = frozenset[str]
+LADDERS = {"to step 3": ("TF32", "autocast", "SDPA", "compile"), "to step 4": ("TF32", "autocast", "SDPA", "FP8")}
+OPTIMIZATIONS = ("TF32", "autocast", "SDPA", "compile", "FP8")
+
+
+class AttentionByHand(nn.Module):
+    """What stands between the projections of step 4 without fused attention; q, k, v [B, S, H, D] -> [B, S, E]."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        B, S, H, D = q.shape
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))                           # [B, H, S, D]
+        scores = q @ k.mT / math.sqrt(D)                                           # [B, H, S, S]
+        future = torch.ones(S, S, dtype=torch.bool, device=q.device).triu(1)
+        y = scores.masked_fill(future, -math.inf).softmax(-1) @ v
+        return y.transpose(1, 2).reshape(B, S, H * D)
+
+
+def combinations(tf32: bool, fp8: bool) -> list[Combination]:
+    """Every combination that exists: FP8 needs autocast, and its modules are not compiled."""
+    pool = [name for name in OPTIMIZATIONS if (tf32 or name != "TF32") and (fp8 or name != "FP8")]
+    every = (frozenset(some) for count in range(len(pool) + 1) for some in itertools.combinations(pool, count))
+    return [some for some in every if "FP8" not in some or ("autocast" in some and "compile" not in some)]
+
+
+def name_of(some: Combination) -> str:
+    """FP32, or the optimizations in the order of the ladder."""
+    return " + ".join(name for name in OPTIMIZATIONS if name in some) or "FP32"
+
+
+def build(some: Combination, config: BlockConfig, values: dict[str, Tensor], device) -> nn.Module:
+    """A block with just these optimizations, out of the classes of the steps."""
+    step = 4 if "FP8" in some else 2 if "SDPA" in some else 1
+    block = steps.load(step).build(config, values, device)
+    if step == 4 and "SDPA" not in some:
+        block.attn.core = AttentionByHand()
+    precision = float32_matmul_precision("high" if "TF32" in some else "highest")
+    uncovered = type(block).__call__.__wrapped__                       # without the step's own TF32 switch
+    block.__class__ = type("Block", (type(block),), {"__call__": precision(uncovered)})
+    if "compile" in some:
+        torch._dynamo.config.recompile_limit = 1024
+        block.compile(fullgraph=True, dynamic=False)
+    return block
+
+
+def cases(config: BlockConfig, device: torch.device) -> list[Case]:
+    """One case a combination; those that this machine lacks the means for are left out."""
+    on_gpu = device.type == "cuda"
+    tf32 = on_gpu and torch.cuda.is_tf32_supported()
+    found = []
+    for some in combinations(tf32, fp8=on_gpu):
+        step = 4 if "FP8" in some else 2 if some & {"TF32", "autocast"} else 0           # whose arithmetic it has
+        found.append(Case(name_of(some), functools.partial(build, some), step,
+                          config if "autocast" in some else config.replace(amp_dtype=None)))
+    return found
+
+
+def times(lines: list[dict], mode: str) -> dict[Combination, float]:
+    """Combination -> median ms of its faster way of launching, from records."""
+    runs = {run.info["step"]: run for run in records.runs(lines)}
+    found = {}
+    for name, run in runs.items():
+        if (ms := run.best_ms(mode)) is not None:
+            found[frozenset() if name == "FP32" else frozenset(name.split(" + "))] = ms
+    return found
+
+
+def shapley(value: Callable[[Combination], float | None], players: tuple[str, ...]) -> dict[str, float] | None:
+    """Player -> mean of what it adds to `value` over all orders of joining; orders through a None are left out.
+
+    The shares add up to value(all) - value(none). None where no order can be followed to its end.
+    """
+    sums, orders = dict.fromkeys(players, 0.0), 0
+    for order in itertools.permutations(players):
+        steps_ = [value(frozenset(order[:count])) for count in range(len(order) + 1)]
+        if None in steps_:
+            continue
+        orders += 1
+        for player, before, after in zip(order, steps_, steps_[1:], strict=False):
+            sums[player] += after - before
+    return {player: total / orders for player, total in sums.items()} if orders else None
+
+
+def shares(found: dict[Combination, float], players: tuple[str, ...]) -> dict[str, float] | None:
+    """Player -> its share (of 1) of the logarithm of the whole speed-up; None where the whole was not measured."""
+    players = tuple(player for player in players if any(player in some for some in found))
+    logs = {some: -math.log(ms) for some, ms in found.items()}
+    added = shapley(logs.get, players)
+    whole = sum(added.values()) if added else 0.0
+    return {player: amount / whole for player, amount in added.items()} if whole else None
+
+
+def ladder_of(found: dict[Combination, float], players: tuple[str, ...]) -> list[list]:
+    """Rows of one ladder: each optimization alone, the whole without it, its share."""
+    players = tuple(player for player in players if any(player in some for some in found))
+    whole, none, share = frozenset(players), frozenset(), shares(found, players)
+    rows = []
+    for player in players:
+        alone, without = found.get(frozenset({player})), found.get(whole - {player})
+        rows.append([player, _times(found.get(none), alone), _times(without, found.get(whole)),
+                     f"{100 * share[player]:.0f} %" if share else "n/a"])
+    rows.append(["all", _times(found.get(none), found.get(whole)), "", "100 %" if share else "n/a"])
+    return rows
+
+
+def _times(before: float | None, after: float | None) -> str:
+    return f"{before / after:.2f}" if before and after else "n/a"
+
+
+def text(lines: list[dict], width: int | None = None) -> str:
+    """Everything the command prints, from records."""
+    blocks = []
+    for mode in report.MODES:
+        found = times(lines, mode)
+        base, rows = found.get(frozenset()), []
+        for run in records.latest(lines).values():
+            if run.info["step"] not in {name_of(some) for some in found} and run.status == "ok":
+                continue                                                    # the record of the run as a whole
+            ms, error = run.best_ms(mode), run.value("check", "branch error")
+            rows.append([run.info["step"], run.status, run.best(mode) or "", f"{ms:.2f}" if ms else "n/a",
+                         _times(base, ms), f"{error:.1e}" if error else ""])
+        blocks.append(f"{mode}: every combination\n\n" + command.table(
+            rows, ["optimizations", "status", "launch", "ms", "x FP32", "error"], width))
+        for name, players in LADDERS.items():
+            if all(any(player in some for some in found) for player in players if player != "TF32"):
+                blocks.append(f"{mode}, the ladder {name}\n\n" + command.table(
+                    ladder_of(found, players),
+                    ["optimization", "alone: x FP32", "left out of all: x slower", "share of the speed-up"], width))
+    blocks += [f"{run.label}: {run.status}: {run.info['reason']}" for run in records.latest(lines).values()
+               if run.status != "ok"]
+    return "\n\n".join(blocks)
+
+
+def chart_stems(lines: list[dict], stem: str) -> list[str]:
+    """The one chart that `draw` makes."""
+    return [f"{stem}-shares"] if _bars(lines) else []
+
+
+def draw(lines: list[dict], stem: str) -> None:
+    """Draw `chart_stems`: the shares of the speed-up of forward+backward."""
+    if bars := _bars(lines):
+        charts.bars_chart(bars, f"{stem}-shares", lines, "share of the speed-up of forward+backward, %")
+
+
+def _bars(lines: list[dict]) -> dict[str, list[tuple[str, float, float, float]]]:
+    found, bars = times(lines, "forward+backward"), {}
+    for name, players in LADDERS.items():
+        if players[-1] in set().union(*found) and (share := shares(found, players)):
+            bars[f"the ladder {name}"] = [(player, *[100 * part] * 3) for player, part in share.items()]
+    return bars
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = command.parse(command.parser("ablation", __doc__), argv)
+    with command.shown_to_a_person("ablation", options.output):
+        harness.use_private_caches()
+        study, every = Study("ablation", options), cases(options.config, options.device)
+        needed = sum(parameters.memory_needed(case.config, case.step, options.device) for case in every)
+        if needed > 0.9 * machine.memory_total(options.device):
+            options.launches = ("eager",)                      # captured graphs keep their memory, and these are many
+        for case in every:
+            study.prepare(case)
+        for mode in report.MODES:
+            study.time(mode)
+        print(study.finish(), file=sys.stderr)
+        print(text(study.lines))
+        if options.chart:
+            draw(study.lines, options.chart)
+        return EXIT["failed" if any(r.status in ("failed", "oom") for r in study.reports.values()) else "ok"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

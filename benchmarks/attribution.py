@@ -1,0 +1,153 @@
+"""Where the milliseconds of an iteration go: profiled kernels by what they do, and the gaps between them.
+
+Iterations are profiled as they are timed, in interleaved rounds, with a marker kernel before and behind each. The
+timeline of one is the time between its markers; idle is the timeline less the union of its kernels' intervals. On a CPU
+operators stand for kernels: an operator's own time, without that of the operators it calls.
+"""
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from common import timing
+
+# First match decides; what matches none is "residual and other". Kernel names as seen on Hopper with CUDA 13, those of
+# torch.compile say which operations were fused: one that holds a LayerNorm or a GELU is counted there, with whatever
+# casts and additions ride on it. On a CPU the names are operators.
+CATEGORIES = {
+    "attention": r"sdpa|flash_(fwd|bwd)|flash::|fmha|mem_eff|_attention|cudnn::fusion::|fused_attn",
+    "GEMM": r"gemm|nvjet|splitKreduce|cutlass.*Kernel|^aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|mkldnn.*linear",
+    "softmax and mask": r"softmax|masked_fill|triu|tril|dropout|BUnaryFunctor<.*MulFunctor",      # the scores' scaling
+    "normalisation and activation": r"layer_?norm|GammaBeta|ln_(fwd|bwd)|normalization::|gelu",
+    "casts and copies": r"^triton_[a-z]+_fused(__to_copy|_view|_clone|_permute|_cat)+_\d+$|_copy_kernel|Memcpy|CatArray"
+                        r"|^aten::(_to_copy|to|copy_|contiguous|clone|cat)$|unary_kernel|transpose_(fusion|optimized)",
+    "residual and other": r"",
+}
+OTHER, IDLE = "residual and other", "idle"
+PARTS = (*CATEGORIES, IDLE)
+_PATTERNS = {category: re.compile(pattern, re.IGNORECASE) for category, pattern in CATEGORIES.items()}
+_MARKER = "spin_kernel"                              # what torch.cuda._sleep launches; no step does
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Mean milliseconds of one iteration by part (`PARTS`); they add up to `timeline`."""
+    parts: dict[str, float]
+    iterations: int
+
+    @property
+    def timeline(self) -> float:
+        return sum(self.parts.values())
+
+
+def category(name: str) -> str:
+    """What a kernel (an operator on a CPU) does, by its name."""
+    return next(category for category, pattern in _PATTERNS.items() if pattern.search(name))
+
+
+def credit(intervals: Iterable[tuple[float, float, str]], start: float, end: float) -> dict[str, float]:
+    """Time by part between `start` and `end`, from (start, end, name) of every kernel, all in one unit.
+
+    Time that two kernels share is credited once, to the one that began first; what no kernel covers is idle.
+    """
+    parts, covered = dict.fromkeys(PARTS, 0.0), start
+    for begin, finish, name in sorted(intervals):
+        begin, finish = max(begin, covered), min(finish, end)
+        if finish > begin:
+            parts[category(name)] += finish - begin
+            parts[IDLE] += begin - covered
+            covered = finish
+    parts[IDLE] += max(0.0, end - covered)
+    return parts
+
+
+def middle(iterations: list[dict[str, float]]) -> Breakdown:
+    """The mean over the middle three fifths of the iterations by length: what disturbed one of them is left out."""
+    ordered = sorted(iterations, key=lambda parts: sum(parts.values()))
+    cut = len(ordered) // 5
+    kept = ordered[cut:len(ordered) - cut]
+    return Breakdown({part: statistics.mean(parts[part] for parts in kept) for part in PARTS}, len(kept))
+
+
+def profiled(runs: dict, between: dict, device: torch.device, rounds: int) -> dict:
+    """`rounds` iterations of each of `runs` (key -> callable) under the profiler, interleaved; key -> Breakdown.
+
+    `between` (key -> callable) runs before each iteration. Each timed iteration follows an untimed one of the same, as
+    in the clock. Raises RuntimeError where the profiler did not see every iteration.
+    """
+    sampler = _Gpu() if device.type == "cuda" else _Cpu()
+    activities = [ProfilerActivity.CUDA] if device.type == "cuda" else [ProfilerActivity.CPU]
+    with profile(activities=activities, acc_events=True) as profiler:
+        timing.interleaved({key: (key, call) for key, call in runs.items()}, sampler, rounds, between)
+    found = sampler.iterations(profiler.events())
+    if len(found) != len(sampler.order):
+        raise RuntimeError(f"the profiler saw {len(found)} of {len(sampler.order)} iterations")
+    by_key: dict = {key: [] for key in runs}
+    for key, parts in zip(sampler.order, found, strict=True):
+        by_key[key].append(parts)
+    return {key: middle(iterations) for key, iterations in by_key.items()}
+
+
+class _Gpu:
+    """In the place of a clock: runs (key, iteration) between two marker kernels."""
+
+    def __init__(self):
+        self.order = []
+
+    def sample(self, run: tuple[object, Callable], between: Callable, count: int) -> list[float]:
+        key, iteration = run
+        between()
+        iteration()
+        between()
+        torch.cuda._sleep(1)
+        iteration()
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+        self.order.append(key)
+        return []
+
+    def iterations(self, events) -> list[dict[str, float]]:
+        """Milliseconds by part of every iteration, in the order they ran."""
+        kernels = sorted((e.time_range.start, e.time_range.end, e.name) for e in events
+                         if e.device_type == DeviceType.CUDA)
+        marks = [place for place, (_, _, name) in enumerate(kernels) if _MARKER in name]
+        found = [credit(kernels[first + 1:last], kernels[first][1], kernels[last][0])
+                 for first, last in zip(marks[::2], marks[1::2], strict=False)]
+        return [{part: microseconds / 1e3 for part, microseconds in parts.items()} for parts in found]
+
+
+class _Cpu:
+    """In the place of a clock: runs (key, iteration) inside a named range of the profiler."""
+    _RANGE = "one iteration"
+
+    def __init__(self):
+        self.order = []
+
+    def sample(self, run: tuple[object, Callable], between: Callable, count: int) -> list[float]:
+        key, iteration = run
+        between()
+        with record_function(self._RANGE):
+            iteration()
+        self.order.append(key)
+        return []
+
+    def iterations(self, events) -> list[dict[str, float]]:
+        return [self._own_times(e) for e in sorted((e for e in events if e.name == self._RANGE),
+                                                   key=lambda e: e.time_range.start)]
+
+    def _own_times(self, whole) -> dict[str, float]:
+        """An operator whose own name says nothing passes its time to the one that called it."""
+        parts = dict.fromkeys(PARTS, 0.0)
+        parts[IDLE] = whole.self_cpu_time_total / 1e3                      # Python between two operators
+        todo = [(event, OTHER) for event in whole.cpu_children]
+        while todo:
+            event, caller = todo.pop()
+            own = category(event.name)
+            own = caller if own == OTHER else own
+            parts[own] += event.self_cpu_time_total / 1e3
+            todo += [(inner, own) for inner in event.cpu_children]
+        return parts

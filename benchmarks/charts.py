@@ -1,0 +1,173 @@
+"""The charts of all studies, drawn from records: PNG and SVG, legible at 800 pixels and with any colour vision.
+
+The digest of the records that a chart shows is in its file, so that a stale one can be told.
+"""
+import hashlib
+import itertools
+import json
+import math
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from . import records
+from .attribution import PARTS
+
+# Okabe and Ito's palette, told apart with any kind of colour blindness (https://jfly.uni-koeln.de/color/, 2002).
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#D55E00", "#000000")
+PART_COLOURS = dict(zip(PARTS, (*COLOURS[:6], "#BBBBBB"), strict=True))
+STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "transformer block",
+         "figure.dpi": 200, "svg.fonttype": "none", "font.family": "DejaVu Sans"}
+
+
+def digest(lines: list[dict]) -> str:
+    """Names a set of records; it changes when any of them does."""
+    return hashlib.sha256(json.dumps(lines, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def save(figure: Figure, stem: str, lines: list[dict]) -> None:
+    """Write STEM.png and STEM.svg, each with the digest of the records it shows."""
+    figure.savefig(f"{stem}.png", metadata={"Description": digest(lines)})
+    figure.savefig(f"{stem}.svg", metadata={"Description": digest(lines), "Date": None})
+    plt.close(figure)
+
+
+def is_of(stem: str | Path, lines: list[dict]) -> bool:
+    """Whether STEM.png and STEM.svg are there and show these records."""
+    paths = Path(f"{stem}.png"), Path(f"{stem}.svg")
+    return all(path.exists() and digest(lines).encode() in path.read_bytes() for path in paths)
+
+
+def ladder(lines: list[dict], stem: str) -> None:
+    """STEM-parts: a stacked bar per step, the limit as a line. STEM-waterfall: from step to step, part by part."""
+    timed = attributed(lines)
+    with plt.rc_context(STYLE):
+        save(_stacked(timed), f"{stem}-parts", lines)
+        save(_waterfalls(timed), f"{stem}-waterfall", lines)
+
+
+def attributed(lines: list[dict]) -> list[tuple[records.Run, dict[str, float]]]:
+    """The steps that were timed and profiled, forward+backward, each with its milliseconds by part."""
+    return [(run, _parts(run)) for run in records.latest(lines).values()
+            if run.info["step"][0].isdigit() and run.best("forward+backward") and _parts(run)]
+
+
+def _parts(run: records.Run) -> dict[str, float] | None:
+    line = run.find("forward+backward", "time by part")
+    return line["metric"]["extra_info"].get("parts") if line else None
+
+
+def _name(run: records.Run) -> str:
+    words = run.label.split(" (")[0].replace("_", " ").replace(", ", "\n")
+    return words.replace("transformer engine", "transformer\nengine")
+
+
+def _stacked(timed) -> Figure:
+    """All steps, and beside them the fast ones on a scale of their own: the first would hide them."""
+    slowest = timed[0][0].best_ms("forward+backward")
+    fast = [one for one in timed if one[0].best_ms("forward+backward") < slowest / 3] or timed
+    figure, axes = plt.subplots(1, 2, figsize=(8, 4.2), layout="constrained", width_ratios=(len(timed), len(fast)))
+    for axis, shown in zip(axes, (timed, fast), strict=True):
+        for place, (run, parts) in enumerate(shown):
+            bottom = 0.0
+            for part in PARTS:
+                axis.bar(place, parts[part], bottom=bottom, color=PART_COLOURS[part], width=0.7, edgecolor="white",
+                         linewidth=0.4, label=part if place == 0 else None)
+                bottom += parts[part]
+            axis.text(place, bottom, f"{run.best_ms('forward+backward'):.3g}", ha="center", va="bottom")
+            limit = run.value("forward+backward", "limit", run.best("forward+backward"))
+            if limit:
+                axis.plot((place - 0.42, place + 0.42), (limit, limit), color="black", linewidth=1.6,
+                          label="limit of this machine" if place == 0 else None)
+        axis.set_xticks(range(len(shown)), [_name(run) for run, _ in shown], fontsize=7)
+        axis.set_ylabel("ms, forward+backward")
+    axes[1].set_title("the fast ones, larger", fontsize=9)
+    axes[0].legend(frameon=False, fontsize=7.5)
+    return figure
+
+
+def _waterfalls(timed) -> Figure:
+    """One panel a pair: from the earlier step's time, part by part, to the later one's."""
+    pairs = list(itertools.pairwise(timed))
+    columns = min(3, max(1, len(pairs)))
+    rows = max(1, math.ceil(len(pairs) / columns))
+    figure, axes = plt.subplots(rows, columns, figsize=(8, 0.4 + 2.3 * rows), layout="constrained", squeeze=False)
+    for axis, pair in zip(axes.flat, pairs, strict=False):
+        _waterfall(axis, *pair, labelled=axis in axes[:, 0])
+    for axis in list(axes.flat)[len(pairs):]:
+        axis.axis("off")
+    return figure
+
+
+def _digits(ms: float) -> int:
+    """How many decimals a time of this size is shown with: three figures in all."""
+    return 0 if ms >= 100 else 1 if ms >= 10 else 2
+
+
+def _waterfall(axis, before, after, labelled: bool) -> None:
+    (a, parts_a), (b, parts_b) = before, after
+    start, end = a.best_ms("forward+backward"), b.best_ms("forward+backward")
+    changes = [(part, parts_b[part] - parts_a[part]) for part in PARTS]
+    changes.append(("unexplained", end - start - sum(change for _, change in changes)))
+    axis.barh(0, start, color="#444444")
+    at = furthest = start
+    for place, (part, change) in enumerate(changes, 1):
+        axis.barh(place, change, left=at, color=PART_COLOURS.get(part, "white"), edgecolor="black", linewidth=0.4)
+        axis.text(max(at, at + change), place, f" {change:+.{_digits(start)}f}", va="center", fontsize=7)
+        axis.plot((at + change, at + change), (place - 0.4, place + 1.4), color="#888888", linewidth=0.5)
+        at += change
+        furthest = max(furthest, at)
+    axis.barh(len(changes) + 1, end, color="#444444")
+    for place, value in ((0, start), (len(changes) + 1, end)):
+        axis.text(value, place, f" {value:.{_digits(start)}f}", va="center", fontsize=7)
+    axis.set_xlim(0, 1.25 * max(furthest, end))
+    axis.set_yticks(range(len(changes) + 2), ["before", *(part for part, _ in changes), "after"] if labelled
+                    else [""] * (len(changes) + 2), fontsize=7)
+    axis.invert_yaxis()
+    axis.set_title(f"{_name(a)} to {_name(b)}".replace("\n", " "), fontsize=7.5)
+    axis.tick_params(axis="x", labelsize=7)
+    axis.set_xlabel("ms, forward+backward", fontsize=7)
+
+
+def lines_chart(series: dict[str, list[tuple[float, float]]], stem: str, recorded: list[dict], x: str, y: str,
+                title: str = "") -> None:
+    """STEM: name -> [(x, y), ...] as lines on two logarithmic axes."""
+    with plt.rc_context(STYLE):
+        figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
+        for (name, points), colour, marker in zip(series.items(), COLOURS * 2, "osD^vPX*" * 2, strict=False):
+            if points:
+                axis.plot(*zip(*sorted(points), strict=True), marker=marker, color=colour, label=name, markersize=4)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel(x)
+        axis.set_ylabel(y)
+        axis.set_title(title, fontsize=9)
+        axis.legend(frameon=False, fontsize=8)
+        save(figure, stem, recorded)
+
+
+def bars_chart(groups: dict[str, list[tuple[str, float, float, float]]], stem: str, recorded: list[dict],
+               x: str, line_at: float | None = None) -> None:
+    """STEM: a panel for each group of (name, value, low, high), as horizontal bars with their intervals."""
+    with plt.rc_context(STYLE):
+        tall = sum(len(bars) for bars in groups.values())
+        figure, axes = plt.subplots(len(groups), 1, figsize=(8, 0.7 * len(groups) + 0.32 * tall), squeeze=False,
+                                    layout="constrained", height_ratios=[len(bars) + 1 for bars in groups.values()])
+        for axis, (group, bars) in zip(axes[:, 0], groups.items(), strict=True):
+            for place, (_, value, low, high) in enumerate(bars):
+                axis.barh(place, value, color=COLOURS[0], height=0.6,
+                          xerr=[[max(0.0, value - low)], [max(0.0, high - value)]], error_kw={"linewidth": 1})
+                axis.text(max(value, high), place, f" {value:.3g}", va="center", fontsize=8)
+            axis.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=8)
+            axis.invert_yaxis()
+            if line_at is not None:
+                axis.axvline(line_at, color="black", linewidth=0.8)
+            axis.set_title(group, fontsize=9, loc="left")
+            axis.set_xlabel(x, fontsize=8)
+        save(figure, stem, recorded)
+
+

@@ -1,0 +1,106 @@
+"""What the commands of all studies share: flags, mistakes in one line, early ends, and tables that fit the terminal."""
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from common import report, run
+from common.run import EXIT
+
+
+def parser(name: str, doc: str) -> argparse.ArgumentParser:
+    """The command line of study `name`, whose docstring is `doc`; `parse` reads it."""
+    found = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc,
+                                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    run.shape_arguments(found)
+    found.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (default: auto)")
+    found.add_argument("--rounds", type=int, metavar="N",
+                       help="interleaved samples of each case (default: 40 on a GPU, 12 on a CPU)")
+    found.add_argument("--quick", action="store_true", help="8 rounds: a look, not a measurement")
+    found.add_argument("--seed", type=int, default=0, help="of parameters, inputs and order (default: 0)")
+    found.add_argument("--json", metavar="FILE", help="append one JSON line per metric")
+    found.add_argument("--chart", metavar="STEM", help="draw STEM.png and STEM.svg")
+    return found
+
+
+def parse(found: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The options, checked; with `device`, `config`, `launches`, `rounds` and `output` ready for use.
+
+    A mistake ends the process with one line and status 2.
+    """
+    found.error = lambda message: usage(found, message)
+    options = found.parse_args(argv)
+    try:
+        options.device = run.device_of(options.device)
+        on_gpu = options.device.type == "cuda"
+        options.config = run.config_of(options).replace(amp_dtype=torch.float16 if on_gpu else torch.bfloat16)
+        options.rounds = options.rounds or (8 if options.quick else 40 if on_gpu else 12)
+        if options.rounds < 6:
+            raise ValueError(f"--rounds {options.rounds}: give at least 6, fewer bound no median")
+        if abs(options.seed) >= 10**18:
+            raise ValueError(f"--seed {options.seed}: give a number of at most 18 digits")
+        if options.chart and not Path(options.chart).resolve().parent.is_dir():
+            raise ValueError(f"--chart {options.chart}: no such folder; make it first")
+    except ValueError as error:
+        usage(found, str(error))
+    options.launches = report.LAUNCHES if on_gpu else report.LAUNCHES[:1]
+    try:
+        options.output = report.Output(options.json)
+    except OSError as error:
+        usage(found, f"--json {options.json}: {error.strerror}; give a file that can be written")
+    return options
+
+
+def usage(found: argparse.ArgumentParser, message: str):
+    """End the process with one line on stderr and status 2."""
+    print(f"{found.prog.split('.')[-1]}: error: {message}", file=sys.stderr)
+    sys.exit(EXIT["usage"])
+
+
+@contextlib.contextmanager
+def shown_to_a_person(name: str, output: report.Output | None = None):
+    """What ends a study early is one line and an exit status, and the finished records stay."""
+    run.hush()
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        kept = f"; {output.count} finished records kept" if output and output.path else ""
+        print(f"\n{name}: interrupted{kept}", file=sys.stderr)
+        sys.exit(EXIT["interrupted"])
+    except report.WriteError as error:
+        print(f"{name}: error: --json {output.path}: {error}; {output.count} records were written, give a file with "
+              "room for more", file=sys.stderr)
+        sys.exit(EXIT["failed"])
+    except torch.OutOfMemoryError as error:
+        print(f"{name}: out of memory: {str(error).splitlines()[0]}; give a smaller shape", file=sys.stderr)
+        sys.exit(EXIT["oom"])
+    except BrokenPipeError:                        # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def table(rows: list[list], headers: list[str], width: int | None = None) -> str:
+    """A table in plain text. Where it is wider than the terminal, its columns are split, each part with the first one.
+
+    `width` is in characters; None asks the terminal (no limit where the output is no terminal).
+    """
+    if width is None:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    parts, columns = [], list(range(1, len(headers)))
+    while columns:
+        count = len(columns)
+        while True:
+            picked = [0, *columns[:count]]
+            text = tabulate([[row[c] for c in picked] for row in rows], [headers[c] for c in picked],
+                            disable_numparse=True, colalign=("left",) + ("right",) * count)
+            if count == 1 or max(map(len, text.splitlines())) <= width:
+                break
+            count -= 1
+        parts.append(text)
+        columns = columns[count:]
+    return "\n\n".join(parts)

@@ -1,0 +1,137 @@
+"""How many bytes does each step move through DRAM? Nsight Compute's counters over one iteration.
+
+    python -m benchmarks.ladder --counters             # this module is its part; ncu must be on the machine
+
+Each step runs in a process of its own under ncu, with the caches as the kernel before left them. Attention is
+everything between the QKV projection and the output projection, forward: where it is done by hand, its two matmuls and
+the passes over the S x S scores; where it is fused, one kernel.
+"""
+import csv
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from common import BlockConfig, harness, parameters, report, steps
+from common.config import DTYPES, dtype_name
+
+from . import attribution, command, records
+
+METRICS = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum"}
+
+
+def measure(study) -> None:
+    """Write a record "dram traffic" for every step and pass that was timed: bytes, or why there are none."""
+    study.release()                                        # the child needs the memory
+    ncu = shutil.which("ncu")
+    for key, result in study.reports.items():
+        if result.status != "ok":
+            continue
+        for mode in report.MODES:
+            try:
+                if study.device.type != "cuda":
+                    raise RuntimeError("a CPU has no such counters")
+                if ncu is None:
+                    raise RuntimeError("ncu is not on the PATH: install Nsight Compute")
+                kernels = _count(ncu, study.cases[key].step, result.config, mode)
+            except RuntimeError as error:
+                study.write([report.record(result, "dram traffic", "bytes", [], mode, reason=str(error))])
+                continue
+            parts = {"block": kernels}
+            if mode == "forward":
+                parts["attention"] = attention(kernels, by_hand=study.cases[key].step < 2)
+            extra = {part: {way: sum(kernel[way] for kernel in some) for way in METRICS} | {"kernels": len(some)}
+                     for part, some in parts.items()}
+            study.write([report.record(result, "dram traffic", "bytes",
+                                       [extra["block"]["read"] + extra["block"]["written"]], mode, **extra)])
+
+
+def _count(ncu: str, step: int, config: BlockConfig, mode: str) -> list[dict]:
+    """The kernels of one iteration, in order: name, bytes read and written. Raises RuntimeError with the reason."""
+    shape = {name: getattr(config, name) for name in
+             ("batch_size", "seq_len", "hidden_size", "num_heads", "ffn_hidden_size")}
+    shape["amp_dtype"] = dtype_name(config.amp_dtype)
+    with tempfile.TemporaryDirectory(prefix="counters-") as folder:
+        log = Path(folder) / "ncu.csv"
+        done = subprocess.run(
+            [ncu, "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log), "--metrics",
+             ",".join(METRICS.values()), "--profile-from-start", "off", "--cache-control", "none", "--clock-control",
+             "none", sys.executable, "-m", "benchmarks.counters", str(step), mode, json.dumps(shape)],
+            cwd=steps.ROOT, capture_output=True, text=True)
+        text = log.read_text() if log.exists() else ""
+    if done.returncode:
+        said = (done.stderr or done.stdout or text).strip().splitlines() or ["no message"]
+        raise RuntimeError(f"ncu: {said[-1]}")
+    return parse(text)
+
+
+def parse(text: str) -> list[dict]:
+    """Kernels from ncu's raw CSV page: [{"name", "read", "written"}, ...]. Raises RuntimeError where there are none."""
+    table = [row for row in csv.reader(io.StringIO("\n".join(line for line in text.splitlines() if line[:1] == '"')))]
+    if len(table) < 3 or not {"Kernel Name", *METRICS.values()} <= set(table[0]):
+        reason = next((line for line in text.splitlines() if "==ERROR==" in line), "it saw no kernel")
+        raise RuntimeError(f"ncu: {reason.removeprefix('==ERROR== ')}")
+    rows = [dict(zip(table[0], row, strict=True)) for row in table[2:]]                # the second row holds units
+    return [{"name": row["Kernel Name"]} | {way: float(row[metric].replace(",", "")) for way, metric in METRICS.items()}
+            for row in rows]
+
+
+def attention(kernels: list[dict], by_hand: bool) -> list[dict]:
+    """The kernels of a forward between the QKV projection and the output projection."""
+    matmuls = [place for place, kernel in enumerate(kernels)
+               if attribution.category(kernel["name"]) == "GEMM" and "splitKreduce" not in kernel["name"]]
+    return kernels[matmuls[0] + 1:matmuls[3 if by_hand else 1]]
+
+
+def table(lines: list[dict], mode: str, width: int | None = None) -> str:
+    """GiB through DRAM per step, from records; empty where nothing was counted."""
+    rows, reasons = [], {}
+    for run in records.latest(lines).values():
+        line = run.find(mode, "dram traffic")
+        if line is None:
+            continue
+        extra = line["metric"]["extra_info"]
+        if "reason" in extra:
+            reasons[extra["reason"]] = None
+            rows.append([run.label, *["n/a"] * 5])
+            continue
+        cells = []
+        for part in ("block", "attention"):
+            some = extra.get(part)
+            cells += [f"{some[way] / 2**30:.2f}" for way in METRICS] if some else ["n/a", "n/a"]
+        rows.append([run.label, *cells, extra.get("attention", {}).get("kernels", "n/a")])
+    if not rows:
+        return ""
+    headers = ["step", "block reads GiB", "writes", "attention reads GiB", "writes", "in kernels"]
+    because = "".join(f"\nn/a because: {reason}" for reason in reasons)
+    return f"DRAM traffic of {mode}\n\n{command.table(rows, headers, width)}{because}"
+
+
+def main(argv: list[str]) -> None:
+    """The process that ncu watches: one iteration of one step between cudaProfilerStart and cudaProfilerStop."""
+    step, mode, shape = int(argv[0]), argv[1], json.loads(argv[2])
+    shape["amp_dtype"] = DTYPES.get(shape["amp_dtype"])
+    config, device = BlockConfig(**shape), torch.device("cuda")
+    block = steps.load(step).build(config, parameters.seeded(config), device)
+    x, dy = (torch.randn(config.batch_size, config.seq_len, config.hidden_size, device=device) for _ in range(2))
+    if step == 4 and config.amp_dtype is not None:
+        harness.calibrate(block, x, dy)
+    iteration, between = harness.iterations(block, x, dy, mode == "forward+backward")
+    for _ in range(3):
+        between()
+        iteration()
+    between()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    iteration()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,243 @@
+"""What does each step buy, why, and how sure is that? All five steps side by side, timed in interleaved rounds.
+
+    python -m benchmarks.ladder                        # the five steps at this machine's default shape
+    python -m benchmarks.ladder --preset gpt2 --json gpt2.jsonl --chart gpt2
+    python -m benchmarks.ladder --readme               # rewrite README's tables and charts from the recorded runs
+
+Every step is checked against FP64 before it is timed. `x previous` is the median of the ratios within one round, with
+its 95 % bootstrap interval; SAME where that holds 1. Then, for each pair of neighbours, where the milliseconds went,
+from profiled kernels of the same run. Exit status: 0 ok, 1 a step failed, 2 usage, 130 interrupted.
+"""
+import argparse
+import itertools
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from common import device as machine
+from common import harness, parameters, report, steps
+from common.config import BlockConfig
+from common.run import EXIT
+
+from . import charts, command, counters, records
+from .attribution import IDLE, PARTS
+from .records import Run
+from .study import Case, Study
+
+ROWS = ("0", "1-tf32", "1", "2", "3", "4")                 # what --steps takes: step 1 with TF32 alone, then autocast
+
+
+def cases(config: BlockConfig, device: torch.device, names: tuple[str, ...] = ROWS) -> list[Case]:
+    """The rows of the ladder at that shape."""
+    found = []
+    for name in names:
+        step, missing = int(name[0]), ""
+        alone = name.endswith("tf32")
+        if alone and not (device.type == "cuda" and torch.cuda.is_tf32_supported()):
+            missing = "this machine has no TF32: it would be step 0 again"
+        if step == 4:
+            try:
+                config.check_fp8()
+            except ValueError as error:
+                missing = str(error)
+        found.append(Case(steps.path(step).stem, steps.load(step).build, step,
+                          config.replace(amp_dtype=None) if alone else config, claims=step, missing=missing))
+    return found
+
+
+def measure(options: argparse.Namespace) -> list[dict]:
+    """The records of one process that measured all of `options.steps` together."""
+    study = Study("ladder", options)
+    for case in cases(options.config, options.device, options.steps):
+        study.prepare(case)
+    for mode in report.MODES:
+        study.time(mode, attribute=True)
+    if options.counters:
+        study.say("counting DRAM traffic")
+        counters.measure(study)
+    print(study.finish(), file=sys.stderr)
+    return study.lines
+
+
+def holds_all(options: argparse.Namespace) -> bool:
+    """Whether all steps fit into this GPU together: each with a captured graph, which keeps its memory."""
+    needed = sum(parameters.memory_needed(case.config, case.step, options.device)
+                 for case in cases(options.config, options.device, options.steps))
+    return needed < 0.9 * machine.memory_total(options.device)
+
+
+def in_processes(options: argparse.Namespace, each: list[tuple[str, ...]], argv: list[str]) -> list[dict]:
+    """One process for each of `each` (which rows it measures), one after another; their records."""
+    lines = []
+    with tempfile.TemporaryDirectory(prefix="ladder-") as folder:
+        for number, rows in enumerate(each):
+            path = Path(folder) / f"{number}.jsonl"
+            command_line = [sys.executable, "-m", "benchmarks.ladder", *argv, "--steps", ",".join(rows),
+                            "--processes", "1", "--chart", "", "--json", str(path)]
+            try:
+                subprocess.run(command_line, cwd=steps.ROOT, stdout=subprocess.DEVNULL, check=False)
+            finally:                                                 # interrupted: what it finished is kept
+                found = records.read(path) if path.exists() and path.stat().st_size else []
+                options.output.write(found)
+                lines += found
+    return lines
+
+
+def ladder(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
+    """(rows, headers) of one pass, from records of any number of runs: the latest of each step."""
+    headers = ["step", "status", "launch", "ms", "p20 to p80", "x first", "x previous [95 %]", "TFLOP/s", "% limit",
+               "GiB", "launches", "compile s", "error", "bound by"]
+    found = [run for run in records.latest(lines).values() if run.info["step"][0].isdigit()]
+    rows, first, previous = [], None, None
+    for run in found:
+        launch = run.best(mode)
+        error = run.value("check", "branch error")
+        if launch is None:
+            rows.append([run.label, run.status, "", *[""] * 9, f"{error:.1e}" if error else "", ""])
+            continue
+        latency = run.find(mode, "latency", launch)["metric"]["extra_info"]
+        first = first or run
+        compile_s = run.value("compile", "compile cold")
+        rows.append([
+            run.label, run.status, launch, _number(latency["median"], 2),
+            f"{_number(latency['p20'], 2)} to {_number(latency['p80'], 2)}",
+            f"{first.best_ms(mode) / run.best_ms(mode):.2f}", versus(previous, run, mode) if previous else "",
+            _number(_scaled(run.value(mode, "rate", launch), 1e-12), 1),
+            _number(run.value(mode, "percent of limit", launch), 0),
+            _number(_scaled(run.value(mode, "peak memory", "eager"), 2**-30), 1),
+            _number(run.value(mode, "launches"), 0), _number(compile_s, 0), f"{error:.1e}", bound_by(run, mode)])
+        previous = run
+    return rows, headers
+
+
+def versus(previous: Run, run: Run, mode: str) -> str:
+    """Times the previous step: the paired ratio and its interval, or the plain ratio where the two were not paired."""
+    ratio = records.paired(previous, run, mode)
+    if ratio is None:
+        return f"{previous.best_ms(mode) / run.best_ms(mode):.2f} (unpaired)"
+    middle, low, high = ratio
+    return f"{middle:.3f} [{low:.3f}, {high:.3f}]" + (" SAME" if low <= 1 <= high else "")
+
+
+def bound_by(run: Run, mode: str) -> str:
+    """launch, memory or compute: what most of the time of the faster way of launching goes to."""
+    launch, median = run.best(mode), run.best_ms(mode)
+    enqueue = run.value(mode, "enqueue", "eager")
+    if launch == "eager" and enqueue and enqueue >= 0.95 * median:
+        return "launch"
+    parts = parts_of(run, mode)
+    if parts is None:
+        return "n/a"
+    if parts[IDLE] > 0.5 * sum(parts.values()):
+        return "launch"
+    return "compute" if parts["GEMM"] + parts["attention"] > 0.5 * sum(parts.values()) else "memory"
+
+
+def parts_of(run: Run, mode: str) -> dict[str, float] | None:
+    """Milliseconds by part of an iteration, from its profiled kernels."""
+    line = run.find(mode, "time by part")
+    return line["metric"]["extra_info"].get("parts") if line else None
+
+
+def attribution(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
+    """(rows, headers): for each pair of neighbours, how many ms each part gave, what the profile leaves unexplained.
+
+    Positive: the later step spends that much less. Unexplained is the difference of the two medians less that of the
+    two profiled timelines; its bound is the larger of 5 % of the difference and 0.5 % of the slower step.
+    """
+    timed = [run for run in records.latest(lines).values()
+             if run.info["step"][0].isdigit() and run.best(mode) and parts_of(run, mode)]
+    rows = []
+    for a, b in itertools.pairwise(timed):
+        before, after = parts_of(a, mode), parts_of(b, mode)
+        gained = a.best_ms(mode) - b.best_ms(mode)
+        explained = sum(before.values()) - sum(after.values())
+        bound = max(0.05 * abs(gained), 0.005 * max(a.best_ms(mode), b.best_ms(mode)))
+        unexplained = gained - explained
+        rows.append([f"{_short(a)} -> {_short(b)}", f"{gained:+.2f}",
+                     *(f"{before[part] - after[part]:+.2f}" for part in PARTS), f"{unexplained:+.2f}",
+                     f"{bound:.2f}" + ("" if abs(unexplained) <= bound else " EXCEEDED")])
+    return rows, ["pair", "gained ms", *PARTS, "unexplained", "bound"]
+
+
+def _short(run: Run) -> str:
+    return run.info["step"][0] + (" TF32" if "TF32" in run.label else "")
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "n/a" if value is None else f"{value:,.{digits}f}"
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def text(lines: list[dict], width: int | None = None) -> str:
+    """Everything the command prints, from records."""
+    found, blocks = list(records.latest(lines).values()), []
+    for mode in report.MODES:
+        blocks.append(f"{mode}\n\n" + command.table(*ladder(lines, mode), width))
+        rows, headers = attribution(lines, mode)
+        if rows:
+            blocks.append(f"where the ms of {mode} went, step to step\n\n" + command.table(rows, headers, width))
+        if traffic := counters.table(lines, mode, width):
+            blocks.append(traffic)
+    if len({run.info.get("run") for run in found if run.info["step"][0].isdigit()}) > 1:
+        blocks.append("Not all of these were timed in the same rounds: ratios between processes are unpaired.")
+    blocks += [f"{run.label}: {run.status}: {run.info['reason']}" for run in found if run.status != "ok"]
+    return "\n\n".join(blocks)
+
+
+def chart_stems(lines: list[dict], stem: str) -> list[str]:
+    """The charts that `draw` makes of these records; none where no step was attributed."""
+    return [f"{stem}-parts", f"{stem}-waterfall"] if charts.attributed(lines) else []
+
+
+def draw(lines: list[dict], stem: str) -> None:
+    """Draw `chart_stems`."""
+    if charts.attributed(lines):
+        charts.ladder(lines, stem)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = command.parser("ladder", __doc__)
+    parser.add_argument("--steps", default=",".join(ROWS), metavar="LIST",
+                        help=f"which rows, of {','.join(ROWS)} (default: all)")
+    parser.add_argument("--processes", type=int, default=1, metavar="N",
+                        help="run the whole N times, each in a process of its own: a noise floor for compare")
+    parser.add_argument("--counters", action="store_true", help="bytes read and written in DRAM, by ncu (slow)")
+    parser.add_argument("--readme", action="store_true", help="measure nothing: rewrite README.md from recorded runs")
+    argv = sys.argv[1:] if argv is None else argv
+    options = command.parse(parser, argv)
+    options.steps = tuple(options.steps.split(","))
+    if unknown := [name for name in options.steps if name not in ROWS]:
+        command.usage(parser, f"--steps: no row {unknown[0]!r}; give some of {','.join(ROWS)}")
+    if options.processes < 1:
+        command.usage(parser, f"--processes {options.processes}: give at least 1")
+    with command.shown_to_a_person("ladder", options.output):
+        if options.readme:
+            from . import readme  # it draws on all studies, this one among them
+            readme.write()
+            return EXIT["ok"]
+        harness.use_private_caches()
+        if options.processes > 1:
+            lines = in_processes(options, [options.steps] * options.processes, argv)
+        elif options.device.type == "cuda" and len(options.steps) > 1 and not holds_all(options):
+            lines = in_processes(options, [(name,) for name in options.steps], argv)
+        else:
+            lines = measure(options)
+        if not lines:
+            print("ladder: nothing was measured", file=sys.stderr)
+            return EXIT["failed"]
+        print(text(lines))
+        if options.chart:
+            draw(lines, options.chart)
+        statuses = {run.status for run in records.latest(lines).values()}
+        return EXIT["failed" if statuses & {"failed", "oom"} else "ok"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

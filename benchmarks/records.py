@@ -1,0 +1,164 @@
+"""Reading what runs have recorded: JSON lines -> runs of one case each, and the figures in them."""
+import json
+import statistics
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common import report, timing
+
+
+class BadRecords(ValueError):
+    """A file that does not hold records; the message names it, and the line."""
+
+
+def read(path: Path | str) -> list[dict]:
+    """The records of a JSON-lines file, in order.
+
+    A last line that was cut off, by a full disk or an interruption, is left out and named on stderr. Anything else that
+    is no record raises BadRecords, as do a file without records and one that can't be read.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRecords(f"{path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(_checked(json.loads(line)))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            if number == len(lines) and not line.endswith("\n") and found:
+                print(f"{path}, line {number}: cut off, left out", file=sys.stderr)
+                break
+            what = f"has no {error}" if isinstance(error, KeyError) else "is no record of this suite"
+            raise BadRecords(f"{path}, line {number}: {what}; give a file that --json wrote") from None
+    if not found:
+        raise BadRecords(f"{path}: holds no records; give a file that --json wrote")
+    return found
+
+
+def _checked(line: dict) -> dict:
+    """The line, if everything that is read of every record is there."""
+    info, config = line["benchmark"]["extra_info"], line["benchmark"]["extra_info"]["config"]
+    _ = (line["benchmark"]["mode"], line["benchmark"]["dtype"], info["step"], info["status"], info["engine"],
+         info["parameter_dtype"],
+         config["amp_dtype"], config["dropout"], config["fp8_weights"], config["fp8_attention"],
+         line["model"]["name"], line["runners"][0]["name"], line["dependencies"].items(),
+         line["metric"]["name"], line["metric"]["extra_info"].get("launch"))
+    if not all(isinstance(value, int | float) for value in line["metric"]["benchmark_values"]):
+        raise ValueError
+    return line
+
+
+def label(line: dict) -> str:
+    """What was run, in words: the step and whatever is not its default."""
+    info = line["benchmark"]["extra_info"]
+    config, words = info["config"], [info["step"]]
+    default = "float16" if info.get("device", "cuda") == "cuda" else "bfloat16"
+    if not info["step"].startswith("0") and config["amp_dtype"] != default:
+        alone = "TF32 alone" if line["benchmark"]["dtype"] == "tf32" else "no autocast"
+        words.append(alone if config["amp_dtype"] == "none" else config["amp_dtype"])
+    if config["dropout"]:
+        words.append(f"dropout {config['dropout']:g}")
+    if info["parameter_dtype"] != "float32":
+        words.append("all 16-bit")
+    if config["fp8_weights"] != "per-call":
+        words.append(f"weights {config['fp8_weights']}")
+    if config["fp8_attention"]:
+        words.append("FP8 attention")
+    engine = info["engine"].removeprefix("Transformer Engine ")
+    return ", ".join(words) + (f" (TE {engine})" if engine != info["engine"] else "")
+
+
+@dataclass
+class Run:
+    """The records of one case from one process."""
+    label: str
+    lines: list[dict] = field(default_factory=list)
+
+    @property
+    def info(self) -> dict:
+        """Of its last record, whose status is the final one: step, status, reason, config, dtypes, run."""
+        return self.lines[-1]["benchmark"]["extra_info"]
+
+    @property
+    def status(self) -> str:
+        return self.info["status"]
+
+    def find(self, mode: str, metric: str, launch: str | None = None) -> dict | None:
+        """The last record of that metric, or None."""
+        return next((line for line in reversed(self.lines)
+                     if line["benchmark"]["mode"] == mode and line["metric"]["name"] == metric
+                     and line["metric"]["extra_info"].get("launch") == launch), None)
+
+    def value(self, mode: str, metric: str, launch: str | None = None) -> float | None:
+        """The one value of a metric."""
+        line = self.find(mode, metric, launch)
+        return line["metric"]["benchmark_values"][0] if line and line["metric"]["benchmark_values"] else None
+
+    def samples(self, mode: str, launch: str) -> list[float]:
+        """Milliseconds, in the order they were taken; empty where it was not timed."""
+        line = self.find(mode, "latency", launch)
+        return line["metric"]["benchmark_values"] if line else []
+
+    def median(self, mode: str, launch: str) -> float | None:
+        samples = self.samples(mode, launch)
+        return statistics.median(samples) if samples else None
+
+    def best(self, mode: str) -> str | None:
+        """The faster way of launching, by its median; None where neither was timed."""
+        timed = [(self.median(mode, launch), launch) for launch in report.LAUNCHES if self.samples(mode, launch)]
+        return min(timed)[1] if timed else None
+
+    def best_ms(self, mode: str) -> float | None:
+        """The median of the faster way of launching."""
+        launch = self.best(mode)
+        return self.median(mode, launch) if launch else None
+
+
+def runs(lines: Iterable[dict]) -> list[Run]:
+    """The runs in the order they began: a case of a process is one run, and so is each script's."""
+    found: dict[tuple, Run] = {}
+    for line in lines:
+        info = line["benchmark"]["extra_info"]
+        key = label(line), line["model"]["name"], info.get("study"), info.get("run")
+        if info.get("run") is None and line["metric"]["name"] == "output error":    # before runs had names: its first
+            found.pop(key, None)
+        found.setdefault(key, Run(key[0])).lines.append(line)
+    return list(found.values())
+
+
+def latest(lines: Iterable[dict]) -> dict[str, Run]:
+    """Label -> its latest run, in the order in which the labels first came."""
+    found: dict[str, Run] = {}
+    for run in runs(lines):
+        found[run.label] = run
+    return found
+
+
+def paired(a: Run, b: Run, mode: str) -> tuple[float, float, float] | None:
+    """(ratio, low, high) of a's time to b's, each by its faster way of launching; None where they were not interleaved.
+    """
+    if a.info.get("run") is None or a.info.get("run") != b.info.get("run"):
+        return None
+    first, second = (run.samples(mode, run.best(mode)) if run.best(mode) else [] for run in (a, b))
+    if not first or len(first) != len(second):
+        return None
+    return timing.paired_ratio(first, second)
+
+
+def provenance(lines: list[dict]) -> str:
+    """One sentence: the machine, the versions and the commit of a set of records."""
+    first = lines[0]
+    versions = ", ".join(f"{name} {entry['version']}" for name, entry in first["dependencies"].items()
+                         if name not in ("transformer_engine", "python"))
+    engines = sorted({line["dependencies"]["transformer_engine"]["version"] for line in lines
+                      if "transformer_engine" in line["dependencies"]})
+    commits = dict.fromkeys(line["benchmark"]["extra_info"]["git"] or "not recorded" for line in lines)
+    driver = first["runners"][0]["extra_info"]["driver"]
+    return (f"{first['runners'][0]['name']}, {first['model']['name']}; {versions}, Transformer Engine "
+            f"{' and '.join(engines) or 'none'}{f', driver {driver}' if driver else ''}; "
+            f"commit {' and '.join(commits)}.")

@@ -1,0 +1,273 @@
+"""From which size on does each step pay? Sweeps of batch, sequence and width, and the map of where the steps cross.
+
+    python -m benchmarks.sweep --json sweep.jsonl                          # all three axes
+    python -m benchmarks.sweep --axis seq_len --values 512,1024,2048 --json sweep.jsonl --chart sweep
+
+Every step is checked against FP64 at every size, then all are timed in interleaved rounds. A size that does not fit is
+a point of its own (oom). With --json a run that was interrupted goes on where it stopped: sizes that FILE already
+holds, of this GPU, are not measured again. Exit status: 0 ok, 1 nothing could be measured, 2 usage, 130 interrupted.
+"""
+import argparse
+import itertools
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+from common import BlockConfig, harness, parameters, report
+from common.config import PRESETS
+from common.report import Report
+from common.run import EXIT
+
+from . import charts, command, ladder, records
+from .records import Run
+from .study import Study
+
+AXES = {"batch_size": "B", "seq_len": "S", "hidden_size": "E"}
+GPU_SIZES = {"batch_size": (1, 2, 4, 8, 16, 32), "seq_len": (128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+             "hidden_size": (256, 512, 768, 1024, 2048, 4096)}
+CPU_SIZES = {"batch_size": (1, 2, 4), "seq_len": (128, 256, 512, 1024), "hidden_size": (256, 512, 768)}
+QUICK_SIZES = {"batch_size": (1, 2), "seq_len": (64, 128, 256), "hidden_size": (128, 256)}
+ROWS = ("0", "1", "2", "3", "4")
+DONE = "size done"                                    # the metric that ends the records of a size
+
+
+def sizes(axis: str, options: argparse.Namespace) -> tuple[int, ...]:
+    if options.values:
+        return options.values
+    return (QUICK_SIZES if options.quick else GPU_SIZES if options.device.type == "cuda" else CPU_SIZES)[axis]
+
+
+def shapes(options: argparse.Namespace) -> list[tuple[str, BlockConfig]]:
+    """(axis, shape) of every point. Heads keep their width when the block gets wider. Raises ValueError."""
+    base, found = options.config, []
+    for axis in options.axes:
+        for size in sizes(axis, options):
+            changes = {axis: size}
+            if axis == "hidden_size":
+                changes |= {"ffn_hidden_size": None, "num_heads": max(1, size // min(base.head_dim, size))}
+            found.append((axis, base.replace(**changes)))
+    return found
+
+
+def recorded(path: str | None, gpu: str) -> list[dict]:
+    """The records of the sizes that FILE holds completely, of this machine's GPU or CPU."""
+    if not path or not Path(path).exists() or not Path(path).stat().st_size:
+        return []
+    lines = [line for line in records.read(path) if line["runners"][0]["name"] == gpu]
+    return lines if any(line["metric"]["name"] == DONE for line in lines) else []
+
+
+def done(lines: list[dict]) -> set[tuple[str, str]]:
+    """(axis, shape) of every size whose records are complete."""
+    return {(line["metric"]["extra_info"]["axis"], line["model"]["name"]) for line in lines
+            if line["metric"]["name"] == DONE}
+
+
+def measure(study: Study, points: list[tuple[str, BlockConfig]], known: set[tuple[str, str]]) -> None:
+    """Measure the points that are not known; each size ends with a record of its own."""
+    for axis, config in points:
+        if (axis, str(config)) in known:
+            continue
+        where = {"axis": axis, "size": getattr(config, axis)}
+        if all(shape != str(config) for _, shape in known):           # two axes share the shape where they cross
+            for case in ladder.cases(config, study.device, ROWS):
+                study.prepare(case)
+            for mode in report.MODES:
+                study.time(mode, attribute=study.device.type == "cuda")
+            study.release()
+        r = Report(study.name, config, "float32", study.facts, study=study.name, run=study.run)
+        study.write([report.record(r, DONE, "", [], "run", **where)])
+        known = known | {(axis, str(config))}
+
+
+def points_of(lines: list[dict]) -> dict[str, list[tuple[int, dict[str, Run]]]]:
+    """Axis -> [(size, {step: run}), ...] by size, from records."""
+    runs: dict[str, dict[str, Run]] = {}
+    for run in records.runs(lines):
+        if run.info["step"][0].isdigit():
+            runs.setdefault(run.lines[0]["model"]["name"], {})[run.info["step"]] = run
+    found: dict[str, dict[int, dict[str, Run]]] = {}
+    for line in lines:
+        extra = line["metric"]["extra_info"]
+        if line["metric"]["name"] == DONE:
+            found.setdefault(extra["axis"], {})[extra["size"]] = runs.get(line["model"]["name"], {})
+    return {axis: sorted(sizes_.items()) for axis, sizes_ in found.items()}
+
+
+def crossovers(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str, int | None]:
+    """Step -> the smallest size from which on it stays faster than the step before; None where it does not.
+
+    Faster means that the whole interval of the paired ratio lies above 1.
+    """
+    found = {}
+    names = list(dict.fromkeys(name for _, runs in points for name, run in runs.items() if run.best(mode)))
+    for before, after in itertools.pairwise(sorted(names)):
+        smallest = None
+        for size, runs in reversed(points):
+            ratio = records.paired(runs[before], runs[after], mode) if before in runs and after in runs else None
+            if ratio is None:
+                continue
+            if ratio[1] <= 1:
+                break
+            smallest = size
+        found[after] = smallest
+    return found
+
+
+def launch_bound(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str, tuple[str, str]]:
+    """Step -> (largest size at which eager is launch-bound, the same by graph replay), in words.
+
+    Eager: the host needs at least 95 % of the time to enqueue an iteration. Graph: kernels fill less than 80 % of it.
+    """
+    found: dict[str, dict[str, list[int]]] = {}
+    for size, runs in points:
+        for name, run in runs.items():
+            own = found.setdefault(name, {})
+            enqueue, eager = run.value(mode, "enqueue", "eager"), run.median(mode, "eager")
+            if enqueue and eager:
+                own.setdefault("eager", []).extend([size] if enqueue >= 0.95 * eager else [])
+            parts, graph = ladder.parts_of(run, mode), run.median(mode, "graph")
+            if parts and graph:
+                busy = sum(parts.values()) - parts["idle"]
+                own.setdefault("graph", []).extend([size] if busy < 0.8 * graph else [])
+
+    def largest(own, launch):
+        return "n/a" if launch not in own else f"up to {max(own[launch])}" if own[launch] else "nowhere"
+    return {name: (largest(own, "eager"), largest(own, "graph")) for name, own in found.items()}
+
+
+def exponent(points: list[tuple[float, float]]) -> float | None:
+    """The slope of log y over log x, fitted to the three largest x: y grows as x to that power. None below three."""
+    logs = [(math.log(x), math.log(y)) for x, y in sorted(points)[-3:] if y > 0]
+    if len(logs) < 3:
+        return None
+    mean_x, mean_y = (sum(values) / len(logs) for values in zip(*logs, strict=True))
+    return sum((x - mean_x) * (y - mean_y) for x, y in logs) / sum((x - mean_x) ** 2 for x, _ in logs)
+
+
+def growth(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str, tuple[float | None, float | None]]:
+    """Step -> (exponent of time, exponent of memory): how both grow with the size at its large end.
+
+    Memory is what an iteration adds to parameters, gradients, x and dy.
+    """
+    found = {}
+    for name in {name for _, runs in points for name in runs}:
+        timed = [(size, runs[name]) for size, runs in points if name in runs and runs[name].best(mode)]
+        memory = [(size, added) for size, run in timed if (added := added_memory(run, mode)) is not None]
+        found[name] = exponent([(size, run.best_ms(mode)) for size, run in timed]), exponent(memory)
+    return found
+
+
+def added_memory(run: Run, mode: str) -> float | None:
+    """Bytes at the peak beyond parameters, their gradients, x and dy; None where the peak is unknown."""
+    peak = run.value(mode, "peak memory", "eager")
+    if peak is None:
+        return None
+    config = {name: value for name, value in run.info["config"].items() if name in BlockConfig.__dataclass_fields__}
+    shape = BlockConfig(**config | {"amp_dtype": None})
+    weights = sum(math.prod(one) for one in parameters.shapes(shape).values())
+    itemsize = 4 if run.info["parameter_dtype"] == "float32" else 2
+    return peak - itemsize * ((2 if mode == "forward+backward" else 1) * weights + 2 * shape.tokens * shape.hidden_size)
+
+
+def _cell(run: Run | None, mode: str) -> str:
+    if run is None:
+        return "n/a"
+    ms = run.best_ms(mode)
+    return run.status if ms is None else f"{ms:.3g}"
+
+
+def _from(letter: str, size: int | None) -> str:
+    return f"from {letter} = {size} on" if size else "nowhere here"
+
+
+def text(lines: list[dict], width: int | None = None) -> str:
+    """Everything the command prints, from records."""
+    blocks = []
+    for axis, points in points_of(lines).items():
+        letter = AXES[axis]
+        names = sorted({name for _, runs in points for name in runs})
+        for mode in report.MODES:
+            rows = [[size, *(_cell(runs.get(name), mode) for name in names)] for size, runs in points]
+            blocks.append(f"ms of {mode} by {axis}, each by its faster way of launching\n\n"
+                          + command.table(rows, [letter, *names], width))
+            crossed, bound, grown = crossovers(points, mode), launch_bound(points, mode), growth(points, mode)
+            rows = [[name, _from(letter, crossed[name]) if name in crossed else "", *bound.get(name, ("n/a", "n/a")),
+                     *("n/a" if value is None else f"{letter}^{value:.2f}" for value in grown[name])]
+                    for name in names]
+            blocks.append(f"{mode} by {axis}: where each step pays, and how it grows over the three largest sizes\n\n"
+                          + command.table(rows, ["step", "faster than the one before", "launch-bound, eager",
+                                                 "launch-bound, graph", "time", "memory"], width))
+    return "\n\n".join(blocks)
+
+
+def chart_stems(lines: list[dict], stem: str) -> list[str]:
+    """The charts that `draw` makes: one an axis."""
+    return [f"{stem}-{axis}" for axis in points_of(lines)]
+
+
+def draw(lines: list[dict], stem: str) -> None:
+    """Draw `chart_stems`: time of forward+backward over the size, a line a step."""
+    for axis, points in points_of(lines).items():
+        names = sorted({name for _, runs in points for name in runs})
+        series = {name: [(size, runs[name].best_ms("forward+backward")) for size, runs in points
+                         if name in runs and runs[name].best("forward+backward")] for name in names}
+        charts.lines_chart(series, f"{stem}-{axis}", lines, f"{axis} ({AXES[axis]})", "ms, forward+backward",
+                           records.provenance(lines).split(";")[0])
+
+
+def numbers(text_: str) -> tuple[int, ...]:
+    """"1,2,4" -> (1, 2, 4). Raises argparse.ArgumentTypeError."""
+    try:
+        found = tuple(int(word) for word in text_.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text_!r}: give whole numbers such as 1,2,4")
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = command.parser("sweep", __doc__)
+    parser.add_argument("--axis", choices=AXES, help="which size (default: all three)")
+    parser.add_argument("--values", type=numbers, metavar="LIST", help="its values (default: by machine); needs --axis")
+    options = command.parse(parser, argv)
+    options.axes = (options.axis,) if options.axis else tuple(AXES)
+    if options.values and not options.axis:
+        command.usage(parser, "--values: say of which size, by --axis")
+    sized = options.preset or any(getattr(options, name) for name in ("batch_size", "seq_len", "hidden_size",
+                                                                      "num_heads", "ffn_hidden_size"))
+    if not sized:                                   # a shape at which launches matter, so that there is a crossing
+        small = PRESETS["gpt2"].replace(batch_size=4) if options.device.type == "cuda" else PRESETS["cpu"]
+        if options.quick:
+            small = small.replace(batch_size=1, seq_len=128, hidden_size=256, num_heads=4, ffn_hidden_size=None)
+        options.config = small.replace(amp_dtype=options.config.amp_dtype)
+    try:
+        points = shapes(options)
+        known = recorded(options.json, _machine(options.device))
+    except ValueError as error:
+        command.usage(parser, str(error))
+    with command.shown_to_a_person("sweep", options.output):
+        harness.use_private_caches()
+        study = Study("sweep", options)
+        if known:
+            print(f"sweep: {len(done(known))} sizes are already in {options.json}", file=sys.stderr)
+        measure(study, points, done(known))
+        print(study.finish(), file=sys.stderr)
+        lines = known + study.lines
+        print(text(lines))
+        if options.chart:
+            draw(lines, options.chart)
+        timed = any(run.best(mode) for run in records.runs(lines) for mode in report.MODES)
+        return EXIT["ok" if timed else "failed"]
+
+
+def _machine(device: torch.device) -> str:
+    from common.device import facts
+    return facts(device)["name"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
