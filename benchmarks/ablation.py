@@ -166,7 +166,7 @@ def chart_stems(lines: list[dict], stem: str) -> list[str]:
 def draw(lines: list[dict], stem: str) -> None:
     """Draw `chart_stems`: the shares of the speed-up of forward+backward."""
     if bars := _bars(lines):
-        charts.bars_chart(bars, f"{stem}-shares", lines, "share of the speed-up of forward+backward, %")
+        charts.bars_chart(bars, f"{stem}-shares", lines, "share of the speed-up of forward+backward, %", 0)
 
 
 def _bars(lines: list[dict]) -> dict[str, list[tuple[str, float, float, float]]]:

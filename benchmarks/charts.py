@@ -143,6 +143,11 @@ def lines_chart(series: dict[str, list[tuple[float, float]]], stem: str, recorde
                 axis.plot(*zip(*sorted(points), strict=True), marker=marker, color=colour, label=name, markersize=4)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
+        axis.set_xticks(sorted({at for points in series.values() for at, _ in points}))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
+        axis.tick_params(labelsize=7, which="both")
         axis.set_xlabel(x)
         axis.set_ylabel(y)
         axis.set_title(title, fontsize=9)
@@ -151,8 +156,11 @@ def lines_chart(series: dict[str, list[tuple[float, float]]], stem: str, recorde
 
 
 def bars_chart(groups: dict[str, list[tuple[str, float, float, float]]], stem: str, recorded: list[dict],
-               x: str, line_at: float | None = None) -> None:
-    """STEM: a panel for each group of (name, value, low, high), as horizontal bars with their intervals."""
+               x: str, digits: int, line_at: float | None = None) -> None:
+    """STEM: a panel for each group of (name, value, low, high), as horizontal bars with their intervals.
+
+    Values are shown with that many digits; `line_at` is where a line stands for comparison.
+    """
     with plt.rc_context(STYLE):
         tall = sum(len(bars) for bars in groups.values())
         figure, axes = plt.subplots(len(groups), 1, figsize=(8, 0.7 * len(groups) + 0.32 * tall), squeeze=False,
@@ -161,7 +169,7 @@ def bars_chart(groups: dict[str, list[tuple[str, float, float, float]]], stem: s
             for place, (_, value, low, high) in enumerate(bars):
                 axis.barh(place, value, color=COLOURS[0], height=0.6,
                           xerr=[[max(0.0, value - low)], [max(0.0, high - value)]], error_kw={"linewidth": 1})
-                axis.text(max(value, high), place, f" {value:.3g}", va="center", fontsize=8)
+                axis.text(max(value, high), place, f" {value:.{digits}f}", va="center", fontsize=8)
             axis.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=8)
             axis.invert_yaxis()
             if line_at is not None:

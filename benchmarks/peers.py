@@ -230,7 +230,8 @@ def chart_stems(lines: list[dict], stem: str) -> list[str]:
 def draw(lines: list[dict], stem: str) -> None:
     """Draw `chart_stems`: the ratios of forward+backward."""
     if bars := _bars(lines):
-        charts.bars_chart(bars, f"{stem}-ratios", lines, "its time / ours, forward+backward; above 1 ours is faster", 1)
+        charts.bars_chart(bars, f"{stem}-ratios", lines, "its time / ours, forward+backward; above 1 ours is faster", 3,
+                          line_at=1)
 
 
 def _bars(lines: list[dict]) -> dict[str, list[tuple[str, float, float, float]]]:

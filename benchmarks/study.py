@@ -57,7 +57,7 @@ class Study:
         """Show what is going on, and count its time under its first word."""
         now = time.perf_counter()
         self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
-        self._phase, self._since = what.split()[0].rstrip(","), now
+        self._phase, self._since = what.split()[0].rstrip(",:"), now
         self._bar.set_description_str(what)
 
     def write(self, lines: list[dict]) -> None:

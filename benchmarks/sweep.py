@@ -215,7 +215,7 @@ def draw(lines: list[dict], stem: str) -> None:
         series = {name: [(size, runs[name].best_ms("forward+backward")) for size, runs in points
                          if name in runs and runs[name].best("forward+backward")] for name in names}
         charts.lines_chart(series, f"{stem}-{axis}", lines, f"{axis} ({AXES[axis]})", "ms, forward+backward",
-                           records.provenance(lines).split(";")[0])
+                           lines[0]["runners"][0]["name"])
 
 
 def numbers(text_: str) -> tuple[int, ...]:

@@ -1,76 +1,64 @@
-"""README says what the records and scripts say; the studies run, or say why not, on any machine."""
-import copy
-import subprocess
-import sys
-from collections import Counter
+"""README says what the records and scripts say; every study says what it needs."""
+import re
 
 import pytest
-import torch
+from made_records import both, made
 
-from benchmarks import peers, readme
-from common import PRESETS, parameters, report, steps
-from common.evidence import Evidence
-from common.timing import Timing
+from benchmarks import readme, records
+from common import report, steps
 
 pytestmark = pytest.mark.unit
-FACTS = dict.fromkeys(("cuda", "cudnn", "driver", "triton", "transformer_engine", "git"))
-FACTS |= {"device": "cpu", "name": "a CPU", "cpu_threads": 2, "torch": "2.9", "python": "3.11"}
-
-
-def records(step: str, forward_ms: float, both_ms: float, **config) -> list[dict]:
-    """What a run of `step` writes, with one sample a row."""
-    r = report.Report(step, PRESETS["tiny"].replace(**config), "float32", FACTS, matmul="float32")
-    r.errors = {"output": (1e-7, None), "branch": (2e-7, 3e-6)}
-    lines = report.check_records(r)
-    for mode, ms in zip(report.MODES, (forward_ms, both_ms), strict=True):
-        r.rows[mode, "eager"] = report.Row(Timing([ms], True, "fake"), flops=1.0, tokens=1, limit_ms=ms / 2,
-                                           peak_bytes=2**30)
-        r.evidence[mode] = Evidence(Counter(), Counter(), "proven", "fake")
-        lines += report.row_records(r, mode)
-    return lines
 
 
 def test_readme_is_what_the_records_and_scripts_say():
     text = (steps.ROOT / "README.md").read_text()
-    assert readme.rewrite(text) == text, "run python -m benchmarks.readme"
+    assert readme.rewrite(text) == text, "run python -m benchmarks.ladder --readme"
 
 
-def test_a_ladder_is_told_in_ratios():
-    lines = records("0_baseline", 10, 40) + records("1_cublas", 5, 10) + records("1_cublas", 4, 20, amp_dtype=None)
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in readme.ladder_table(lines).splitlines()[2:]]
-    assert [row[0] for row in rows] == ["0_baseline", "1_cublas", "1_cublas, TF32 alone"]
+def test_the_charts_show_the_recorded_runs():
+    assert readme.stale_charts() == [], "run python -m benchmarks.ladder --readme"
+
+
+def test_every_chart_in_readme_is_there():
+    images = re.findall(r"!\[[^]]*\]\(([^)]+)\)", (steps.ROOT / "README.md").read_text())
+    assert all((steps.ROOT / image).exists() for image in images)
+
+
+def test_a_place_that_is_missing_is_named():
+    with pytest.raises(ValueError, match="0 places for 'diff 0 1'"):
+        readme.rewrite("no markers at all")
+
+
+def test_the_scripts_are_told_in_ratios():
+    lines = [line for step, forward, backward, more in (
+        ("0_baseline", 10, 40, {}), ("1_cublas", 5, 10, {}), ("1_cublas", 4, 20, {"parameter_dtype": "bfloat16"}))
+        for line in made(step, both([forward], [backward]), run=None, study="step", **more)]
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in readme.scripts_table(lines).splitlines()[2:]]
+    assert [row[0] for row in rows] == ["0_baseline", "1_cublas", "1_cublas, all 16-bit"]
     assert [row[5] for row in rows] == ["1.0 / 1.0", "2.0 / 4.0", "2.5 / 2.0"]        # times the first
     assert [row[6] for row in rows] == ["", "4.00", ""]        # times the previous: of the ladder's own rows alone
     assert rows[0][1:5] == ["10.00", "n/a", "40.00", "n/a"] and rows[0][7:] == ["50 / 50", "1.0", "2.0e-07"]
 
 
-def test_a_later_run_replaces_an_earlier_one_whole():
-    """Nothing of the earlier run is left where the later one failed before it got as far."""
-    lines = records("2_sdpa", 1, 2) + report.check_records(copy.deepcopy(report.Report(
-        "2_sdpa", PRESETS["tiny"], "float32", FACTS, errors={"output": (1e-7, None)})))
-    (run,) = readme.runs(lines).values()
-    assert readme.best(run, "forward") == (None, "")
+def test_a_run_that_failed_is_a_row_of_the_scripts_table():
+    lines = made("0_baseline", both([1.0], [2.0])) + made("1_cublas", {}, status="failed", reason="why")
+    assert "n/a" in readme.scripts_table(lines).splitlines()[-1]
 
 
-@pytest.mark.parametrize("config, words", [
-    ({"dropout": 0.5}, "dropout 0.5"), ({"amp_dtype": torch.bfloat16}, "bfloat16"),
-    ({"fp8_weights": "kept"}, "weights kept"), ({}, ""),
-])
-def test_a_label_names_what_is_not_the_default(config, words):
-    assert readme.label(records("2_sdpa", 1, 2, **config)[0]) == ("2_sdpa, " + words).rstrip(", ")
+def test_provenance_names_machine_versions_and_commit():
+    lines = made("0_baseline", both([1.0], [2.0]))
+    assert records.provenance(lines) == ("a CPU, B2 S64 E64 H4 D16 F256; torch 2.9, Transformer Engine none; "
+                                         "commit not recorded.")
 
 
-def test_a_half_written_line_is_left_out(tmp_path):
-    path = tmp_path / "records.jsonl"
-    path.write_text('{"a": 1}\n{"b": ')
-    assert readme.records(path) == [{"a": 1}]
+@pytest.mark.parametrize("name", readme.STUDIES)
+def test_every_study_has_one_shape(name):
+    """A docstring that asks one question and gives the command; a table and charts from records; one main."""
+    study = readme.STUDIES[name]
+    first = study.__doc__.splitlines()[0]
+    assert "?" in first and f"python -m benchmarks.{name}" in study.__doc__ and "Exit status" in study.__doc__
+    assert all(callable(getattr(study, part)) for part in ("main", "text", "chart_stems", "draw"))
 
 
-def test_transformer_layer_has_every_canonical_parameter():
-    assert peers.TransformerLayer.parameter_names.keys() == parameters.shapes(PRESETS["tiny"]).keys()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_peers_say_why_they_are_skipped():
-    done = subprocess.run([sys.executable, "-m", "benchmarks.peers"], cwd=steps.ROOT, capture_output=True, text=True)
-    assert done.returncode == 4 and done.stdout == "" and done.stderr.startswith("peers: skipped: ")
+def test_passes_and_launches_are_what_the_records_are_read_by():
+    assert (report.MODES, report.LAUNCHES) == (("forward", "forward+backward"), ("eager", "graph"))

@@ -1,0 +1,125 @@
+"""Where the milliseconds go: made-up timelines, the names of real kernels, and a profiled block."""
+import json
+import random
+
+import pytest
+import torch
+
+from benchmarks import attribution, readme
+from benchmarks.attribution import IDLE, PARTS, credit
+from common import PRESETS, harness, parameters, steps
+
+pytestmark = pytest.mark.unit
+GEMM, SOFTMAX = "nvjet_sm90_hsh_192x192", "softmax_warp_forward"
+
+
+def parts(**some):
+    return dict.fromkeys(PARTS, 0.0) | {name.replace("_", " "): value for name, value in some.items()}
+
+
+@pytest.mark.parametrize("intervals, expected", [
+    ([], {IDLE: 10.0}),
+    ([(0, 10, GEMM)], {"GEMM": 10.0}),
+    ([(2, 5, GEMM), (6, 7, SOFTMAX)], {"GEMM": 3.0, "softmax and mask": 1.0, IDLE: 6.0}),
+    ([(6, 7, SOFTMAX), (2, 5, GEMM)], {"GEMM": 3.0, "softmax and mask": 1.0, IDLE: 6.0}),         # in any order
+    ([(0, 6, GEMM), (4, 10, SOFTMAX)], {"GEMM": 6.0, "softmax and mask": 4.0}),                   # shared: the first's
+    ([(0, 10, GEMM), (4, 6, SOFTMAX)], {"GEMM": 10.0}),                                           # one inside the other
+    ([(-5, 2, GEMM), (8, 20, SOFTMAX)], {"GEMM": 2.0, "softmax and mask": 2.0, IDLE: 6.0}),       # beyond the ends
+])
+def test_idle_is_the_timeline_less_the_union_of_the_kernels(intervals, expected):
+    assert credit(intervals, 0.0, 10.0) == parts() | expected
+
+
+def test_parts_always_add_up_to_the_timeline():
+    draw = random.Random(0)
+    for _ in range(200):
+        intervals = [(begin := draw.uniform(-1, 9), begin + draw.expovariate(1), draw.choice([GEMM, SOFTMAX, "x"]))
+                     for _ in range(draw.randrange(20))]
+        found = credit(intervals, 0.0, 8.0)
+        assert sum(found.values()) == pytest.approx(8.0) and min(found.values()) >= 0
+
+
+def test_the_middle_leaves_out_what_disturbed_an_iteration():
+    iterations = [parts(GEMM=1.0) for _ in range(4)] + [parts(GEMM=9.0, idle=50.0)]
+    found = attribution.middle(iterations)
+    assert found.parts == parts(GEMM=1.0) and found.iterations == 3 and found.timeline == 1.0
+
+
+@pytest.mark.parametrize("name, category", [
+    ("nvjet_sm90_hsh_128x256_64x4_1x2_h_bz_coopA_NNN", "GEMM"),
+    ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __half>", "GEMM"),
+    ("sm90_xmma_gemm_f32f32_tf32f32_f32_nn_n_tilesize128x128x32", "GEMM"),
+    ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>", "GEMM"),
+    ("nvjet_sm90_qqhsq_128x192_128x5_2x1_v_bz_coopB_geluauxbias_auxh_TNN", "GEMM"),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128", "attention"),
+    ("void cudnn::fusion::compute_dot_do_o_specialized<false, 128>", "attention"),
+    ("void (anonymous namespace)::softmax_warp_forward<float, float, float, 11>", "softmax and mask"),
+    ("void at::native::triu_tril_kernel<bool, int, true, 8, false>", "softmax and mask"),
+    ("triton_red_fused__to_copy_add_native_layer_norm_view_5", "normalisation and activation"),
+    ("triton_poi_fused_gelu_view_2", "normalisation and activation"),
+    ("void transformer_engine::normalization::ln_bwd_tuned_kernel<x>", "normalisation and activation"),
+    ("triton_poi_fused__to_copy_view_0", "casts and copies"),
+    ("cast_transpose_optimized_kernel(__half const*, float const*, __nv_fp8_e4m3*)", "casts and copies"),
+    ("cast_transpose_fusion_kernel_optimized(transformer_engine::CTDBiasDActParam<x>)", "casts and copies"),
+    ("Memcpy DtoD (Device -> Device)", "casts and copies"),
+    ("triton_poi_fused__to_copy_add_0", "residual and other"),
+    ("triton_poi_fused_add_clone_permute_select_backward_3", "residual and other"),
+    ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "residual and other"),
+    ("aten::addmm", "GEMM"), ("aten::_softmax", "softmax and mask"), ("aten::_to_copy", "casts and copies"),
+    ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"), ("aten::add", "residual and other"),
+    ("aten::native_layer_norm", "normalisation and activation"),
+    ("aten::gelu_backward", "normalisation and activation"),
+])
+def test_kernels_are_told_by_their_names(name, category):
+    assert attribution.category(name) == category
+
+
+def test_every_matmul_and_attention_kernel_on_record_is_counted_as_such():
+    """What the evidence calls a matmul or fused attention, the attribution does too, over all recorded names."""
+    from common import evidence
+    kinds = {"matmul": "GEMM", "attention": "attention", "Attention": "attention"}
+    seen = set()
+    for path in sorted(readme.RESULTS.glob("*/*.jsonl")):
+        for line in path.read_text().splitlines():
+            seen |= set(json.loads(line)["metric"]["extra_info"].get("kernels", ()))
+    named = {name: evidence.kind_of(name) for name in seen}
+    assert sum(kind is not None for kind in named.values()) > 40
+    for name, kind in named.items():
+        for word, category in kinds.items():
+            if kind and kind.split(" with")[0].split(" in")[0].endswith(word):
+                assert attribution.category(name) == category, name
+
+
+def test_a_profiled_block_is_taken_apart_on_a_cpu():
+    config = PRESETS["tiny"].replace(amp_dtype=None)
+    values, x, dy = parameters.seeded(config), torch.randn(2, 64, 64), torch.randn(2, 64, 64)
+    pairs = {step: harness.iterations(steps.load(step).build(config, values, "cpu"), x.clone(), dy, True)
+             for step in (0, 2)}
+    runs = {step: iteration for step, (iteration, _) in pairs.items()}
+    between = {step: clear for step, (_, clear) in pairs.items()}
+    found = attribution.profiled(runs, between, torch.device("cpu"), 5)
+    assert found[0].parts["softmax and mask"] > 0 and found[0].parts["attention"] == 0
+    assert found[2].parts["softmax and mask"] == 0 and found[2].parts["attention"] > 0
+    assert all(b.parts["GEMM"] > 0 and b.parts[IDLE] > 0 and b.iterations == 3 for b in found.values())
+
+
+@pytest.mark.gpu
+def test_a_profiled_block_is_taken_apart_on_a_gpu():
+    """Kernels and gaps between the markers add up to what events measure, and a wait of the host is idle time."""
+    torch.manual_seed(0)
+    a = torch.randn(4096, 4096, device="cuda")
+    runs = {"matmul": lambda: a @ a, "softmax": lambda: a.softmax(-1), "both": lambda: (a @ a).softmax(-1)}
+    found = attribution.profiled(runs, {}, torch.device("cuda"), 10)
+    assert found["matmul"].parts["GEMM"] > 0.9 * found["matmul"].timeline
+    assert found["softmax"].parts["softmax and mask"] > 0
+    both = found["both"].parts
+    assert both["GEMM"] > 0 and both["softmax and mask"] > 0 and both["attention"] == 0
+
+
+@pytest.mark.gpu
+def test_graph_replay_shows_its_kernels_too():
+    from common import timing
+    a = torch.randn(1024, 1024, device="cuda")
+    replay = timing.capture(lambda: (a @ a).softmax(-1), timing.nothing)
+    found = attribution.profiled({"graph": replay}, {}, torch.device("cuda"), 10)["graph"]
+    assert found.parts["GEMM"] > 0 and found.parts["softmax and mask"] > 0

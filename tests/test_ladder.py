@@ -1,0 +1,339 @@
+"""The ladder's tables from made-up records, and the command on shapes of a second; what all studies share besides."""
+import collections
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from made_records import GPU, both, made
+
+from benchmarks import charts, command, counters, ladder, records, study
+from benchmarks.attribution import PARTS
+from common import PRESETS, evidence, report, roofline, steps
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a machine without a GPU says")
+unit, integration = pytest.mark.unit, pytest.mark.integration
+GPU_CONFIG = PRESETS["tiny"]
+
+
+def parts(**some):
+    return dict.fromkeys(PARTS, 0.0) | some
+
+
+def rows_of(lines, mode="forward"):
+    rows, headers = ladder.ladder(lines, mode)
+    return [dict(zip(headers, row, strict=True)) for row in rows]
+
+
+@unit
+def test_the_table_tells_times_the_first_and_the_previous_by_paired_rounds():
+    """The second step takes half the time in every round, though the machine slows down on the way."""
+    drift = [1.0 + 0.1 * n for n in range(10)]
+    lines = (made("0_baseline", both([8 * d for d in drift], []), config=GPU_CONFIG, facts=GPU)
+             + made("1_cublas", both([4 * d for d in drift], []), config=GPU_CONFIG, facts=GPU)
+             + made("2_sdpa", both([4 * d * (1.01 if n % 2 else 0.99) for n, d in enumerate(drift)], []),
+                    config=GPU_CONFIG, facts=GPU))
+    first, second, third = rows_of(lines)
+    assert first["x first"] == "1.00" and first["x previous [95 %]"] == ""
+    assert second["x first"] == "2.00" and second["x previous [95 %]"] == "2.000 [2.000, 2.000]"
+    assert third["x previous [95 %]"].endswith(" SAME")
+    assert first["GiB"] == "1.0" and first["% limit"] == "34" and first["error"] == "2.0e-07" and first["launches"] == "3"
+
+
+@unit
+def test_the_faster_way_of_launching_is_the_rows():
+    (row,) = rows_of(made("0_baseline", both([8.0] * 6, []) | {("forward", "graph"): [5.0] * 6}))
+    assert (row["launch"], row["ms"]) == ("graph", "5.00")
+
+
+@unit
+def test_rows_that_cannot_run_are_there_with_their_reason():
+    lines = made("0_baseline", both([8.0] * 6, [9.0] * 6)) + made("4_transformer_engine", {}, status="skipped", reason="why")
+    assert [row["status"] for row in rows_of(lines)] == ["ok", "skipped"]
+    assert "4_transformer_engine: skipped: why" in ladder.text(lines)
+
+
+@unit
+def test_ratios_between_processes_are_called_unpaired():
+    lines = made("0_baseline", both([8.0] * 6, [8.0] * 6), run="a") + made("1_cublas", both([2.0] * 6, [2.0] * 6), run="b")
+    assert rows_of(lines)[1]["x previous [95 %]"] == "4.00 (unpaired)"
+    assert "unpaired" in ladder.text(lines).splitlines()[-1]
+
+
+@unit
+@pytest.mark.parametrize("some, more, word", [
+    ({"GEMM": 6.0, "idle": 1.0, "casts and copies": 3.0}, {}, "compute"),
+    ({"attention": 3.0, "GEMM": 3.0, "softmax and mask": 4.0}, {}, "compute"),
+    ({"GEMM": 4.0, "softmax and mask": 6.0}, {}, "memory"),
+    ({"GEMM": 4.0, "idle": 6.0}, {}, "launch"),
+    ({"GEMM": 10.0}, {"enqueue": 9.6}, "launch"),
+    ({"GEMM": 10.0}, {"enqueue": 9.0}, "compute"),
+])
+def test_what_a_step_is_bound_by(some, more, word):
+    (run,) = records.runs(made("0_baseline", both([10.0] * 6, []), parts={"forward": parts(**some)}, **more))
+    assert ladder.bound_by(run, "forward") == word
+
+
+@unit
+def test_attribution_adds_up_and_shows_what_it_can_not_explain():
+    before, after = parts(GEMM=6.0, idle=4.0), parts(GEMM=3.0, attention=1.9)
+    lines = (made("1_cublas", both([10.0] * 6, []), parts={"forward": before})
+             + made("2_sdpa", both([5.0] * 6, []), parts={"forward": after}))
+    rows, headers = ladder.attribution(lines, "forward")
+    row = dict(zip(headers, rows[0], strict=True))
+    assert (row["pair"], row["gained ms"], row["GEMM"], row["attention"], row["idle"]) == (
+        "1 -> 2", "+5.00", "+3.00", "-1.90", "+4.00")
+    assert (row["unexplained"], row["bound"]) == ("-0.10", "0.25")          # 5 % of the 5 ms gained
+    lines = (made("1_cublas", both([10.0] * 6, []), parts={"forward": before})
+             + made("2_sdpa", both([9.9] * 6, []), parts={"forward": before}))
+    assert ladder.attribution(lines, "forward")[0][0][-1] == "0.05 EXCEEDED"       # 0.5 % of the slower step
+
+
+@unit
+def test_a_table_is_split_where_the_terminal_is_narrow():
+    rows, headers = [["a step", "1" * 30, "2" * 30, "3" * 30]], ["step", "one", "two", "three"]
+    assert len(command.table(rows, headers, 200).split("\n\n")) == 1
+    for width in (80, 120):
+        text = command.table(rows, headers, width)
+        assert max(map(len, text.splitlines())) <= width
+        assert all(block.startswith("step") for block in text.split("\n\n"))
+    assert all(digit * 30 in command.table(rows, headers, 80) for digit in "123")
+
+
+@unit
+def test_charts_know_which_records_they_show(tmp_path):
+    lines = [line for step, ms in (("0_baseline", 90.0), ("1_cublas", 20.0), ("2_sdpa", 10.0))
+             for line in made(step, both([ms] * 6, [ms] * 6), parts={"forward+backward": parts(GEMM=ms - 1, idle=1.0)})]
+    stem = str(tmp_path / "ladder")
+    ladder.draw(lines, stem)
+    assert ladder.chart_stems(lines, stem) == [f"{stem}-parts", f"{stem}-waterfall"]
+    assert all(charts.is_of(one, lines) for one in ladder.chart_stems(lines, stem))
+    assert not any(charts.is_of(one, lines[:-1]) for one in ladder.chart_stems(lines, stem))
+    assert (tmp_path / "ladder-parts.png").read_bytes()[:4] == b"\x89PNG"
+    assert not charts.is_of(f"{stem}-other", lines)
+
+
+NCU = '''==PROF== Connected to process 7
+"ID","Process ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum"
+"","","","byte","byte"
+"0","7","layer_norm","1,000","500"
+"1","7","nvjet_hsh_qkv","100","10"
+"2","7","nvjet_hsh_scores","20","2"
+"3","7","masked_fill_kernel","3","4"
+"4","7","softmax_warp_forward","5","6"
+"5","7","nvjet_hsh_values","7","8"
+"6","7","nvjet_hsh_projection","100","10"
+'''
+
+
+@unit
+def test_counters_are_read_and_attention_is_what_stands_between_the_projections():
+    kernels = counters.parse(NCU)
+    assert kernels[0] == {"name": "layer_norm", "read": 1000.0, "written": 500.0} and len(kernels) == 7
+    by_hand = counters.attention(kernels, by_hand=True)
+    assert [kernel["read"] for kernel in by_hand] == [20, 3, 5, 7]
+    fused = [kernel for kernel in kernels if kernel["read"] not in (20, 3, 5)]                 # one kernel between
+    fused[2]["name"] = "cudnn_generated_sdpa"
+    assert [kernel["name"] for kernel in counters.attention(fused, by_hand=False)] == ["cudnn_generated_sdpa"]
+
+
+@unit
+@pytest.mark.parametrize("text, words", [
+    ("", "it saw no kernel"), ("==ERROR== ERR_NVGPUCTRPERM - no permission\n", "ERR_NVGPUCTRPERM"),
+    ("\n".join(NCU.splitlines()[:3]), "it saw no kernel"), (NCU.replace("dram__bytes_read.sum", "other"), "no kernel"),
+])
+def test_counters_that_say_nothing_are_a_reason(text, words):
+    with pytest.raises(RuntimeError, match=words):
+        counters.parse(text)
+
+
+@unit
+def test_dram_traffic_is_a_table_or_its_reason():
+    lines = made("1_cublas", both([1.0] * 6, []))
+    r = report.Report("1_cublas", GPU_CONFIG, "float32", GPU, study="ladder", run="one")
+    both_ways = {"read": 2.0**30, "written": 2.0**29, "kernels": 3}
+    counted = [report.record(r, "dram traffic", "bytes", [1.5 * 2**30], "forward", block=both_ways, attention=both_ways)]
+    assert "1.00" in counters.table(lines + counted, "forward") and counters.table(lines, "forward") == ""
+    missing = [report.record(r, "dram traffic", "bytes", [], "forward", reason="ncu is not there")]
+    assert counters.table(lines + missing, "forward").endswith("n/a because: ncu is not there")
+
+
+# The command.
+
+@pytest.fixture
+def main(capsys, monkeypatch, tmp_path):
+    """The ladder in this process, with known peaks: main(*argv) -> (status, stdout, stderr)."""
+    peaks = roofline.Peaks(collections.defaultdict(lambda: 1e12, dict.fromkeys(
+        ("float32", "tf32", "float16", "bfloat16", "float8"), 1e12)), 1e11)
+    monkeypatch.setattr(roofline, "measure_peaks", lambda *_: peaks)
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))
+
+    def call(*argv):
+        try:
+            status = ladder.main([str(argument) for argument in ("--preset", "tiny", "--device", "cpu", *argv)])
+        except SystemExit as ended:
+            status = ended.code
+        return status, *capsys.readouterr()
+    return call
+
+
+@integration
+def test_steps_are_checked_timed_and_explained_together(main, tmp_path):
+    path = tmp_path / "ladder.jsonl"
+    status, out, err = main("--steps", "0,1-tf32,1,2", "--rounds", 6, "--json", path, "--chart", tmp_path / "chart")
+    assert status == 0 and "outside of building, compiling" in err
+    lines = records.read(path)
+    runs = records.latest(lines)
+    assert list(runs) == ["0_baseline", "1_cublas, no autocast", "1_cublas", "2_sdpa", "ladder"]
+    timed = [runs[name] for name in ("0_baseline", "1_cublas", "2_sdpa")]
+    for mode in report.MODES:
+        assert all(len(run.samples(mode, "eager")) == 6 for run in timed)
+        assert all(records.paired(timed[0], run, mode) for run in timed)
+        assert all(sum(ladder.parts_of(run, mode).values()) > 0 for run in timed)
+        calibration = timed[0].find(mode, "latency", "eager")["metric"]["extra_info"]["calibration"]
+        assert {name: len(samples) for name, samples in calibration.items()} == {"gemm": 6, "copy": 6}
+        assert timed[0].find(mode, "launches")["metric"]["extra_info"]["verdict"] == "proven"
+    assert runs["1_cublas, no autocast"].status == "skipped" and "no TF32" in out
+    assert ladder.text(lines).strip() == out.strip()
+    assert charts.is_of(tmp_path / "chart-parts", lines)
+
+
+@integration
+def test_a_step_that_fails_its_check_is_a_row_and_the_others_are_timed(main, monkeypatch):
+    def build(config, values, device):
+        block = steps.load(0).build(config, values, device)
+        block.ln_1.eps = 0.5
+        return block
+    real = ladder.cases
+    monkeypatch.setattr(ladder, "cases", lambda *args: [
+        study.Case(case.name, build if case.step == 2 else case.build, case.step, case.config) for case in real(*args)])
+    status, out, _ = main("--steps", "0,2", "--rounds", 6)
+    assert status == 1 and "2_sdpa: failed: the " in out and "the gate is" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith(("0_baseline", "2_sdpa  "))]
+    assert [row[1] for row in rows] == ["ok", "failed", "ok", "failed"]
+
+
+@integration
+def test_a_step_that_did_not_run_as_it_claims_fails(main, monkeypatch):
+    real = evidence.judge
+
+    def refuted(kernels, step, *rest):
+        found = real(kernels, step, *rest)
+        return found if step == 0 else evidence.Evidence(found.kernels, found.kinds, "refuted", "it cheated")
+    monkeypatch.setattr(evidence, "judge", refuted)
+    status, out, _ = main("--steps", "0,1", "--rounds", 6)
+    assert status == 1 and "1_cublas: failed: forward: it cheated" in out
+
+
+@integration
+def test_memory_that_does_not_hold_a_step_is_a_row(main, monkeypatch):
+    def build(*_):
+        raise torch.OutOfMemoryError("no")
+    real = ladder.cases
+    monkeypatch.setattr(ladder, "cases", lambda *args: [
+        study.Case(case.name, build if case.step == 1 else case.build, case.step, case.config) for case in real(*args)])
+    status, out, _ = main("--steps", "0,1", "--rounds", 6)
+    assert status == 1 and "1_cublas: oom: " in out and "fits" in out
+
+
+@integration
+def test_several_processes_are_recorded_one_after_the_other(main, tmp_path):
+    path = tmp_path / "noise.jsonl"
+    status, out, _ = main("--steps", "0", "--rounds", 6, "--processes", 2, "--json", path)
+    assert status == 0 and "0_baseline" in out
+    assert len({run.info["run"] for run in records.runs(records.read(path))}) == 2
+
+
+@integration
+@no_gpu
+def test_counters_say_why_there_are_none(main):
+    status, out, _ = main("--steps", "0", "--rounds", 6, "--counters")
+    assert status == 0 and "n/a because: a CPU has no such counters" in out
+
+
+@unit
+@pytest.mark.parametrize("argv, words", [
+    (["--steps", "7"], "no row '7'"), (["--steps", ""], "no row ''"), (["--rounds", "5"], "at least 6"),
+    (["--rounds", "many"], "invalid int"), (["--processes", "0"], "at least 1"), (["--preset", "huge"], "invalid choice"),
+    (["--hidden-size", "65"], "divisible"), (["--json", "/nowhere/at/all"], "No such file"),
+    (["--chart", "/nowhere/at/all"], "no such folder"), (["--seed", str(10**30)], "at most 18 digits"), (["--what"], "--what"),
+])
+def test_mistakes_are_one_line_and_status_two(main, argv, words):
+    status, out, err = main(*argv)
+    assert (status, out) == (2, "") and words in err and err.startswith("ladder: error: ") and err.count("\n") == 1
+
+
+@unit
+@no_gpu
+def test_no_gpu_is_a_mistake_where_one_is_asked_for(main):
+    status, _, err = main("--device", "cuda")
+    assert status == 2 and "no GPU is available" in err
+
+
+@integration
+def test_an_interrupted_ladder_keeps_what_is_finished(tmp_path):
+    """Interrupted while it samples: what was recorded before is whole."""
+    path = tmp_path / "out.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.ladder", "--preset", "tiny", "--device", "cpu", "--steps", "0", "--rounds",
+         "1000000", "--json", str(path)], cwd=steps.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    try:
+        for _ in range(600):
+            if path.exists() and path.read_text().count("\n") >= 4:
+                break
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and out == "" and "4 finished records kept" in err and "Traceback" not in err
+    assert len(records.read(path)) == 4
+
+
+@integration
+def test_a_full_disk_is_one_line(main, full_disk, tmp_path):
+    status, out, err = main("--steps", "0", "--rounds", 6, "--json", tmp_path / "out")
+    assert (status, out) == (1, "") and "No space left on device" in err and "Traceback" not in err
+
+
+@unit
+def test_the_time_outside_of_measuring_is_known(monkeypatch):
+    """What the run is not there for: a phase counts under its first word."""
+    clock = iter([0.0, 1.0, 4.0, 10.0, 12.0, 12.0])
+    monkeypatch.setattr(study.time, "perf_counter", lambda: next(clock))
+    options = command.parse(command.parser("ladder", "doc"), ["--preset", "tiny", "--device", "cpu"])
+    some = study.Study("ladder", options)
+    for phase in ("building: 0", "sampling forward", "peaks of this machine"):
+        some.say(phase)
+    line = some.finish()
+    assert line.startswith("12 s: sampling 6, building 3, peaks 2, starting 1; 25 % outside of building")
+    assert some.seconds == {"starting": 1.0, "building": 3.0, "sampling": 6.0, "peaks": 2.0}
+    assert json.loads(json.dumps(some.lines[-1]))["metric"]["extra_info"]["rest"] == 3.0
+
+
+@unit
+def test_all_steps_are_on_the_ladder_in_order():
+    cases = ladder.cases(PRESETS["cpu"], torch.device("cpu"))
+    assert [case.name for case in cases] == ["0_baseline", "1_cublas", "1_cublas", "2_sdpa", "3_compile",
+                                             "4_transformer_engine"]
+    assert [case.claims for case in cases] == [0, 1, 1, 2, 3, 4]
+    assert [bool(case.config.amp_dtype) for case in cases] == [True, False, True, True, True, True]
+    assert "divisible by 16" in ladder.cases(PRESETS["tiny"].replace(seq_len=7), torch.device("cpu"))[-1].missing
+
+
+@pytest.mark.gpu
+@integration
+def test_a_graph_and_its_eager_run_are_timed_in_the_same_rounds(tmp_path):
+    path = tmp_path / "out"
+    assert ladder.main(["--preset", "gpt2", "--batch-size", "2", "--steps", "1,2", "--rounds", "10", "--json", str(path)]) == 0
+    for run in list(records.latest(records.read(path)).values())[:2]:
+        for mode in report.MODES:
+            assert all(len(run.samples(mode, launch)) == 10 for launch in report.LAUNCHES)
+            assert run.value(mode, "peak memory", "eager") > 0
+            assert ladder.parts_of(run, mode)["GEMM"] > 0

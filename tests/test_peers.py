@@ -1,0 +1,86 @@
+"""Other libraries' layers are the same block, and are compared with their like."""
+import functools
+
+import pytest
+import torch
+from conftest import case, errors, worst
+from made_records import both, made
+
+from benchmarks import peers, records
+from common import PRESETS, BlockConfig, parameters
+
+pytestmark = pytest.mark.unit
+KINDS = {"nn.TransformerEncoderLayer": peers.EncoderLayer, "GPT2Block": peers.GPT2, "te": peers.TransformerLayer}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_peer_has_every_canonical_parameter(kind):
+    assert kind.parameter_names.keys() == parameters.shapes(PRESETS["tiny"]).keys()
+
+
+@pytest.mark.parametrize("name", ["nn.TransformerEncoderLayer", "GPT2Block"])
+def test_a_peer_is_the_same_block(name):
+    """In FP64: the same parameters, causal, the same GELU, every gradient."""
+    if name == "GPT2Block":
+        pytest.importorskip("transformers")
+    config = BlockConfig(2, 24, 32, 2, ffn_hidden_size=80)
+    values, x, dy = case(config, dtype=torch.float64)
+    block = peers.build(KINDS[name], False, config, values, "cpu")
+    assert max(worst(errors(block, values, x, dy))) < 1e-12
+
+
+def test_a_peer_runs_under_autocast_as_a_step_does():
+    config = BlockConfig(2, 16, 32, 2, amp_dtype=torch.bfloat16)
+    values, x, dy = case(config)
+    block = peers.build(peers.EncoderLayer, False, config, values, "cpu")
+    forward, gradient = worst(errors(block, values, x, dy))
+    assert 1e-4 < forward < 1e-2 and gradient < 3e-2 and block(x).dtype == torch.float32
+
+
+@pytest.mark.transformer_engine
+@pytest.mark.parametrize("fp8, gate", [(False, 3e-3), (True, 1.8e-1)])
+@pytest.mark.parametrize("output", [torch.float32, torch.float16])
+def test_transformer_layer_is_the_same_block(fp8, gate, output):
+    config = BlockConfig(2, 128, 256, 4, amp_dtype=torch.float16)
+    values, x, dy = case(config, "cuda")
+    layer = functools.partial(peers.TransformerLayer, output_dtype=output, fp8=fp8)
+    block = peers.build(layer, False, config, values, "cuda")
+    for _ in range(3):
+        found = errors(block, values, x, dy.to(output))
+    assert max(worst(found)) < gate and block(x).dtype == output
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_torchao_is_the_same_block(recipe, uncompiled):
+    pytest.importorskip("torchao")
+    config = BlockConfig(2, 128, 256, 4, amp_dtype=torch.bfloat16)
+    values, x, dy = case(config, "cuda")
+    assert max(worst(errors(peers.build_torchao(recipe, config, values, "cuda"), values, x, dy))) < 1.8e-1
+
+
+def test_fp8_is_compared_with_step_4_and_the_rest_with_step_3():
+    lines = [line for dtype in ("float32", "bfloat16") for name, ms in (
+        ("3_compile", 4.0), ("4_transformer_engine", 2.0), ("GPT2Block", 6.0), ("te.TransformerLayer FP8", 2.2),
+        ("torchao float8 rowwise, compiled", 3.0)) for line in made(
+            name, both([ms] * 6, [2 * ms] * 6), study="peers", parameter_dtype=dtype)]
+    text = peers.text(lines)
+    rows = {row.split("  ")[0]: row.split()[-4:] for row in text.splitlines() if "[" in row and "]" in row}
+    assert rows["GPT2Block"] == ["1.500", "[1.500,", "1.500]", "3"]
+    assert rows["te.TransformerLayer FP8"] == ["1.100", "[1.100,", "1.100]", "4"]
+    assert rows["torchao float8 rowwise, compiled"][0] == "1.500"
+    runs = records.runs(lines)
+    assert all(peers.ours(run, runs).info["parameter_dtype"] == run.info["parameter_dtype"] for run in runs)
+
+
+def test_missing_packages_are_rows_with_their_reason(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    found = {case.name: case.missing for case in peers.cases(PRESETS["tiny"], torch.float32, torch.device("cpu"))}
+    assert found["GPT2Block"] == found["GPT2Block, compiled"] == "transformers is not installed"
+    assert "GPU" in found["torchao float8 rowwise, compiled"] and found["te.TransformerLayer FP8, y in float32"]
+    assert found["nn.TransformerEncoderLayer"] == "" and len(found) == 12
+
+
+def test_published_figures_stand_beside_as_published():
+    text = peers.text(made("3_compile", both([1.0] * 6, [2.0] * 6)))
+    assert "as published by others, not measured here" in text and "28.6 ms" in text and "quickstart.ipynb" in text

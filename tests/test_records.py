@@ -1,0 +1,103 @@
+"""Reading records: what is refused, what is left out, and what is put together."""
+import json
+
+import pytest
+import torch
+from made_records import CPU_CONFIG, FACTS, GPU, both, made
+
+from benchmarks import records
+from benchmarks.records import BadRecords
+
+pytestmark = pytest.mark.unit
+LINES = made("0_baseline", both([4.0] * 6, [8.0] * 6)) + made("2_sdpa", both([1.0] * 6, [4.0] * 6))
+
+
+def write(path, lines, end="\n"):
+    path.write_text("\n".join(map(json.dumps, lines)) + end)
+    return path
+
+
+def test_a_file_is_read_whole_and_in_order(tmp_path):
+    assert records.read(write(tmp_path / "a", LINES)) == LINES
+
+
+def test_a_last_line_that_was_cut_off_is_left_out_and_named(tmp_path, capsys):
+    path = write(tmp_path / "a", LINES, end="\n" + json.dumps(LINES[0])[:70])
+    assert records.read(path) == LINES
+    assert capsys.readouterr().err == f"{path}, line {len(LINES) + 1}: cut off, left out\n"
+
+
+@pytest.mark.parametrize("bad", ["{", "7", "null", "[]", '{"a": 1}', '{"benchmark": {}}', "text", '"benchmark"'])
+def test_a_line_that_is_no_record_is_refused_by_its_number(tmp_path, bad):
+    path = tmp_path / "a"
+    path.write_text(json.dumps(LINES[0]) + "\n" + bad + "\n" + json.dumps(LINES[1]) + "\n")
+    with pytest.raises(BadRecords, match=r"a, line 2: .*give a file that --json wrote"):
+        records.read(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe\x00"], ids=["empty", "blank", "binary"])
+def test_a_file_without_records_is_refused(tmp_path, content):
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(BadRecords):
+        records.read(tmp_path / "a")
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+    with pytest.raises(BadRecords, match="No such file"):
+        records.read(tmp_path / "a")
+    with pytest.raises(BadRecords, match="directory"):
+        records.read(tmp_path)
+
+
+def test_values_that_are_not_numbers_are_refused(tmp_path):
+    line = json.loads(json.dumps(LINES[0]))
+    line["metric"]["benchmark_values"] = ["fast"]
+    with pytest.raises(BadRecords, match="line 1"):
+        records.read(write(tmp_path / "a", [line]))
+
+
+@pytest.mark.parametrize("facts, config, dtype, matmul, words", [
+    (FACTS, {}, "float32", "bfloat16", "2_sdpa"),
+    (GPU, {"amp_dtype": torch.float16}, "float32", "float16", "2_sdpa"),
+    (GPU, {}, "float32", "bfloat16", "2_sdpa, bfloat16"),
+    (GPU, {"amp_dtype": None}, "float32", "tf32", "2_sdpa, TF32 alone"),
+    (FACTS, {"amp_dtype": None}, "float32", "float32", "2_sdpa, no autocast"),
+    (FACTS, {"dropout": 0.5, "fp8_weights": "kept"}, "bfloat16", "bfloat16", "2_sdpa, dropout 0.5, all 16-bit, weights kept"),
+])
+def test_a_label_names_what_is_not_the_default(facts, config, dtype, matmul, words):
+    config = CPU_CONFIG.replace(**config)
+    assert records.label(made("2_sdpa", {}, facts=facts, config=config, parameter_dtype=dtype, matmul=matmul)[0]) == words
+
+
+def test_a_run_knows_its_figures():
+    (run,) = records.runs(made("2_sdpa", both([3.0, 1.0, 2.0], [6.0] * 3) | {("forward", "graph"): [1.5] * 3}))
+    assert run.median("forward", "eager") == 2.0 and run.best("forward") == "graph" and run.best_ms("forward") == 1.5
+    assert run.best("forward+backward") == "eager" and run.samples("forward+backward", "graph") == []
+    assert run.value("check", "branch error") == 2e-7 and run.value("forward", "launches") == 3
+    assert run.value("forward", "no such metric") is None
+
+
+def test_each_process_is_a_run_of_its_own_and_the_latest_counts():
+    lines = made("2_sdpa", both([1.0], [1.0]), run="a") + made("2_sdpa", both([2.0], [2.0]), run="b")
+    assert [run.best_ms("forward") for run in records.runs(lines)] == [1.0, 2.0]
+    assert records.latest(lines)["2_sdpa"].best_ms("forward") == 2.0
+
+
+def test_records_from_before_runs_had_names_still_count_the_latest_alone():
+    lines = made("2_sdpa", both([1.0], [1.0])) + made("2_sdpa", {})
+    for line in lines:
+        del line["benchmark"]["extra_info"]["run"]
+    assert records.latest(lines)["2_sdpa"].best("forward") is None
+
+
+def test_only_samples_of_the_same_rounds_are_paired():
+    a, b = records.runs(made("0_baseline", both([4.0] * 6, []), run="x") + made("2_sdpa", both([2.0] * 6, []), run="x"))
+    assert records.paired(a, b, "forward") == (2.0, 2.0, 2.0)
+    assert records.paired(a, b, "forward+backward") is None
+    (c,) = records.runs(made("2_sdpa", both([2.0] * 6, []), run="y"))
+    assert records.paired(a, c, "forward") is None
+
+
+def test_the_last_status_is_the_status():
+    (run,) = records.runs(made("2_sdpa", both([1.0], [1.0]), status="failed", reason="why"))
+    assert (run.status, run.info["reason"]) == ("failed", "why")

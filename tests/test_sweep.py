@@ -1,0 +1,163 @@
+"""Crossings, exponents and resumption from made-up records; the command on sizes of a second."""
+import collections
+import os
+
+import pytest
+import torch
+from made_records import GPU, both, made
+
+from benchmarks import ladder, records, sweep
+from benchmarks.attribution import PARTS
+from common import PRESETS, parameters, report, roofline
+
+unit, integration = pytest.mark.unit, pytest.mark.integration
+
+
+def point(size: int, times: dict[str, float], axis="seq_len", **more) -> list[dict]:
+    """The records of one size: step -> ms of both passes."""
+    config = PRESETS["tiny"].replace(**{axis: size})
+    lines = [line for step, ms in times.items() for line in made(
+        step, both([ms * f for f in (0.99, 1, 1.01)] * 3, [ms] * 9), run=f"{size}", config=config, facts=GPU,
+        matmul="float16", **more.get(step, {}))]
+    r = report.Report("sweep", config, "float32", GPU, study="sweep", run=f"{size}")
+    return lines + [report.record(r, sweep.DONE, "", [], "run", axis=axis, size=size)]
+
+
+@unit
+@pytest.mark.parametrize("power", [0.5, 1, 2])
+def test_the_exponent_is_the_power(power):
+    assert sweep.exponent([(x, 7 * x**power) for x in (1, 2, 64, 128, 256)]) == pytest.approx(power)
+    assert sweep.exponent([(1, 1), (2, 2)]) is None
+
+
+@unit
+def test_only_the_large_end_counts_for_growth():
+    assert sweep.exponent([(1, 100), (2, 100), (64, 64**2), (128, 128**2), (256, 256**2)]) == pytest.approx(2)
+
+
+@unit
+def test_a_crossing_is_where_a_step_stays_faster():
+    """Step 1 is faster from 128 on: at 32 it is too, but not at 64."""
+    lines = [line for size, a, b in ((32, 2.0, 1.0), (64, 1.0, 1.2), (128, 4.0, 3.0), (256, 16.0, 8.0))
+             for line in point(size, {"0_baseline": a, "1_cublas": b, "2_sdpa": b})]
+    assert sweep.crossovers(sweep.points_of(lines)["seq_len"], "forward") == {"1_cublas": 128, "2_sdpa": None}
+    text = sweep.text(lines)
+    assert "from S = 128 on" in text and "nowhere here" in text
+
+
+@unit
+def test_where_launches_bound_a_step():
+    """The host needs 1 ms a time; by graph replay the kernels fill half of the smallest size alone."""
+    lines = []
+    for size, ms in ((32, 1.0), (64, 1.02), (128, 4.0)):
+        busy = dict.fromkeys(PARTS, 0.0) | {"GEMM": 0.3 if size == 32 else 0.9 * ms, "idle": 0.1 * ms}
+        more = {"0_baseline": {"enqueue": 1.0, "parts": {"forward": busy}}}
+        lines += point(size, {"0_baseline": ms}, **more)
+        config = PRESETS["tiny"].replace(seq_len=size)
+        lines += made("0_baseline", {("forward", "graph"): [0.6 * ms] * 9}, run=f"{size}", config=config, facts=GPU,
+                      matmul="float16")
+    assert sweep.launch_bound(sweep.points_of(lines)["seq_len"], "forward") == {"0_baseline": ("up to 64", "up to 32")}
+    assert sweep.launch_bound(sweep.points_of(point(32, {"0_baseline": 1.0}))["seq_len"], "forward") == {
+        "0_baseline": ("n/a", "n/a")}
+
+
+@unit
+def test_memory_is_what_an_iteration_adds():
+    config = PRESETS["tiny"].replace(seq_len=128)
+    weights = sum(torch.Size(shape).numel() for shape in parameters.shapes(config).values())
+    static = 4 * (2 * weights + 2 * config.tokens * config.hidden_size)
+    (run,) = records.runs(made("0_baseline", both([1.0] * 6, [1.0] * 6), config=config, peak=static + 1000))
+    assert sweep.added_memory(run, "forward+backward") == 1000
+
+
+@unit
+def test_attention_by_hand_is_quadratic_and_fused_is_linear():
+    lines = [line for size in (64, 128, 256) for line in point(
+        size, {"0_baseline": 1.0, "2_sdpa": 1.0}, **{"0_baseline": {"peak": 10**8 + 8 * size**2 * 64},
+                                                     "2_sdpa": {"peak": 10**8 + 8 * size * 4096}})]
+    # The made-up peaks lie on a constant: what is added is told from the parameters' own bytes, so take it off.
+    points = sweep.points_of(lines)["seq_len"]
+    memory = {name: [(size, runs[name].value("forward", "peak memory", "eager") - 10**8) for size, runs in points]
+              for name in ("0_baseline", "2_sdpa")}
+    assert sweep.exponent(memory["0_baseline"]) == pytest.approx(2)
+    assert sweep.exponent(memory["2_sdpa"]) == pytest.approx(1)
+
+
+@unit
+def test_out_of_memory_is_a_point():
+    config = PRESETS["tiny"].replace(seq_len=64)
+    lines = point(32, {"0_baseline": 1.0}) + made("0_baseline", {}, status="oom", reason="80 GiB", run="64", config=config,
+                                                  facts=GPU, matmul="float16")
+    r = report.Report("sweep", config, "float32", GPU, study="sweep", run="64")
+    lines.append(report.record(r, sweep.DONE, "", [], "run", axis="seq_len", size=64))
+    assert [line.split() for line in sweep.text(lines).splitlines() if line.startswith("64")] == [["64", "oom"]] * 2
+
+
+@unit
+def test_heads_keep_their_width_when_the_block_gets_wider():
+    options = type("Options", (), {"config": PRESETS["gpt2"], "axes": ("hidden_size",), "values": (64, 256, 1536)})
+    assert [(config.num_heads, config.ffn_hidden_size) for _, config in sweep.shapes(options)] == [
+        (1, 256), (4, 1024), (24, 6144)]
+
+
+@pytest.fixture
+def main(capsys, monkeypatch):
+    """The sweep in this process, of steps 0 and 2 alone and with known peaks: main(*argv) -> (status, out, err)."""
+    peaks = roofline.Peaks(dict.fromkeys(("float32", "tf32", "float16", "bfloat16", "float8"), 1e12), 1e11)
+    monkeypatch.setattr(roofline, "measure_peaks", lambda *_: peaks)
+    monkeypatch.setattr(sweep, "ROWS", ("0", "2"))
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))
+
+    def call(*argv):
+        try:
+            status = sweep.main([str(argument) for argument in ("--preset", "tiny", "--device", "cpu", *argv)])
+        except SystemExit as ended:
+            status = ended.code
+        return status, *capsys.readouterr()
+    return call
+
+
+@integration
+def test_an_interrupted_sweep_goes_on_where_it_stopped(main, tmp_path, monkeypatch):
+    path = tmp_path / "sweep.jsonl"
+    argv = ("--axis", "seq_len", "--values", "16,32,64", "--rounds", 6, "--json", path)
+    built = collections.Counter()
+    real = ladder.cases
+
+    def cases(config, *rest):
+        built[config.seq_len] += 1
+        if config.seq_len == 64 and built[64] == 1:
+            raise KeyboardInterrupt
+        return real(config, *rest)
+    monkeypatch.setattr(ladder, "cases", cases)
+    status, out, err = main(*argv)
+    assert (status, out) == (130, "") and "finished records kept" in err
+    status, out, err = main(*argv)
+    assert status == 0 and "2 sizes are already in" in err and built == {16: 1, 32: 1, 64: 2}
+    points = sweep.points_of(records.read(path))["seq_len"]
+    assert [size for size, _ in points] == [16, 32, 64]
+    assert all(run.samples("forward", "eager") for _, runs in points for run in runs.values())
+    status, again, _ = main(*argv, "--chart", tmp_path / "chart")
+    assert status == 0 and again == out and built[64] == 2                      # nothing is measured a second time
+    assert (tmp_path / "chart-seq_len.svg").exists()
+
+
+@unit
+@pytest.mark.parametrize("argv, words", [
+    (["--values", "1,2"], "by --axis"), (["--axis", "seq_len", "--values", "a"], "'a'"),
+    (["--axis", "seq_len", "--values", "0"], "'0'"), (["--axis", "depth"], "invalid choice"),
+    (["--axis", "batch_size", "--values", "99999999999"], "batch_size is 99999999999"),
+])
+def test_mistakes_are_one_line_and_status_two(main, argv, words):
+    status, out, err = main(*argv)
+    assert (status, out) == (2, "") and words in err and err.startswith("sweep: error: ") and err.count("\n") == 1
+
+
+@unit
+@pytest.mark.parametrize("content", ["not records\n", '{"a": 1}\n'])
+def test_a_foreign_file_is_not_added_to(main, tmp_path, content):
+    path = tmp_path / "mine"
+    path.write_text(content)
+    status, _, err = main("--axis", "seq_len", "--values", "16", "--json", path)
+    assert status == 2 and "line 1" in err and path.read_text() == content
