@@ -6,6 +6,7 @@ operators stand for kernels: an operator's own time, without that of the operato
 """
 import re
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -35,8 +36,9 @@ _MARKER = "spin_kernel"                              # what torch.cuda._sleep la
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Mean milliseconds of one iteration by part (`PARTS`); they add up to `timeline`."""
+    """Mean milliseconds of one iteration by part (`PARTS`), which add up to `timeline`, and by the clock."""
     parts: dict[str, float]
+    clock_ms: float                    # of the same iterations, by CUDA events or perf_counter
     iterations: int
 
     @property
@@ -65,30 +67,34 @@ def credit(intervals: Iterable[tuple[float, float, str]], start: float, end: flo
     return parts
 
 
-def middle(iterations: list[dict[str, float]]) -> Breakdown:
-    """The mean over the middle three fifths of the iterations by length: what disturbed one of them is left out."""
-    ordered = sorted(iterations, key=lambda parts: sum(parts.values()))
+def middle(iterations: list[tuple[dict[str, float], float]]) -> Breakdown:
+    """The mean over the middle three fifths of (parts, ms by the clock): what was disturbed is left out."""
+    ordered = sorted(iterations, key=lambda one: one[1])
     cut = len(ordered) // 5
     kept = ordered[cut:len(ordered) - cut]
-    return Breakdown({part: statistics.mean(parts[part] for parts in kept) for part in PARTS}, len(kept))
+    return Breakdown({part: statistics.mean(parts[part] for parts, _ in kept) for part in PARTS},
+                     statistics.mean(ms for _, ms in kept), len(kept))
 
 
-def profiled(runs: dict, between: dict, device: torch.device, rounds: int) -> dict:
+def profiled(runs: dict, between: dict, device: torch.device, rounds: int,
+             say: Callable[[str], None] = lambda what: None) -> dict:
     """`rounds` iterations of each of `runs` (key -> callable) under the profiler, interleaved; key -> Breakdown.
 
     `between` (key -> callable) runs before each iteration. Each timed iteration follows an untimed one of the same, as
-    in the clock. Raises RuntimeError where the profiler did not see every iteration.
+    in the clock. `say` is told when the iterations are over. Raises RuntimeError where the profiler did not see them
+    all.
     """
     sampler = _Gpu() if device.type == "cuda" else _Cpu()
     activities = [ProfilerActivity.CUDA] if device.type == "cuda" else [ProfilerActivity.CPU]
     with profile(activities=activities, acc_events=True) as profiler:
         timing.interleaved({key: (key, call) for key, call in runs.items()}, sampler, rounds, between)
+    say("attributing")
     found = sampler.iterations(profiler.events())
     if len(found) != len(sampler.order):
         raise RuntimeError(f"the profiler saw {len(found)} of {len(sampler.order)} iterations")
     by_key: dict = {key: [] for key in runs}
-    for key, parts in zip(sampler.order, found, strict=True):
-        by_key[key].append(parts)
+    for (key, ms), parts in zip(sampler.order, found, strict=True):
+        by_key[key].append((parts, ms))
     return {key: middle(iterations) for key, iterations in by_key.items()}
 
 
@@ -103,11 +109,14 @@ class _Gpu:
         between()
         iteration()
         between()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(1)
+        start.record()
         iteration()
+        stop.record()
         torch.cuda._sleep(1)
         torch.cuda.synchronize()
-        self.order.append(key)
+        self.order.append((key, start.elapsed_time(stop)))
         return []
 
     def iterations(self, events) -> list[dict[str, float]]:
@@ -131,8 +140,9 @@ class _Cpu:
         key, iteration = run
         between()
         with record_function(self._RANGE):
+            start = time.perf_counter_ns()
             iteration()
-        self.order.append(key)
+            self.order.append((key, (time.perf_counter_ns() - start) / 1e6))
         return []
 
     def iterations(self, events) -> list[dict[str, float]]:

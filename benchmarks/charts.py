@@ -78,7 +78,7 @@ def _stacked(timed) -> Figure:
                 axis.bar(place, parts[part], bottom=bottom, color=PART_COLOURS[part], width=0.7, edgecolor="white",
                          linewidth=0.4, label=part if place == 0 else None)
                 bottom += parts[part]
-            axis.text(place, bottom, f"{run.best_ms('forward+backward'):.3g}", ha="center", va="bottom")
+            axis.text(place, bottom, f"{bottom:.3g}", ha="center", va="bottom")
             limit = run.value("forward+backward", "limit", run.best("forward+backward"))
             if limit:
                 axis.plot((place - 0.42, place + 0.42), (limit, limit), color="black", linewidth=1.6,
@@ -110,7 +110,7 @@ def _digits(ms: float) -> int:
 
 def _waterfall(axis, before, after, labelled: bool) -> None:
     (a, parts_a), (b, parts_b) = before, after
-    start, end = a.best_ms("forward+backward"), b.best_ms("forward+backward")
+    start, end = (run.value("forward+backward", "time by part") for run in (a, b))
     changes = [(part, parts_b[part] - parts_a[part]) for part in PARTS]
     changes.append(("unexplained", end - start - sum(change for _, change in changes)))
     axis.barh(0, start, color="#444444")

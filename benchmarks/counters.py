@@ -58,11 +58,12 @@ def _count(ncu: str, step: int, config: BlockConfig, mode: str) -> list[dict]:
     shape["amp_dtype"] = dtype_name(config.amp_dtype)
     with tempfile.TemporaryDirectory(prefix="counters-") as folder:
         log = Path(folder) / "ncu.csv"
-        done = subprocess.run(
-            [ncu, "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log), "--metrics",
-             ",".join(METRICS.values()), "--profile-from-start", "off", "--cache-control", "none", "--clock-control",
-             "none", sys.executable, "-m", "benchmarks.counters", str(step), mode, json.dumps(shape)],
-            cwd=steps.ROOT, capture_output=True, text=True)
+        options = {"--page": "raw", "--print-units": "base", "--print-kernel-base": "demangled", "--log-file": str(log),
+                   "--metrics": ",".join(METRICS.values()), "--profile-from-start": "off", "--cache-control": "none",
+                   "--clock-control": "none"}
+        watched = [sys.executable, "-m", "benchmarks.counters", str(step), mode, json.dumps(shape)]
+        done = subprocess.run([ncu, "--csv", *(word for option in options.items() for word in option), *watched],
+                              cwd=steps.ROOT, capture_output=True, text=True)
         text = log.read_text() if log.exists() else ""
     if done.returncode:
         said = (done.stderr or done.stdout or text).strip().splitlines() or ["no message"]
@@ -114,6 +115,7 @@ def table(lines: list[dict], mode: str, width: int | None = None) -> str:
 
 def main(argv: list[str]) -> None:
     """The process that ncu watches: one iteration of one step between cudaProfilerStart and cudaProfilerStop."""
+    harness.use_private_caches()
     step, mode, shape = int(argv[0]), argv[1], json.loads(argv[2])
     shape["amp_dtype"] = DTYPES.get(shape["amp_dtype"])
     config, device = BlockConfig(**shape), torch.device("cuda")

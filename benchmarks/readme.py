@@ -15,6 +15,7 @@ from .records import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+WIDTH = 120                            # characters of a table that README shows
 STUDIES = {"ladder": ladder, "ablation": ablation, "sweep": sweep, "peers": peers}     # file stem begins with the name
 
 
@@ -62,13 +63,14 @@ def markdown(rows: list[list], headers: list[str]) -> str:
 
 
 def studies(name: str) -> str:
-    """Everything recorded of a study: where and of what, its tables in a block of text, its charts."""
+    """Everything recorded of a study: where and of what, its charts, its tables folded away."""
     blocks = []
     for path in recorded(name):
         lines = records.read(path)
         stem = path.with_suffix("").relative_to(ROOT)
         images = [f"![{Path(image).name}]({image}.png)" for image in STUDIES[name].chart_stems(lines, str(stem))]
-        blocks.append("\n\n".join([records.provenance(lines), f"```\n{STUDIES[name].text(lines)}\n```", *images]))
+        tables = f"<details><summary>The tables</summary>\n\n```\n{STUDIES[name].text(lines, WIDTH)}\n```\n\n</details>"
+        blocks.append("\n\n".join([records.provenance(lines), *images, tables]))
     return "\n\n".join(blocks) or "Not recorded yet."
 
 

@@ -136,7 +136,7 @@ class Study:
                 self.reports[key].status, self.reports[key].reason = "failed", f"{mode}: {seen.because}"
             self.write(report.row_records(self.reports[key], mode))
         if attribute:
-            self.say(f"attributing {mode}")
+            self.say(f"sampling under the profiler, {mode}")
             self._attribute(mode, runs, between)
         for key in [key for key in self.subjects if self.reports[key].status != "ok"]:
             self._drop(key)
@@ -199,14 +199,14 @@ class Study:
         chosen = {(key, launch): runs[key, launch] for key, launch in best.items()}
         rounds = max(5, self.options.rounds // 3)
         try:
-            found = attribution.profiled(chosen, between, self.device, rounds)
+            found = attribution.profiled(chosen, between, self.device, rounds, self.say)
         except RuntimeError as error:
             for key in best:
                 self.write([report.record(self.reports[key], "time by part", "ms", [], mode, reason=str(error))])
             return
         for (key, launch), breakdown in found.items():
-            self.write([report.record(self.reports[key], "time by part", "ms", [breakdown.timeline], mode,
-                                      parts=breakdown.parts, iterations=breakdown.iterations, of=launch)])
+            self.write([report.record(self.reports[key], "time by part", "ms", [breakdown.clock_ms], mode, of=launch,
+                                      parts=breakdown.parts, iterations=breakdown.iterations)])
 
     def finish(self) -> str:
         """Where the wall time went, in one line; written as records too."""

@@ -186,13 +186,19 @@ def compilation_time(block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) 
 
 
 def check(block: torch.nn.Module, x: torch.Tensor, values: dict[str, torch.Tensor], result: Report) -> None:
-    """Compare with FP64 and record the errors; raise Failed where one is over its gate. Dropout is off meanwhile."""
+    """Compare with FP64 and record the errors; raise Failed where one is over its gate. Dropout is off meanwhile.
+
+    With bfloat16 parameters on a CPU the gradients' gate grows with the sequence: PyTorch's LayerNorm there adds up the
+    gradients of its gain and bias over the tokens in bfloat16 (1.3e-2 off at S = 128, 3.4e-2 at 512, 6.8e-2 at 2048).
+    """
     training = block.training
     block.train(training and block.config.dropout == 0)
     errors = oracle.errors(block, x, values)
     block.train(training)
     branch, gradient = oracle.GATES[f"{result.matmul}, emulated" if result.emulated and result.matmul == "float8"
                                     else result.matmul]
+    if x.device.type == "cpu" and x.dtype == torch.bfloat16:
+        gradient *= max(1.0, (x.size(1) / 128) ** 0.5)
     gradients = {name: error for name, error in errors.items() if name.startswith("gradient of ")}
     worst = max(gradients, key=gradients.get)
     result.worst_parameter = worst.removeprefix("gradient of ")

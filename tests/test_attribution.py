@@ -40,9 +40,10 @@ def test_parts_always_add_up_to_the_timeline():
 
 
 def test_the_middle_leaves_out_what_disturbed_an_iteration():
-    iterations = [parts(GEMM=1.0) for _ in range(4)] + [parts(GEMM=9.0, idle=50.0)]
+    iterations = [(parts(GEMM=1.0), 1.1) for _ in range(4)] + [(parts(GEMM=9.0, idle=50.0), 60.0)]
     found = attribution.middle(iterations)
     assert found.parts == parts(GEMM=1.0) and found.iterations == 3 and found.timeline == 1.0
+    assert found.clock_ms == pytest.approx(1.1)
 
 
 @pytest.mark.parametrize("name, category", [
@@ -101,6 +102,7 @@ def test_a_profiled_block_is_taken_apart_on_a_cpu():
     assert found[0].parts["softmax and mask"] > 0 and found[0].parts["attention"] == 0
     assert found[2].parts["softmax and mask"] == 0 and found[2].parts["attention"] > 0
     assert all(b.parts["GEMM"] > 0 and b.parts[IDLE] > 0 and b.iterations == 3 for b in found.values())
+    assert all(0 < b.clock_ms <= b.timeline for b in found.values())
 
 
 @pytest.mark.gpu
@@ -114,6 +116,7 @@ def test_a_profiled_block_is_taken_apart_on_a_gpu():
     assert found["softmax"].parts["softmax and mask"] > 0
     both = found["both"].parts
     assert both["GEMM"] > 0 and both["softmax and mask"] > 0 and both["attention"] == 0
+    assert all(abs(b.clock_ms - b.timeline) < 0.02 for b in found.values())          # events and markers see the same
 
 
 @pytest.mark.gpu

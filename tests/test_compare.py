@@ -13,7 +13,7 @@ pytestmark = pytest.mark.unit
 STEPS = ("0_baseline", "1_cublas", "2_sdpa", "3_compile")
 
 
-def process(seed: int, *, clock=1.0, slower=None, noise=0.004, samples=40, calibrated=True, run=None, **more) -> list[dict]:
+def process(seed: int, *, clock=1.0, slower=None, noise=0.004, samples=40, calibrated=True, **more) -> list[dict]:
     """The records of one process on a machine whose clock is `clock`: everything takes that much longer.
 
     Within a process samples scatter by `noise`, between processes medians do by 0.3 %. `slower`: step -> factor.
@@ -26,7 +26,7 @@ def process(seed: int, *, clock=1.0, slower=None, noise=0.004, samples=40, calib
         bias = draw.gauss(1, 0.003) * (slower or {}).get(step, 1.0)
         ms = both(taken(8.0 / 2**number * bias), taken(24.0 / 2**number * bias))
         calibration = {"gemm": taken(1.4), "copy": taken(0.3)} if calibrated else None
-        lines += made(step, ms, run=run or f"run {seed}", calibration=calibration, **more)
+        lines += made(step, ms, run=f"run {seed}", calibration=calibration, **more)
     return lines
 
 
@@ -89,8 +89,8 @@ def test_raw_milliseconds_stand_beside_the_verdict():
 
 
 @pytest.mark.parametrize("name, more", [
-    ("gpu", {"facts": FACTS | {"name": "another CPU"}}), ("shape", {"config": PRESETS["cpu"].replace(amp_dtype=torch.bfloat16)}),
-    ("dtype", {"matmul": "float32"}),
+    ("gpu", {"facts": FACTS | {"name": "another CPU"}}), ("dtype", {"matmul": "float32"}),
+    ("shape", {"config": PRESETS["cpu"].replace(amp_dtype=torch.bfloat16)}),
 ])
 def test_what_must_not_differ_is_refused_unless_forced(name, more):
     with pytest.raises(ValueError, match=f"^{name} differs: .*--force"):
@@ -100,7 +100,7 @@ def test_what_must_not_differ_is_refused_unless_forced(name, more):
 
 def test_other_steps_are_refused():
     old, new = made("0_baseline", both([1.0] * 6, [2.0] * 6)), made("2_sdpa", both([1.0] * 6, [2.0] * 6))
-    with pytest.raises(ValueError, match="^step differs: 0_baseline in the old, 2_sdpa in the new"):
+    with pytest.raises(ValueError, match=r"^step differs: 0_baseline in the old, 2_sdpa in the new"):
         verdicts(old, new)
     assert len(verdicts(old, new, force=True)) == 2
 

@@ -40,7 +40,7 @@ def test_the_table_tells_times_the_first_and_the_previous_by_paired_rounds():
     assert first["x first"] == "1.00" and first["x previous [95 %]"] == ""
     assert second["x first"] == "2.00" and second["x previous [95 %]"] == "2.000 [2.000, 2.000]"
     assert third["x previous [95 %]"].endswith(" SAME")
-    assert first["GiB"] == "1.0" and first["% limit"] == "34" and first["error"] == "2.0e-07" and first["launches"] == "3"
+    assert [first[name] for name in ("GiB", "% limit", "error", "launches")] == ["1.0", "34", "2.0e-07", "3"]
 
 
 @unit
@@ -51,14 +51,16 @@ def test_the_faster_way_of_launching_is_the_rows():
 
 @unit
 def test_rows_that_cannot_run_are_there_with_their_reason():
-    lines = made("0_baseline", both([8.0] * 6, [9.0] * 6)) + made("4_transformer_engine", {}, status="skipped", reason="why")
+    lines = made("0_baseline", both([8.0] * 6, [9.0] * 6))
+    lines += made("4_transformer_engine", {}, status="skipped", reason="why")
     assert [row["status"] for row in rows_of(lines)] == ["ok", "skipped"]
     assert "4_transformer_engine: skipped: why" in ladder.text(lines)
 
 
 @unit
 def test_ratios_between_processes_are_called_unpaired():
-    lines = made("0_baseline", both([8.0] * 6, [8.0] * 6), run="a") + made("1_cublas", both([2.0] * 6, [2.0] * 6), run="b")
+    lines = made("0_baseline", both([8.0] * 6, [8.0] * 6), run="a")
+    lines += made("1_cublas", both([2.0] * 6, [2.0] * 6), run="b")
     assert rows_of(lines)[1]["x previous [95 %]"] == "4.00 (unpaired)"
     assert "unpaired" in ladder.text(lines).splitlines()[-1]
 
@@ -79,16 +81,16 @@ def test_what_a_step_is_bound_by(some, more, word):
 
 @unit
 def test_attribution_adds_up_and_shows_what_it_can_not_explain():
-    before, after = parts(GEMM=6.0, idle=4.0), parts(GEMM=3.0, attention=1.9)
+    before, after = parts(GEMM=6.0, idle=4.0), parts(GEMM=3.0, attention=1.9, clock=5.0)
     lines = (made("1_cublas", both([10.0] * 6, []), parts={"forward": before})
-             + made("2_sdpa", both([5.0] * 6, []), parts={"forward": after}))
+             + made("2_sdpa", both([4.5] * 6, []), parts={"forward": after}))
     rows, headers = ladder.attribution(lines, "forward")
     row = dict(zip(headers, rows[0], strict=True))
-    assert (row["pair"], row["gained ms"], row["GEMM"], row["attention"], row["idle"]) == (
-        "1 -> 2", "+5.00", "+3.00", "-1.90", "+4.00")
+    assert [row[name] for name in ("pair", "timed", "profiled", "GEMM", "attention", "idle")] == [
+        "1 -> 2", "+5.50", "+5.00", "+3.00", "-1.90", "+4.00"]
     assert (row["unexplained"], row["bound"]) == ("-0.10", "0.25")          # 5 % of the 5 ms gained
     lines = (made("1_cublas", both([10.0] * 6, []), parts={"forward": before})
-             + made("2_sdpa", both([9.9] * 6, []), parts={"forward": before}))
+             + made("2_sdpa", both([10.0] * 6, []), parts={"forward": before | {"clock": 9.9}}))
     assert ladder.attribution(lines, "forward")[0][0][-1] == "0.05 EXCEEDED"       # 0.5 % of the slower step
 
 
@@ -154,8 +156,8 @@ def test_counters_that_say_nothing_are_a_reason(text, words):
 def test_dram_traffic_is_a_table_or_its_reason():
     lines = made("1_cublas", both([1.0] * 6, []))
     r = report.Report("1_cublas", GPU_CONFIG, "float32", GPU, study="ladder", run="one")
-    both_ways = {"read": 2.0**30, "written": 2.0**29, "kernels": 3}
-    counted = [report.record(r, "dram traffic", "bytes", [1.5 * 2**30], "forward", block=both_ways, attention=both_ways)]
+    part = {"read": 2.0**30, "written": 2.0**29, "kernels": 3}
+    counted = [report.record(r, "dram traffic", "bytes", [1.5 * 2**30], "forward", block=part, attention=part)]
     assert "1.00" in counters.table(lines + counted, "forward") and counters.table(lines, "forward") == ""
     missing = [report.record(r, "dram traffic", "bytes", [], "forward", reason="ncu is not there")]
     assert counters.table(lines + missing, "forward").endswith("n/a because: ncu is not there")
@@ -258,9 +260,10 @@ def test_counters_say_why_there_are_none(main):
 @unit
 @pytest.mark.parametrize("argv, words", [
     (["--steps", "7"], "no row '7'"), (["--steps", ""], "no row ''"), (["--rounds", "5"], "at least 6"),
-    (["--rounds", "many"], "invalid int"), (["--processes", "0"], "at least 1"), (["--preset", "huge"], "invalid choice"),
+    (["--rounds", "many"], "invalid int"), (["--processes", "0"], "at least 1"), (["--what"], "--what"),
     (["--hidden-size", "65"], "divisible"), (["--json", "/nowhere/at/all"], "No such file"),
-    (["--chart", "/nowhere/at/all"], "no such folder"), (["--seed", str(10**30)], "at most 18 digits"), (["--what"], "--what"),
+    (["--chart", "/nowhere/at/all"], "no such folder"), (["--seed", str(10**30)], "at most 18 digits"),
+    (["--preset", "huge"], "invalid choice"),
 ])
 def test_mistakes_are_one_line_and_status_two(main, argv, words):
     status, out, err = main(*argv)
@@ -331,7 +334,8 @@ def test_all_steps_are_on_the_ladder_in_order():
 @integration
 def test_a_graph_and_its_eager_run_are_timed_in_the_same_rounds(tmp_path):
     path = tmp_path / "out"
-    assert ladder.main(["--preset", "gpt2", "--batch-size", "2", "--steps", "1,2", "--rounds", "10", "--json", str(path)]) == 0
+    argv = ["--preset", "gpt2", "--batch-size", "2", "--steps", "1,2", "--rounds", "10", "--json", str(path)]
+    assert ladder.main(argv) == 0
     for run in list(records.latest(records.read(path)).values())[:2]:
         for mode in report.MODES:
             assert all(len(run.samples(mode, launch)) == 10 for launch in report.LAUNCHES)

@@ -62,11 +62,13 @@ def test_values_that_are_not_numbers_are_refused(tmp_path):
     (GPU, {}, "float32", "bfloat16", "2_sdpa, bfloat16"),
     (GPU, {"amp_dtype": None}, "float32", "tf32", "2_sdpa, TF32 alone"),
     (FACTS, {"amp_dtype": None}, "float32", "float32", "2_sdpa, no autocast"),
-    (FACTS, {"dropout": 0.5, "fp8_weights": "kept"}, "bfloat16", "bfloat16", "2_sdpa, dropout 0.5, all 16-bit, weights kept"),
+    (FACTS, {"dropout": 0.5}, "bfloat16", "bfloat16", "2_sdpa, dropout 0.5, all 16-bit"),
+    (FACTS, {"fp8_weights": "kept", "fp8_attention": True}, "float32", "float8", "2_sdpa, weights kept, FP8 attention"),
 ])
 def test_a_label_names_what_is_not_the_default(facts, config, dtype, matmul, words):
     config = CPU_CONFIG.replace(**config)
-    assert records.label(made("2_sdpa", {}, facts=facts, config=config, parameter_dtype=dtype, matmul=matmul)[0]) == words
+    (line, *_) = made("2_sdpa", {}, facts=facts, config=config, parameter_dtype=dtype, matmul=matmul)
+    assert records.label(line) == words
 
 
 def test_a_run_knows_its_figures():

@@ -72,22 +72,24 @@ def test_memory_is_what_an_iteration_adds():
 
 @unit
 def test_attention_by_hand_is_quadratic_and_fused_is_linear():
-    lines = [line for size in (64, 128, 256) for line in point(
-        size, {"0_baseline": 1.0, "2_sdpa": 1.0}, **{"0_baseline": {"peak": 10**8 + 8 * size**2 * 64},
-                                                     "2_sdpa": {"peak": 10**8 + 8 * size * 4096}})]
-    # The made-up peaks lie on a constant: what is added is told from the parameters' own bytes, so take it off.
-    points = sweep.points_of(lines)["seq_len"]
-    memory = {name: [(size, runs[name].value("forward", "peak memory", "eager") - 10**8) for size, runs in points]
-              for name in ("0_baseline", "2_sdpa")}
-    assert sweep.exponent(memory["0_baseline"]) == pytest.approx(2)
-    assert sweep.exponent(memory["2_sdpa"]) == pytest.approx(1)
+    """Told from peaks that hold parameters, gradients, x and dy besides."""
+    lines = []
+    for size in (64, 128, 256):
+        config = PRESETS["tiny"].replace(seq_len=size)
+        weights = sum(torch.Size(shape).numel() for shape in parameters.shapes(config).values())
+        static = 4 * (2 * weights + 2 * config.tokens * config.hidden_size)
+        lines += point(size, {"0_baseline": size**2, "2_sdpa": size},
+                       **{"0_baseline": {"peak": static + 8 * size**2}, "2_sdpa": {"peak": static + 8 * size}})
+    grown = sweep.growth(sweep.points_of(lines)["seq_len"], "forward+backward")
+    assert grown == {"0_baseline": (pytest.approx(2), pytest.approx(2)), "2_sdpa": (pytest.approx(1), pytest.approx(1))}
+    assert "S^2.00" in sweep.text(lines)
 
 
 @unit
 def test_out_of_memory_is_a_point():
     config = PRESETS["tiny"].replace(seq_len=64)
-    lines = point(32, {"0_baseline": 1.0}) + made("0_baseline", {}, status="oom", reason="80 GiB", run="64", config=config,
-                                                  facts=GPU, matmul="float16")
+    lines = point(32, {"0_baseline": 1.0})
+    lines += made("0_baseline", {}, status="oom", reason="full", run="64", config=config, facts=GPU, matmul="float16")
     r = report.Report("sweep", config, "float32", GPU, study="sweep", run="64")
     lines.append(report.record(r, sweep.DONE, "", [], "run", axis="seq_len", size=64))
     assert [line.split() for line in sweep.text(lines).splitlines() if line.startswith("64")] == [["64", "oom"]] * 2
