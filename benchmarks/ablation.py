@@ -12,13 +12,15 @@ interrupted.
 import functools
 import itertools
 import math
+import random
+import statistics
 import sys
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from common import BlockConfig, harness, parameters, report, steps
+from common import BlockConfig, harness, report, steps
 from common import device as machine
 from common.precision import float32_matmul_precision
 from common.run import EXIT
@@ -78,18 +80,21 @@ def cases(config: BlockConfig, device: torch.device) -> list[Case]:
     for some in combinations(tf32, fp8=on_gpu):
         step = 4 if "FP8" in some else 2 if some & {"TF32", "autocast"} else 0           # whose arithmetic it has
         found.append(Case(name_of(some), functools.partial(build, some), step,
-                          config if "autocast" in some else config.replace(amp_dtype=None)))
+                          config if "autocast" in some else config.replace(amp_dtype=None),
+                          attention_of=2 if "SDPA" in some else 0))
     return found
+
+
+def samples(lines: list[dict], mode: str) -> dict[Combination, list[float]]:
+    """Combination -> samples of its faster way of launching, from the latest records of those that are ok."""
+    runs = {run.info["step"]: run for run in records.runs(lines)}
+    return {frozenset() if name == "FP32" else frozenset(name.split(" + ")): run.samples(mode, run.best(mode))
+            for name, run in runs.items() if run.best(mode) and run.status == "ok"}
 
 
 def times(lines: list[dict], mode: str) -> dict[Combination, float]:
-    """Combination -> median ms of its faster way of launching, from records."""
-    runs = {run.info["step"]: run for run in records.runs(lines)}
-    found = {}
-    for name, run in runs.items():
-        if (ms := run.best_ms(mode)) is not None:
-            found[frozenset() if name == "FP32" else frozenset(name.split(" + "))] = ms
-    return found
+    """Combination -> median ms of its faster way of launching."""
+    return {some: statistics.median(taken) for some, taken in samples(lines, mode).items()}
 
 
 def shapley(value: Callable[[Combination], float | None], players: tuple[str, ...]) -> dict[str, float] | None:
@@ -117,15 +122,32 @@ def shares(found: dict[Combination, float], players: tuple[str, ...]) -> dict[st
     return {player: amount / whole for player, amount in added.items()} if whole else None
 
 
-def ladder_of(found: dict[Combination, float], players: tuple[str, ...]) -> list[list]:
+def intervals(taken: dict[Combination, list[float]], players: tuple[str, ...], resamples: int = 200
+              ) -> dict[str, tuple[float, float]]:
+    """Player -> 95 % bootstrap interval of its share, over the rounds that all combinations were timed in."""
+    draw, rounds = random.Random(0), min(map(len, taken.values()))
+    drawn: dict[str, list[float]] = {}
+    for _ in range(resamples):
+        picks = [draw.randrange(rounds) for _ in range(rounds)]
+        medians = {some: statistics.median(one[pick] for pick in picks) for some, one in taken.items()}
+        for player, share in (shares(medians, players) or {}).items():
+            drawn.setdefault(player, []).append(share)
+    return {player: (sorted(some)[len(some) // 40], sorted(some)[-1 - len(some) // 40])
+            for player, some in drawn.items()}
+
+
+def ladder_of(taken: dict[Combination, list[float]], players: tuple[str, ...]) -> list[list]:
     """Rows of one ladder: each optimization alone, the whole without it, its share."""
+    found = {some: statistics.median(one) for some, one in taken.items()}
+    sure = intervals(taken, players)
     players = tuple(player for player in players if any(player in some for some in found))
     whole, none, share = frozenset(players), frozenset(), shares(found, players)
     rows = []
     for player in players:
         alone, without = found.get(frozenset({player})), found.get(whole - {player})
         rows.append([player, _times(found.get(none), alone), _times(without, found.get(whole)),
-                     f"{100 * share[player]:.0f} %" if share else "n/a"])
+                     "{:.0f} % [{:.0f}, {:.0f}]".format(*(100 * part for part in (share[player], *sure[player])))
+                     if share else "n/a"])
     rows.append(["all", _times(found.get(none), found.get(whole)), "", "100 %" if share else "n/a"])
     return rows
 
@@ -136,26 +158,27 @@ def _times(before: float | None, after: float | None) -> str:
 
 def text(lines: list[dict], width: int | None = None) -> str:
     """Everything the command prints, from records."""
-    blocks = []
+    blocks, runs = [], [run for run in records.latest(lines).values() if run.info["step"] != "ablation"]
     for mode in report.MODES:
-        found = times(lines, mode)
+        taken, found = samples(lines, mode), times(lines, mode)
         base, rows = found.get(frozenset()), []
-        for run in records.latest(lines).values():
-            if run.info["step"] not in {name_of(some) for some in found} and run.status == "ok":
-                continue                                                    # the record of the run as a whole
+        for run in runs:
             ms, error = run.best_ms(mode), run.value("check", "branch error")
+            launches = run.find(mode, "launches")
+            seen = launches["metric"]["extra_info"]["attention"] if launches else ""
             rows.append([run.info["step"], run.status, run.best(mode) or "", f"{ms:.2f}" if ms else "n/a",
-                         _times(base, ms), f"{error:.1e}" if error else ""])
+                         _times(base, ms), seen, f"{run.value(mode, 'launches'):.0f}" if launches else "",
+                         f"{error:.1e}" if error else ""])
         blocks.append(f"{mode}: every combination\n\n" + command.table(
-            rows, ["optimizations", "status", "launch", "ms", "x FP32", "error"], width))
+            rows, ["optimizations", "status", "launch", "ms", "x FP32", "attention", "launches", "error"], width))
         for name, players in LADDERS.items():
             if all(any(player in some for some in found) for player in players if player != "TF32"):
                 blocks.append(f"{mode}, the ladder {name}\n\n" + command.table(
-                    ladder_of(found, players),
-                    ["optimization", "alone: x FP32", "left out of all: x slower", "share of the speed-up"], width))
-    blocks += [f"{run.label}: {run.status}: {run.info['reason']}" for run in records.latest(lines).values()
-               if run.status != "ok"]
-    return "\n\n".join(blocks)
+                    ladder_of(taken, players),
+                    ["optimization", "alone: x FP32", "left out of all: x slower", "share of the speed-up [95 %]"],
+                    width))
+    blocks.append("\n".join(records.cautions(runs)))
+    return "\n\n".join(filter(None, blocks))
 
 
 def chart_stems(lines: list[dict], stem: str) -> list[str]:
@@ -170,10 +193,12 @@ def draw(lines: list[dict], stem: str) -> None:
 
 
 def _bars(lines: list[dict]) -> dict[str, list[tuple[str, float, float, float]]]:
-    found, bars = times(lines, "forward+backward"), {}
+    taken, found, bars = samples(lines, "forward+backward"), times(lines, "forward+backward"), {}
     for name, players in LADDERS.items():
         if players[-1] in set().union(*found) and (share := shares(found, players)):
-            bars[f"the ladder {name}"] = [(player, *[100 * part] * 3) for player, part in share.items()]
+            sure = intervals(taken, players)
+            bars[f"the ladder {name}"] = [(player, *(100 * value for value in (part, *sure[player])))
+                                          for player, part in share.items()]
     return bars
 
 
@@ -182,17 +207,17 @@ def main(argv: list[str] | None = None) -> int:
     with command.shown_to_a_person("ablation", options.output):
         harness.use_private_caches()
         study, every = Study("ablation", options), cases(options.config, options.device)
-        needed = sum(parameters.memory_needed(case.config, case.step, options.device) for case in every)
+        needed = sum(case.memory_needed(options.device) for case in every)
         if needed > 0.9 * machine.memory_total(options.device):
             options.launches = ("eager",)                      # captured graphs keep their memory, and these are many
         for case in every:
             study.prepare(case)
         for mode in report.MODES:
             study.time(mode)
-        print(study.finish(), file=sys.stderr)
         print(text(study.lines))
         if options.chart:
             draw(study.lines, options.chart)
+        print(study.finish(), file=sys.stderr)
         return EXIT["failed" if any(r.status in ("failed", "oom") for r in study.reports.values()) else "ok"]
 
 

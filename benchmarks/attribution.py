@@ -6,9 +6,7 @@ operators stand for kernels: an operator's own time, without that of the operato
 """
 import re
 import statistics
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch.autograd import DeviceType
@@ -34,18 +32,6 @@ _PATTERNS = {category: re.compile(pattern, re.IGNORECASE) for category, pattern 
 _MARKER = "spin_kernel"                              # what torch.cuda._sleep launches; no step does
 
 
-@dataclass(frozen=True)
-class Breakdown:
-    """Mean milliseconds of one iteration by part (`PARTS`), which add up to `timeline`, and by the clock."""
-    parts: dict[str, float]
-    clock_ms: float                    # of the same iterations, by CUDA events or perf_counter
-    iterations: int
-
-    @property
-    def timeline(self) -> float:
-        return sum(self.parts.values())
-
-
 def category(name: str) -> str:
     """What a kernel (an operator on a CPU) does, by its name."""
     return next(category for category, pattern in _PATTERNS.items() if pattern.search(name))
@@ -67,35 +53,33 @@ def credit(intervals: Iterable[tuple[float, float, str]], start: float, end: flo
     return parts
 
 
-def middle(iterations: list[tuple[dict[str, float], float]]) -> Breakdown:
-    """The mean over the middle three fifths of (parts, ms by the clock): what was disturbed is left out."""
-    ordered = sorted(iterations, key=lambda one: one[1])
+def middle(iterations: list[dict[str, float]]) -> dict[str, float]:
+    """The mean over the middle three fifths of the iterations by length: what was disturbed is left out."""
+    ordered = sorted(iterations, key=lambda parts: sum(parts.values()))
     cut = len(ordered) // 5
     kept = ordered[cut:len(ordered) - cut]
-    return Breakdown({part: statistics.mean(parts[part] for parts, _ in kept) for part in PARTS},
-                     statistics.mean(ms for _, ms in kept), len(kept))
+    return {part: statistics.mean(parts[part] for parts in kept) for part in PARTS}
 
 
-def profiled(runs: dict, between: dict, device: torch.device, rounds: int,
-             say: Callable[[str], None] = lambda what: None) -> dict:
-    """`rounds` iterations of each of `runs` (key -> callable) under the profiler, interleaved; key -> Breakdown.
+def profiled(runs: dict, between: dict, device: torch.device, rounds: int, say: Callable[[str], None],
+             seed: int = 0) -> dict[object, list[dict[str, float]]]:
+    """`rounds` iterations of each of `runs` (key -> callable) under the profiler, interleaved; key -> their parts, ms.
 
-    `between` (key -> callable) runs before each iteration. Each timed iteration follows an untimed one of the same, as
-    in the clock. `say` is told when the iterations are over. Raises RuntimeError where the profiler did not see them
-    all.
+    `between` (key -> callable) runs before each iteration. Each profiled iteration follows another of the same, as in
+    the clock. `say` is told when the iterations are over. Raises RuntimeError where the profiler did not see them all.
     """
     sampler = _Gpu() if device.type == "cuda" else _Cpu()
     activities = [ProfilerActivity.CUDA] if device.type == "cuda" else [ProfilerActivity.CPU]
     with profile(activities=activities, acc_events=True) as profiler:
-        timing.interleaved({key: (key, call) for key, call in runs.items()}, sampler, rounds, between)
+        timing.interleaved({key: (key, call) for key, call in runs.items()}, sampler, rounds, between, seed)
     say("attributing")
-    found = sampler.iterations(profiler.events())
+    found = sampler.iterations(profiler)
     if len(found) != len(sampler.order):
         raise RuntimeError(f"the profiler saw {len(found)} of {len(sampler.order)} iterations")
     by_key: dict = {key: [] for key in runs}
-    for (key, ms), parts in zip(sampler.order, found, strict=True):
-        by_key[key].append((parts, ms))
-    return {key: middle(iterations) for key, iterations in by_key.items()}
+    for key, parts in zip(sampler.order, found, strict=True):
+        by_key[key].append(parts)
+    return by_key
 
 
 class _Gpu:
@@ -109,19 +93,16 @@ class _Gpu:
         between()
         iteration()
         between()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(1)
-        start.record()
         iteration()
-        stop.record()
         torch.cuda._sleep(1)
         torch.cuda.synchronize()
-        self.order.append((key, start.elapsed_time(stop)))
+        self.order.append(key)
         return []
 
-    def iterations(self, events) -> list[dict[str, float]]:
+    def iterations(self, profiler) -> list[dict[str, float]]:
         """Milliseconds by part of every iteration, in the order they ran."""
-        kernels = sorted((e.time_range.start, e.time_range.end, e.name) for e in events
+        kernels = sorted((e.time_range.start, e.time_range.end, e.name) for e in profiler.events()
                          if e.device_type == DeviceType.CUDA)
         marks = [place for place, (_, _, name) in enumerate(kernels) if _MARKER in name]
         found = [credit(kernels[first + 1:last], kernels[first][1], kernels[last][0])
@@ -140,14 +121,13 @@ class _Cpu:
         key, iteration = run
         between()
         with record_function(self._RANGE):
-            start = time.perf_counter_ns()
             iteration()
-            self.order.append((key, (time.perf_counter_ns() - start) / 1e6))
+        self.order.append(key)
         return []
 
-    def iterations(self, events) -> list[dict[str, float]]:
-        return [self._own_times(e) for e in sorted((e for e in events if e.name == self._RANGE),
-                                                   key=lambda e: e.time_range.start)]
+    def iterations(self, profiler) -> list[dict[str, float]]:
+        ranges = (e for e in profiler.events() if e.name == self._RANGE)
+        return [self._own_times(e) for e in sorted(ranges, key=lambda e: e.time_range.start)]
 
     def _own_times(self, whole) -> dict[str, float]:
         """An operator whose own name says nothing passes its time to the one that called it."""

@@ -14,19 +14,21 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from . import records
+from . import command, records
 from .attribution import PARTS
 
 # Okabe and Ito's palette, told apart with any kind of colour blindness (https://jfly.uni-koeln.de/color/, 2002).
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#D55E00", "#000000")
 PART_COLOURS = dict(zip(PARTS, (*COLOURS[:6], "#BBBBBB"), strict=True))
+MODE = "forward+backward"                              # what the ladder's charts show
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "transformer block",
          "figure.dpi": 200, "svg.fonttype": "none", "font.family": "DejaVu Sans"}
 
 
 def digest(lines: list[dict]) -> str:
-    """Names a set of records; it changes when any of them does."""
-    return hashlib.sha256(json.dumps(lines, sort_keys=True).encode()).hexdigest()[:16]
+    """Names a set of records and the code that draws them; it changes when any of them does."""
+    lines = [line for line in lines if line["metric"]["name"] != "wall time"]        # known once the charts are drawn
+    return hashlib.sha256(json.dumps(lines, sort_keys=True).encode() + Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 def save(figure: Figure, stem: str, lines: list[dict]) -> None:
@@ -52,13 +54,8 @@ def ladder(lines: list[dict], stem: str) -> None:
 
 def attributed(lines: list[dict]) -> list[tuple[records.Run, dict[str, float]]]:
     """The steps that were timed and profiled, forward+backward, each with its milliseconds by part."""
-    return [(run, _parts(run)) for run in records.latest(lines).values()
-            if run.info["step"][0].isdigit() and run.best("forward+backward") and _parts(run)]
-
-
-def _parts(run: records.Run) -> dict[str, float] | None:
-    line = run.find("forward+backward", "time by part")
-    return line["metric"]["extra_info"].get("parts") if line else None
+    return [(run, run.parts(MODE)) for run in records.latest(lines).values()
+            if run.info["step"][0].isdigit() and run.status == "ok" and run.best(MODE) and run.parts(MODE)]
 
 
 def _name(run: records.Run) -> str:
@@ -68,8 +65,8 @@ def _name(run: records.Run) -> str:
 
 def _stacked(timed) -> Figure:
     """All steps, and beside them the fast ones on a scale of their own: the first would hide them."""
-    slowest = timed[0][0].best_ms("forward+backward")
-    fast = [one for one in timed if one[0].best_ms("forward+backward") < slowest / 3] or timed
+    slowest = timed[0][0].best_ms(MODE)
+    fast = [one for one in timed if one[0].best_ms(MODE) < slowest / 3] or timed
     figure, axes = plt.subplots(1, 2, figsize=(8, 4.2), layout="constrained", width_ratios=(len(timed), len(fast)))
     for axis, shown in zip(axes, (timed, fast), strict=True):
         for place, (run, parts) in enumerate(shown):
@@ -78,8 +75,8 @@ def _stacked(timed) -> Figure:
                 axis.bar(place, parts[part], bottom=bottom, color=PART_COLOURS[part], width=0.7, edgecolor="white",
                          linewidth=0.4, label=part if place == 0 else None)
                 bottom += parts[part]
-            axis.text(place, bottom, f"{bottom:.3g}", ha="center", va="bottom")
-            limit = run.value("forward+backward", "limit", run.best("forward+backward"))
+            axis.text(place, bottom, command.figures(run.best_ms(MODE)), ha="center", va="bottom")
+            limit = run.value(MODE, "limit", run.best(MODE))
             if limit:
                 axis.plot((place - 0.42, place + 0.42), (limit, limit), color="black", linewidth=1.6,
                           label="limit of this machine" if place == 0 else None)
@@ -103,27 +100,22 @@ def _waterfalls(timed) -> Figure:
     return figure
 
 
-def _digits(ms: float) -> int:
-    """How many decimals a time of this size is shown with: three figures in all."""
-    return 0 if ms >= 100 else 1 if ms >= 10 else 2
-
-
 def _waterfall(axis, before, after, labelled: bool) -> None:
     (a, parts_a), (b, parts_b) = before, after
-    start, end = (run.value("forward+backward", "time by part") for run in (a, b))
+    start, end = a.best_ms(MODE), b.best_ms(MODE)
     changes = [(part, parts_b[part] - parts_a[part]) for part in PARTS]
     changes.append(("unexplained", end - start - sum(change for _, change in changes)))
     axis.barh(0, start, color="#444444")
     at = furthest = start
     for place, (part, change) in enumerate(changes, 1):
         axis.barh(place, change, left=at, color=PART_COLOURS.get(part, "white"), edgecolor="black", linewidth=0.4)
-        axis.text(max(at, at + change), place, f" {change:+.{_digits(start)}f}", va="center", fontsize=7)
+        axis.text(max(at, at + change), place, " " + command.figures(change, "+"), va="center", fontsize=7)
         axis.plot((at + change, at + change), (place - 0.4, place + 1.4), color="#888888", linewidth=0.5)
         at += change
         furthest = max(furthest, at)
     axis.barh(len(changes) + 1, end, color="#444444")
     for place, value in ((0, start), (len(changes) + 1, end)):
-        axis.text(value, place, f" {value:.{_digits(start)}f}", va="center", fontsize=7)
+        axis.text(value, place, f" {command.figures(value)}", va="center", fontsize=7)
     axis.set_xlim(0, 1.25 * max(furthest, end))
     axis.set_yticks(range(len(changes) + 2), ["before", *(part for part, _ in changes), "after"] if labelled
                     else [""] * (len(changes) + 2), fontsize=7)
@@ -134,8 +126,8 @@ def _waterfall(axis, before, after, labelled: bool) -> None:
 
 
 def lines_chart(series: dict[str, list[tuple[float, float]]], stem: str, recorded: list[dict], x: str, y: str,
-                title: str = "") -> None:
-    """STEM: name -> [(x, y), ...] as lines on two logarithmic axes."""
+                title: str, marks: dict[str, float]) -> None:
+    """STEM: name -> [(x, y), ...] as lines on two logarithmic axes; `marks`, text -> x, as dotted lines."""
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
         for (name, points), colour, marker in zip(series.items(), COLOURS * 2, "osD^vPX*" * 2, strict=False):
@@ -151,6 +143,9 @@ def lines_chart(series: dict[str, list[tuple[float, float]]], stem: str, recorde
         axis.set_xlabel(x)
         axis.set_ylabel(y)
         axis.set_title(title, fontsize=9)
+        for row, (word, at) in enumerate(marks.items()):
+            axis.axvline(at, color="#888888", linewidth=0.8, linestyle=":")
+            axis.text(at, 0.01 + 0.05 * row, f" {word}", transform=axis.get_xaxis_transform(), fontsize=7)
         axis.legend(frameon=False, fontsize=8)
         save(figure, stem, recorded)
 

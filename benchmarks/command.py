@@ -12,6 +12,8 @@ from tabulate import tabulate
 from common import report, run
 from common.run import EXIT
 
+from . import records
+
 
 def parser(name: str, doc: str) -> argparse.ArgumentParser:
     """The command line of study `name`, whose docstring is `doc`; `parse` reads it."""
@@ -20,7 +22,7 @@ def parser(name: str, doc: str) -> argparse.ArgumentParser:
     run.shape_arguments(found)
     found.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (default: auto)")
     found.add_argument("--rounds", type=int, metavar="N",
-                       help="interleaved samples of each case (default: 40 on a GPU, 12 on a CPU)")
+                       help="interleaved samples of each case (default: 32 on a GPU, 12 on a CPU)")
     found.add_argument("--quick", action="store_true", help="8 rounds: a look, not a measurement")
     found.add_argument("--seed", type=int, default=0, help="of parameters, inputs and order (default: 0)")
     found.add_argument("--json", metavar="FILE", help="append one JSON line per metric")
@@ -39,13 +41,14 @@ def parse(found: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
         options.device = run.device_of(options.device)
         on_gpu = options.device.type == "cuda"
         options.config = run.config_of(options).replace(amp_dtype=torch.float16 if on_gpu else torch.bfloat16)
-        options.rounds = options.rounds or (8 if options.quick else 40 if on_gpu else 12)
+        if options.rounds is None:
+            options.rounds = 8 if options.quick else 32 if on_gpu else 12
         if options.rounds < 6:
             raise ValueError(f"--rounds {options.rounds}: give at least 6, fewer bound no median")
         if abs(options.seed) >= 10**18:
             raise ValueError(f"--seed {options.seed}: give a number of at most 18 digits")
-        if options.chart and not Path(options.chart).resolve().parent.is_dir():
-            raise ValueError(f"--chart {options.chart}: no such folder; make it first")
+        if options.chart and not os.access(Path(options.chart).resolve().parent, os.W_OK | os.X_OK):
+            raise ValueError(f"--chart {options.chart}: no folder that can be written; make it first")
     except ValueError as error:
         usage(found, str(error))
     options.launches = report.LAUNCHES if on_gpu else report.LAUNCHES[:1]
@@ -77,11 +80,23 @@ def shown_to_a_person(name: str, output: report.Output | None = None):
         print(f"{name}: error: --json {output.path}: {error}; {output.count} records were written, give a file with "
               "room for more", file=sys.stderr)
         sys.exit(EXIT["failed"])
-    except torch.OutOfMemoryError as error:
-        print(f"{name}: out of memory: {str(error).splitlines()[0]}; give a smaller shape", file=sys.stderr)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        print(f"{name}: out of memory: {(str(error) or 'no message').splitlines()[0]}; give a smaller shape",
+              file=sys.stderr)
         sys.exit(EXIT["oom"])
     except BrokenPipeError:                        # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError) as error:         # a full disk under the compiler's caches, a bad recorded file
+        if not isinstance(error, OSError | records.BadRecords):
+            raise
+        print(f"{name}: error: {error}", file=sys.stderr)
+        sys.exit(EXIT["failed"])
+
+
+def figures(value: float, sign: str = "") -> str:
+    """Three figures, without an exponent: 0.123, 1.23, 12.3, 123, 1,234; with sign "+" that of any number is shown."""
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+    return f"{value:{sign},.{digits}f}"
 
 
 def table(rows: list[list], headers: list[str], width: int | None = None) -> str:

@@ -3,16 +3,18 @@
     python -m benchmarks.compare old.jsonl new.jsonl
     python -m benchmarks.compare old.jsonl new.jsonl --fail-above 5%
 
-Milliseconds of different days can't be compared as they are: clocks and neighbours differ. So each run's median is
-divided by the time of a matmul and a copy that were sampled in between (`cal`), and the difference is held against the
-noise: the spread of the medians within the runs, and the floor between processes of the same code, from at least five
-of them (`python -m benchmarks.ladder --processes 5`): in the files themselves, or in --noise. The verdict is
+Milliseconds of different days can't be compared as they are: clocks and neighbours differ. So the change of each time
+is held against that of a matmul and a copy which were sampled in between, weighted by the share of the row's time that
+goes to matmuls and attention (half where that was not profiled), and what is left against the noise: the spread of the
+medians within a process, and between processes of the same code, from at least five of them (`python -m
+benchmarks.ladder --processes 5`): in the files themselves, in --noise, or recorded for this GPU. The verdict is
 
     FASTER, SLOWER   the difference is beyond the noise
     SAME             it is not, and a difference of 5 % would have been
     UNSURE           it is not, and the noise is too large to say more
+    LOST             ok in the old file, and in the new one it failed
 
-Exit status: 0 ok, 1 something is SLOWER by more than --fail-above, 2 usage, files that don't go together included.
+Exit status: 0 ok, 1 a row is SLOWER by more than --fail-above, or LOST, 2 usage, files that don't go together included.
 """
 import argparse
 import dataclasses
@@ -26,10 +28,12 @@ from common import timing
 from common.run import EXIT
 
 from . import command, records
+from .records import Run
 
 RESOLUTION = 0.05                     # a difference that SAME excludes
 NO_FLOOR = 0.05                       # what is assumed of processes where fewer than five have been recorded
 PROCESSES = 5                         # of the same code, at the least, for a floor
+REACH = 2.5                           # standard deviations of one process: at 2, one row in twenty would be called
 
 
 @dataclass(frozen=True)
@@ -45,49 +49,67 @@ class What:
 
 @dataclass(frozen=True)
 class Measured:
-    """One row of a file: over all processes that measured it."""
+    """One row of a file, over all processes that measured it; times in ms."""
     ms: float                         # the median of their medians
-    scaled: float                     # the same of median / calibration; `ms` where there is no calibration
-    within: float                     # half-width of the 95 % interval of the median within a process, relative
-    between: float | None             # the same of the median over processes, relative; None with fewer than five
-    calibrated: bool
+    gemm: float | None                # the same of the calibration; None where there is none
+    copy: float | None
+    share: float | None               # of its time that goes to matmuls and attention; None where it was not profiled
+    within: float                     # reach of the 95 % interval of the median within a process, relative
+    between: float | None             # reach of one process's median, relative; None with fewer than five
+    processes: int
 
 
-def rows(lines: list[dict]) -> dict[What, list[dict]]:
-    """What was measured -> its latency records, one a process."""
-    found: dict[What, list[dict]] = {}
-    for line in lines:
-        extra, info = line["metric"]["extra_info"], line["benchmark"]["extra_info"]
-        if line["metric"]["name"] != "latency" or not line["metric"]["benchmark_values"] or extra.get("emulated"):
+def what(line: dict) -> What:
+    """What a latency record measures."""
+    info = line["benchmark"]["extra_info"]
+    return What(records.label(line, engine=False), line["benchmark"]["mode"], line["metric"]["extra_info"]["launch"],
+                line["model"]["name"], f"{line['benchmark']['dtype']}, {info['parameter_dtype']}",
+                line["runners"][0]["name"])
+
+
+def rows(lines: list[dict]) -> dict[What, list[Run]]:
+    """What was measured -> its runs, one a process, of those that ended well."""
+    found: dict[What, list[Run]] = {}
+    for run in records.runs(lines):
+        if run.status != "ok":
             continue
-        what = What(records.label(line), line["benchmark"]["mode"], extra["launch"], line["model"]["name"],
-                    f"{line['benchmark']['dtype']}, {info['parameter_dtype']}", line["runners"][0]["name"])
-        found.setdefault(what, []).append(line)
+        for line in run.lines:
+            extra = line["metric"]["extra_info"]
+            if line["metric"]["name"] == "latency" and line["metric"]["benchmark_values"] and not extra.get("emulated"):
+                found.setdefault(what(line), []).append(run)
     return found
 
 
-def measured(latencies: list[dict]) -> Measured:
-    """One row from the latency records of all processes that measured it."""
-    medians, scaled, widths = [], [], []
-    calibrated = all(all(line["metric"]["extra_info"].get("calibration", {}).get(name) for name in ("gemm", "copy"))
-                     for line in latencies)
-    for line in latencies:
-        samples, extra = line["metric"]["benchmark_values"], line["metric"]["extra_info"]
-        median = statistics.median(samples)
-        low, high = timing.median_interval(samples)
+def measured(where: What, runs: list[Run]) -> Measured:
+    """One row from the runs that measured it."""
+    medians, widths, units, shares = [], [], {"gemm": [], "copy": []}, []
+    for run in runs:
+        line = run.find(where.mode, "latency", where.launch)
+        samples, calibration = line["metric"]["benchmark_values"], line["metric"]["extra_info"].get("calibration") or {}
+        median, (low, high) = statistics.median(samples), timing.median_interval(samples)
         if math.isinf(high):                              # fewer than six samples: as wide as they are apart
             low, high = min(samples), max(samples)
         medians.append(median)
         widths.append((high - low) / 2 / median)
-        unit = sum(statistics.median(extra["calibration"][name]) for name in ("gemm", "copy")) if calibrated else 1.0
-        scaled.append(median / unit)
-    return Measured(statistics.median(medians), statistics.median(scaled), statistics.median(widths), spread(scaled),
-                    calibrated)
+        for name, taken in units.items():
+            if calibration.get(name):
+                taken.append(statistics.median(calibration[name]))
+        if parts := run.parts(where.mode):
+            shares.append((parts["GEMM"] + parts["attention"]) / sum(parts.values()))
+    gemm, copy = (statistics.median(taken) if len(taken) == len(runs) else None for taken in units.values())
+    share = statistics.median(shares) if shares else None
+    between = None
+    if len(runs) >= PROCESSES:
+        scaled = medians if gemm is None else [
+            median / clock(a / gemm, b / copy, share) for median, a, b in zip(medians, *units.values(), strict=True)]
+        between = REACH * statistics.stdev(scaled) / statistics.mean(scaled)
+    return Measured(statistics.median(medians), gemm, copy, share, statistics.median(widths), between, len(runs))
 
 
-def spread(values: list[float]) -> float | None:
-    """How far one process may be from the median of all, relative: twice the standard deviation. None below five."""
-    return 2 * statistics.stdev(values) / statistics.mean(values) if len(values) >= PROCESSES else None
+def clock(gemm: float, copy: float, share: float | None) -> float:
+    """How much longer a machine should take for a row, from how much longer it takes for a matmul and a copy."""
+    share = 0.5 if share is None else share
+    return share * gemm + (1 - share) * copy
 
 
 def floors(lines: list[dict]) -> dict[What, float]:
@@ -95,41 +117,65 @@ def floors(lines: list[dict]) -> dict[What, float]:
 
     Five processes tell a row's own spread badly: none is taken for less than the median of all rows of the file.
     """
-    found = {what: measured(latencies).between for what, latencies in rows(lines).items()}
-    found = {what: floor for what, floor in found.items() if floor is not None}
-    return {what: max(floor, statistics.median(found.values())) for what, floor in found.items()}
+    found = {where: measured(where, runs).between for where, runs in rows(lines).items()}
+    found = {where: floor for where, floor in found.items() if floor is not None}
+    return {where: max(floor, statistics.median(found.values())) for where, floor in found.items()}
+
+
+def noise_of(side: Measured, floor: float) -> float:
+    """How far the row may be off, relative: a median over n processes is nearer than that of one."""
+    reach = max(side.within, floor)
+    return reach if side.processes < PROCESSES else 1.25 * reach / math.sqrt(side.processes)
 
 
 def verdict(old: Measured, new: Measured, floor: float) -> tuple[float, float, str]:
     """(difference, noise, verdict); difference and noise are relative to old, the difference positive where slower."""
-    calibrated = old.calibrated and new.calibrated
-    before, after = (old.scaled, new.scaled) if calibrated else (old.ms, new.ms)
-    difference = after / before - 1
-    noise = math.sqrt(old.within**2 + new.within**2 + 2 * floor**2)
+    expected = 1.0
+    if None not in (old.gemm, new.gemm, old.copy, new.copy):
+        known = [share for share in (old.share, new.share) if share is not None]
+        expected = clock(new.gemm / old.gemm, new.copy / old.copy, statistics.mean(known) if known else None)
+    difference = new.ms / old.ms / expected - 1
+    noise = math.hypot(noise_of(old, floor), noise_of(new, floor))
     if abs(difference) > noise:
         return difference, noise, "SLOWER" if difference > 0 else "FASTER"
-    return difference, noise, "SAME" if abs(difference) + noise <= RESOLUTION or noise <= RESOLUTION / 2 else "UNSURE"
+    return difference, noise, "SAME" if noise <= RESOLUTION else "UNSURE"
 
 
 def together(old: dict[What, list], new: dict[What, list], force: bool) -> list[tuple[What, What]]:
     """Which rows of the two files measure the same. Raises ValueError where they differ in what must not.
 
-    With `force` what differs between the files as wholes, the GPU say, does not count.
+    Of every step that both hold, the GPU, the shape and the dtype must agree; with `force` they need not, as long as
+    it is clear which row is which.
     """
     ignored = []
-    for name in ("gpu", "shape", "dtype", "step"):
-        sides = [{getattr(what, name) for what in side} for side in (old, new)]
-        if not sides[0] & sides[1]:
-            if not force:
-                raise ValueError(f"{name} differs: {' and '.join(sorted(sides[0]))} in the old, "
-                                 f"{' and '.join(sorted(sides[1]))} in the new; --force compares them all the same")
-            ignored.append(name)
+    steps = [{where.step for where in side} for side in (old, new)]
+    common = steps[0] & steps[1]
+    if not common:
+        if not force or max(map(len, steps)) > 1:
+            raise ValueError(_differs("step", *steps, force))
+        ignored.append("step")
+    for name in ("gpu", "shape", "dtype"):
+        for step in sorted(common):
+            sides = [{getattr(where, name) for where in side if where.step == step} for side in (old, new)]
+            if not sides[0] & sides[1]:
+                if not force:
+                    raise ValueError(_differs(f"{name} of {step}", *sides, force))
+                ignored.append(name)
+    if not common:
+        ignored += ["gpu", "shape", "dtype"]
     blank = dict.fromkeys(ignored, "")
-    known = {dataclasses.replace(what, **blank): what for what in old}
-    pairs = [(known[key], what) for what in new if (key := dataclasses.replace(what, **blank)) in known]
+    keys = [{dataclasses.replace(where, **blank): where for where in side} for side in (old, new)]
+    if any(len(known) < len(side) for known, side in zip(keys, (old, new), strict=True)):
+        raise ValueError("--force: a file holds several rows that would count as the same; give files of one each")
+    pairs = [(keys[0][key], where) for key, where in keys[1].items() if key in keys[0]]
     if not pairs:
         raise ValueError("no row of the one is in the other: steps, shapes, dtypes and ways of launching must agree")
     return pairs
+
+
+def _differs(name: str, old: set[str], new: set[str], force: bool) -> str:
+    return (f"{name} differs: {' and '.join(sorted(old))} in the old, {' and '.join(sorted(new))} in the new; "
+            + ("even --force can't tell which goes with which" if force else "--force compares them all the same"))
 
 
 def versions(old: list[dict], new: list[dict]) -> list[str]:
@@ -142,30 +188,45 @@ def versions(old: list[dict], new: list[dict]) -> list[str]:
             for name in sorted(sides[0]) if sides[0][name] != sides[1][name]]
 
 
-def compare(old: list[dict], new: list[dict], noise: list[dict], force: bool) -> tuple[list[list], list[str], float]:
-    """(rows, headers, the largest SLOWER difference). Raises ValueError where the files don't go together."""
+def compare(old: list[dict], new: list[dict], noise: list[dict], force: bool
+            ) -> tuple[list[list], list[str], dict[str, float]]:
+    """(rows, headers, {row in words: difference} of those SLOWER). Raises ValueError where files don't go together."""
     before, after = rows(old), rows(new)
     for side, name in ((before, "old"), (after, "new")):
         if not side:
             raise ValueError(f"the {name} file holds no timings")
     known = floors(noise) | floors(old) | floors(new)
-    found, worst = [], 0.0
-    for a, b in together(before, after, force):
-        left, right = measured(before[a]), measured(after[b])
-        floor = max((known[what] for what in (a, b) if what in known), default=NO_FLOOR)
-        difference, width, word = verdict(left, right, floor)
+    pairs = together(before, after, force)
+    several = len({b.shape for _, b in pairs}) > 1
+    found, slower = [], {}
+    for a, b in pairs:
+        left, right = measured(a, before[a]), measured(b, after[b])
+        floor = max((known[where] for where in (a, b) if where in known), default=None)
+        difference, width, word = verdict(left, right, floor or NO_FLOOR)
         if word == "SLOWER":
-            worst = max(worst, difference)
-        own = [_noise(side, known.get(what)) for side, what in ((left, a), (right, b))]
-        found.append([b.step, b.mode, b.launch, f"{left.ms:.3f}", own[0], f"{right.ms:.3f}", own[1],
-                      f"{right.ms - left.ms:+.3f}", f"{100 * difference:+.1f} %", f"{100 * width:.1f} %", word])
-    headers = ["step", "pass", "launch", "old ms", "noise", "new ms", "noise", "difference ms", "percent (by cal)",
-               "seen from", "verdict"]
-    return found, headers, worst
+            slower[f"{b.step}, {b.mode}, {b.launch}"] = difference
+        own = [f"{100 * noise_of(side, floor or NO_FLOOR):.1f} %{'' if floor else '?'}" for side in (left, right)]
+        found.append([b.step, *([b.shape] if several else []), b.mode, b.launch, f"{left.ms:.3f}", own[0],
+                      f"{right.ms:.3f}", own[1], f"{right.ms - left.ms:+.3f}", f"{100 * difference:+.1f} %",
+                      f"{100 * width:.1f} %", word])
+    headers = ["step", *(["shape"] if several else []), "pass", "launch", "old ms", "noise", "new ms", "noise",
+               "difference ms", "percent (by cal)", "seen from", "verdict"]
+    return found, headers, slower
 
 
-def _noise(side: Measured, floor: float | None) -> str:
-    return f"{100 * math.hypot(side.within, floor or NO_FLOOR):.1f} %" + ("" if floor else "?")
+def unmatched(old: list[dict], new: list[dict], force: bool) -> tuple[list[str], list[str]]:
+    """(rows that are in one file alone, rows that were ok in the old one and failed in the new one), in words."""
+    before, after = rows(old), rows(new)
+    pairs = together(before, after, force)
+    bad = {records.label(run.lines[-1], engine=False): run.info["reason"] for run in records.runs(new)
+           if run.status in ("failed", "oom")}
+    lost = [f"LOST: {step}: {bad[step]}" for step in dict.fromkeys(where.step for where in before) if step in bad]
+    alone = []
+    for side, place, name in ((before, 0, "old"), (after, 1, "new")):
+        matched = {pair[place] for pair in pairs}
+        alone += [f"only in the {name} file: {where.step}, {where.shape}, {where.mode}, {where.launch}"
+                  for where in side if where not in matched and where.step not in bad]
+    return alone, lost
 
 
 def fraction(text: str) -> float:
@@ -179,13 +240,11 @@ def fraction(text: str) -> float:
     return value
 
 
-def recorded_noise(lines: list[dict]) -> Path | None:
-    """The processes of the same code that were recorded for this GPU, if any."""
+def recorded_noise(lines: list[dict]) -> list[dict]:
+    """The processes of the same code that were recorded for these GPUs, if any."""
     names = {line["runners"][0]["name"] for line in lines}
-    for path in sorted((Path(__file__).parent / "results").glob("*/noise*.jsonl")):
-        if {line["runners"][0]["name"] for line in records.read(path)} == names:
-            return path
-    return None
+    return [line for path in sorted((Path(__file__).parent / "results").glob("*/noise*.jsonl"))
+            for line in records.read(path) if line["runners"][0]["name"] in names]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -201,9 +260,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         old, new = records.read(options.old), records.read(options.new)
-        path = options.noise or recorded_noise(new)
-        noise = records.read(path) if path else []
-        found, headers, worst = compare(old, new, noise, options.force)
+        noise = records.read(options.noise) if options.noise else recorded_noise(new)
+        found, headers, slower = compare(old, new, noise, options.force)
+        alone, lost = unmatched(old, new, options.force)
     except ValueError as error:
         command.usage(parser, str(error))
     with command.shown_to_a_person("compare"):
@@ -213,9 +272,17 @@ def main(argv: list[str] | None = None) -> int:
                                if word in words))
         if any("?" in str(cell) for row in found for cell in row):
             print(f"?: fewer than {PROCESSES} processes of the same code recorded: {100 * NO_FLOOR:.0f} % is assumed")
-        for line in versions(old, new):
-            print(f"differs: {line}")
-    return EXIT["failed" if options.fail_above is not None and worst > options.fail_above else "ok"]
+        for line in (*lost, *alone, *(f"differs: {line}" for line in versions(old, new))):
+            print(line)
+    limit = options.fail_above
+    if limit is None:
+        return EXIT["ok"]
+    for row, difference in slower.items():
+        if difference > limit:
+            print(f"compare: {row} is {100 * difference:.1f} % slower", file=sys.stderr)
+    if "UNSURE" in words:
+        print(f"compare: {words.count('UNSURE')} rows are UNSURE: a slowdown could hide in them", file=sys.stderr)
+    return EXIT["failed" if lost or any(difference > limit for difference in slower.values()) else "ok"]
 
 
 if __name__ == "__main__":

@@ -39,12 +39,12 @@ def measure(study) -> None:
                 if ncu is None:
                     raise RuntimeError("ncu is not on the PATH: install Nsight Compute")
                 kernels = _count(ncu, study.cases[key].step, result.config, mode)
-            except RuntimeError as error:
+                parts = {"block": kernels}
+                if mode == "forward":
+                    parts["attention"] = attention(kernels, by_hand=study.cases[key].step < 2)
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
                 study.write([report.record(result, "dram traffic", "bytes", [], mode, reason=str(error))])
                 continue
-            parts = {"block": kernels}
-            if mode == "forward":
-                parts["attention"] = attention(kernels, by_hand=study.cases[key].step < 2)
             extra = {part: {way: sum(kernel[way] for kernel in some) for way in METRICS} | {"kernels": len(some)}
                      for part, some in parts.items()}
             study.write([report.record(result, "dram traffic", "bytes",
@@ -63,11 +63,10 @@ def _count(ncu: str, step: int, config: BlockConfig, mode: str) -> list[dict]:
                    "--clock-control": "none"}
         watched = [sys.executable, "-m", "benchmarks.counters", str(step), mode, json.dumps(shape)]
         done = subprocess.run([ncu, "--csv", *(word for option in options.items() for word in option), *watched],
-                              cwd=steps.ROOT, capture_output=True, text=True)
+                              cwd=steps.ROOT, capture_output=True, text=True, timeout=600)
         text = log.read_text() if log.exists() else ""
     if done.returncode:
-        said = (done.stderr or done.stdout or text).strip().splitlines() or ["no message"]
-        raise RuntimeError(f"ncu: {said[-1]}")
+        raise RuntimeError(_reason(text + done.stdout) or (done.stderr.strip().splitlines() or ["ncu: no message"])[-1])
     return parse(text)
 
 
@@ -75,18 +74,26 @@ def parse(text: str) -> list[dict]:
     """Kernels from ncu's raw CSV page: [{"name", "read", "written"}, ...]. Raises RuntimeError where there are none."""
     table = [row for row in csv.reader(io.StringIO("\n".join(line for line in text.splitlines() if line[:1] == '"')))]
     if len(table) < 3 or not {"Kernel Name", *METRICS.values()} <= set(table[0]):
-        reason = next((line for line in text.splitlines() if "==ERROR==" in line), "it saw no kernel")
-        raise RuntimeError(f"ncu: {reason.removeprefix('==ERROR== ')}")
+        raise RuntimeError(_reason(text) or "ncu: it saw no kernel")
     rows = [dict(zip(table[0], row, strict=True)) for row in table[2:]]                # the second row holds units
     return [{"name": row["Kernel Name"]} | {way: float(row[metric].replace(",", "")) for way, metric in METRICS.items()}
             for row in rows]
+
+
+def _reason(text: str) -> str | None:
+    """ncu's own error line."""
+    line = next((line for line in text.splitlines() if "==ERROR==" in line), None)
+    return line and f"ncu: {line.removeprefix('==ERROR== ')}"
 
 
 def attention(kernels: list[dict], by_hand: bool) -> list[dict]:
     """The kernels of a forward between the QKV projection and the output projection."""
     matmuls = [place for place, kernel in enumerate(kernels)
                if attribution.category(kernel["name"]) == "GEMM" and "splitKreduce" not in kernel["name"]]
-    return kernels[matmuls[0] + 1:matmuls[3 if by_hand else 1]]
+    last = 3 if by_hand else 1
+    if len(matmuls) <= last:
+        raise RuntimeError("the projections are not among the kernels that ncu named")
+    return kernels[matmuls[0] + 1:matmuls[last]]
 
 
 def table(lines: list[dict], mode: str, width: int | None = None) -> str:

@@ -6,7 +6,8 @@
 
 Every step is checked against FP64 before it is timed. `x previous` is the median of the ratios within one round, with
 its 95 % bootstrap interval; SAME where that holds 1. Then, for each pair of neighbours, where the milliseconds went,
-from profiled kernels of the same run. Exit status: 0 ok, 1 a step failed, 2 usage, 130 interrupted.
+from profiled kernels of the same run. Exit status: 0 ok, 1 a step failed, 2 usage,
+3 out of memory, 130 interrupted.
 """
 import argparse
 import itertools
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 
 from common import device as machine
-from common import harness, parameters, report, steps
+from common import harness, report, steps
 from common.config import BlockConfig
 from common.run import EXIT
 
@@ -48,8 +49,8 @@ def cases(config: BlockConfig, device: torch.device, names: tuple[str, ...] = RO
     return found
 
 
-def measure(options: argparse.Namespace) -> list[dict]:
-    """The records of one process that measured all of `options.steps` together."""
+def measure(options: argparse.Namespace) -> Study:
+    """The study of one process that measures all of `options.steps` together."""
     study = Study("ladder", options)
     for case in cases(options.config, options.device, options.steps):
         study.prepare(case)
@@ -58,14 +59,12 @@ def measure(options: argparse.Namespace) -> list[dict]:
     if options.counters:
         study.say("counting DRAM traffic")
         counters.measure(study)
-    print(study.finish(), file=sys.stderr)
-    return study.lines
+    return study
 
 
 def holds_all(options: argparse.Namespace) -> bool:
     """Whether all steps fit into this GPU together: each with a captured graph, which keeps its memory."""
-    needed = sum(parameters.memory_needed(case.config, case.step, options.device)
-                 for case in cases(options.config, options.device, options.steps))
+    needed = sum(case.memory_needed(options.device) for case in cases(options.config, options.device, options.steps))
     return needed < 0.9 * machine.memory_total(options.device)
 
 
@@ -77,12 +76,27 @@ def in_processes(options: argparse.Namespace, each: list[tuple[str, ...]], argv:
             path = Path(folder) / f"{number}.jsonl"
             command_line = [sys.executable, "-m", "benchmarks.ladder", *argv, "--steps", ",".join(rows),
                             "--processes", "1", "--chart", "", "--json", str(path)]
+            status = None
             try:
-                subprocess.run(command_line, cwd=steps.ROOT, stdout=subprocess.DEVNULL, check=False)
+                status = subprocess.run(command_line, cwd=steps.ROOT, stdout=subprocess.DEVNULL).returncode
             finally:                                                 # interrupted: what it finished is kept
                 found = records.read(path) if path.exists() and path.stat().st_size else []
+                if status not in (None, EXIT["ok"], EXIT["failed"]):
+                    found += _died(options, rows, found, status)
                 options.output.write(found)
                 lines += found
+    return lines
+
+
+def _died(options: argparse.Namespace, rows: tuple[str, ...], found: list[dict], status: int) -> list[dict]:
+    """A record for each row that a process which ended early did not finish."""
+    facts, lines = machine.facts(options.device), []
+    finished = {run.info["step"] for run in records.runs(found) if run.best(report.MODES[-1])}
+    for case in cases(options.config, options.device, rows):
+        if case.name not in finished:
+            r = report.Report(case.name, case.config, "float32", facts, "failed", f"its process ended with {status}",
+                              study="ladder")
+            lines.append(report.record(r, "status", "", [], "run"))
     return lines
 
 
@@ -95,7 +109,7 @@ def ladder(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
     for run in found:
         launch = run.best(mode)
         error = run.value("check", "branch error")
-        if launch is None:
+        if launch is None or run.status != "ok":
             rows.append([run.label, run.status, "", *[""] * 9, f"{error:.1e}" if error else "", ""])
             continue
         latency = run.find(mode, "latency", launch)["metric"]["extra_info"]
@@ -123,45 +137,48 @@ def versus(previous: Run, run: Run, mode: str) -> str:
 
 
 def bound_by(run: Run, mode: str) -> str:
-    """launch, memory or compute: what most of the time of the faster way of launching goes to."""
-    launch, median = run.best(mode), run.best_ms(mode)
-    enqueue = run.value(mode, "enqueue", "eager")
-    if launch == "eager" and enqueue and enqueue >= 0.95 * median:
+    """launch, memory or compute: what most of the time of the faster way of launching goes to.
+
+    compute: matmuls and attention, as far as their FLOPs and not their bytes set the limit of this machine for them.
+    """
+    parts, limit = run.parts(mode), run.find(mode, "limit", run.best(mode))
+    if run.best(mode) == "eager" and run.launch_bound(mode):
         return "launch"
-    parts = parts_of(run, mode)
-    if parts is None:
+    if parts is None or limit is None:
         return "n/a"
-    if parts[IDLE] > 0.5 * sum(parts.values()):
+    whole, flop_bound = sum(parts.values()), limit["metric"]["extra_info"]["flop_bound"]
+    if parts[IDLE] > 0.5 * whole:
         return "launch"
-    return "compute" if parts["GEMM"] + parts["attention"] > 0.5 * sum(parts.values()) else "memory"
-
-
-def parts_of(run: Run, mode: str) -> dict[str, float] | None:
-    """Milliseconds by part of an iteration, from its profiled kernels."""
-    line = run.find(mode, "time by part")
-    return line["metric"]["extra_info"].get("parts") if line else None
+    return "compute" if flop_bound * (parts["GEMM"] + parts["attention"]) > 0.5 * whole else "memory"
 
 
 def attribution(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
     """(rows, headers): for each pair of neighbours, how many ms each part gave, what the profile leaves unexplained.
 
-    Positive: the later step spends that much less. `timed` is the difference of the two medians, `profiled` that of the
-    profiled iterations by the same clock. Unexplained is what clock and kernels differ by over these iterations; its
-    bound is the larger of 5 % of the difference and 0.5 % of the slower step.
+    Positive: the later step spends that much less. Unexplained is the difference of the two medians less that of the
+    two profiled timelines; its bound is the larger of 5 % of the difference and 0.5 % of the slower step.
     """
-    timed = [run for run in records.latest(lines).values()
-             if run.info["step"][0].isdigit() and run.best(mode) and parts_of(run, mode)]
+    timed = [run for run in of_steps(lines) if run.parts(mode)]
     rows = []
     for a, b in itertools.pairwise(timed):
-        before, after = parts_of(a, mode), parts_of(b, mode)
-        clocks = a.value(mode, "time by part"), b.value(mode, "time by part")
-        gained = clocks[0] - clocks[1]
-        bound = max(0.05 * abs(gained), 0.005 * max(clocks))
+        before, after = a.parts(mode), b.parts(mode)
+        gained = profiled_ms(a, mode) - profiled_ms(b, mode)
+        bound = max(0.05 * abs(gained), 0.005 * max(profiled_ms(a, mode), profiled_ms(b, mode)))
         unexplained = gained - (sum(before.values()) - sum(after.values()))
-        rows.append([f"{_short(a)} -> {_short(b)}", f"{a.best_ms(mode) - b.best_ms(mode):+.2f}", f"{gained:+.2f}",
+        rows.append([f"{_short(a)} -> {_short(b)}", f"{gained:+.2f}",
                      *(f"{before[part] - after[part]:+.2f}" for part in PARTS), f"{unexplained:+.2f}",
                      f"{bound:.2f}" + ("" if abs(unexplained) <= bound else " EXCEEDED")])
-    return rows, ["pair", "timed", "profiled", *PARTS, "unexplained", "bound"]
+    return rows, ["pair", "gained ms", *PARTS, "unexplained", "bound"]
+
+
+def profiled_ms(run: Run, mode: str) -> float:
+    """The median by the clock of the way of launching that was profiled, from the rounds that were not."""
+    return run.median(mode, run.find(mode, "time by part")["metric"]["extra_info"]["of"])
+
+
+def of_steps(lines: list[dict]) -> list[Run]:
+    """The latest run of each step that is ok."""
+    return [run for run in records.latest(lines).values() if run.info["step"][0].isdigit() and run.status == "ok"]
 
 
 def _short(run: Run) -> str:
@@ -188,8 +205,8 @@ def text(lines: list[dict], width: int | None = None) -> str:
             blocks.append(traffic)
     if len({run.info.get("run") for run in found if run.info["step"][0].isdigit()}) > 1:
         blocks.append("Not all of these were timed in the same rounds: ratios between processes are unpaired.")
-    blocks += [f"{run.label}: {run.status}: {run.info['reason']}" for run in found if run.status != "ok"]
-    return "\n\n".join(blocks)
+    blocks.append("\n".join(records.cautions(found)))
+    return "\n\n".join(filter(None, blocks))
 
 
 def chart_stems(lines: list[dict], stem: str) -> list[str]:
@@ -203,39 +220,43 @@ def draw(lines: list[dict], stem: str) -> None:
         charts.ladder(lines, stem)
 
 
+def rows_of(text_: str) -> tuple[str, ...]:
+    """"0,2" -> ("0", "2"). Raises argparse.ArgumentTypeError."""
+    found = tuple(text_.split(","))
+    if unknown := [name for name in found if name not in ROWS]:
+        raise argparse.ArgumentTypeError(f"no row {unknown[0]!r}; give some of {','.join(ROWS)}")
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = command.parser("ladder", __doc__)
-    parser.add_argument("--steps", default=",".join(ROWS), metavar="LIST",
+    parser.add_argument("--steps", type=rows_of, default=ROWS, metavar="LIST",
                         help=f"which rows, of {','.join(ROWS)} (default: all)")
-    parser.add_argument("--processes", type=int, default=1, metavar="N",
+    parser.add_argument("--processes", type=int, choices=range(1, 100), default=1, metavar="N",
                         help="run the whole N times, each in a process of its own: a noise floor for compare")
     parser.add_argument("--counters", action="store_true", help="bytes read and written in DRAM, by ncu (slow)")
     parser.add_argument("--readme", action="store_true", help="measure nothing: rewrite README.md from recorded runs")
     argv = sys.argv[1:] if argv is None else argv
     options = command.parse(parser, argv)
-    options.steps = tuple(options.steps.split(","))
-    if unknown := [name for name in options.steps if name not in ROWS]:
-        command.usage(parser, f"--steps: no row {unknown[0]!r}; give some of {','.join(ROWS)}")
-    if options.processes < 1:
-        command.usage(parser, f"--processes {options.processes}: give at least 1")
     with command.shown_to_a_person("ladder", options.output):
         if options.readme:
             from . import readme  # it draws on all studies, this one among them
             readme.write()
             return EXIT["ok"]
         harness.use_private_caches()
+        study = None
         if options.processes > 1:
             lines = in_processes(options, [options.steps] * options.processes, argv)
         elif options.device.type == "cuda" and len(options.steps) > 1 and not holds_all(options):
             lines = in_processes(options, [(name,) for name in options.steps], argv)
         else:
-            lines = measure(options)
-        if not lines:
-            print("ladder: nothing was measured", file=sys.stderr)
-            return EXIT["failed"]
+            study = measure(options)
+            lines = study.lines
         print(text(lines))
         if options.chart:
             draw(lines, options.chart)
+        if study:
+            print(study.finish(), file=sys.stderr)
         statuses = {run.status for run in records.latest(lines).values()}
         return EXIT["failed" if statuses & {"failed", "oom"} else "ok"]
 

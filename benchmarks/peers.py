@@ -8,7 +8,9 @@ of the rounds, its time to ours: peers in 16 bits against step 3, FP8 peers agai
 Missing packages are rows with their reason. Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 
 With FP32 parameters te.TransformerLayer returns y in 16 bits; it is timed as it is and with y cast to FP32 as in every
-step. It runs as it comes, so its GELU is a kernel of its own, where step 4 has it ride on the matmul.
+step. It runs as it comes, so its GELU is a kernel of its own, where step 4 has it ride on the matmul. Its residual is
+in 16 bits, as step 4's is; torchao's, whose block is step 2's, is in the dtype of the parameters. All FP8 blocks of
+Transformer Engine in a process share the update of their scales, which costs each of them a little more than alone.
 """
 import functools
 import importlib.util
@@ -122,7 +124,7 @@ class TransformerLayer(Peer):
     def __init__(self, config: BlockConfig, dtype: torch.dtype, output_dtype: torch.dtype, fp8: bool):
         super().__init__(config)
         te = te_emulation.transformer_engine_pytorch
-        self.output_dtype, self.fp8 = output_dtype, fp8
+        self.output_dtype, self.fp8, self.residual_dtype = output_dtype, fp8, config.amp_dtype
         self.engine = f"Transformer Engine {te_emulation.transformer_engine.__version__}"
         self.recipe, self.autocast = te.quantization.DelayedScaling(), te.autocast
         self.layer = te.TransformerLayer(
@@ -153,6 +155,7 @@ def build_torchao(recipe: str, config: BlockConfig, values: dict[str, Tensor], d
     convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(recipe))
     torch._dynamo.config.recompile_limit = 1024
     block.compile(fullgraph=True, dynamic=False)
+    block.residual_dtype = values["mlp.fc.weight"].dtype
     return block
 
 
@@ -160,13 +163,19 @@ def cases(config: BlockConfig, dtype: torch.dtype, device: torch.device) -> list
     """Ours and all peers with parameters of `dtype`."""
     case = functools.partial(Case, config=config, parameter_dtype=dtype)
     no_transformers = "" if importlib.util.find_spec("transformers") else "transformers is not installed"
-    _, engine = te_emulation.choose(config, {name: value.to(dtype) for name, value in parameters.seeded(
+    _, engine = te_emulation.choose(PRESETS["tiny"], {name: value.to(dtype) for name, value in parameters.seeded(
         PRESETS["tiny"]).items()}, device)
     no_te = engine.removeprefix("emulated ").strip("()") if engine.startswith("emulated") else ""
     no_torchao = "" if importlib.util.find_spec("torchao") else "torchao is not installed"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         no_torchao = "FP8 matmuls need a GPU of compute capability 8.9 or later"
-    found = [case(steps.path(n).stem, steps.load(n).build, n, claims=n) for n in (3, 4)]
+    no_fp8 = ""
+    try:
+        config.check_fp8()
+    except ValueError as error:
+        no_fp8 = str(error)
+    found = [case(steps.path(n).stem, steps.load(n).build, n, claims=n, missing=no_fp8 if n == 4 else "")
+             for n in (3, 4)]
     for compiled, word in ((False, ""), (True, ", compiled")):
         found.append(case(f"nn.TransformerEncoderLayer{word}", functools.partial(build, EncoderLayer, compiled), 2))
         found.append(case(f"GPT2Block{word}", functools.partial(build, GPT2, compiled), 2, missing=no_transformers))
@@ -174,10 +183,11 @@ def cases(config: BlockConfig, dtype: torch.dtype, device: torch.device) -> list
         for output in dict.fromkeys((dtype, config.amp_dtype)):
             layer = functools.partial(TransformerLayer, output_dtype=output, fp8=fp8)
             found.append(case(f"te.TransformerLayer {word}, y in {dtype_name(output)}",
-                              functools.partial(build, layer, False), 4 if fp8 else 2, missing=no_te))
+                              functools.partial(build, layer, False), 4 if fp8 else 2,
+                              missing=no_te or (no_fp8 if fp8 else "")))
     for recipe in ("tensorwise", "rowwise"):
         found.append(case(f"torchao float8 {recipe}, compiled", functools.partial(build_torchao, recipe), 4,
-                          missing=no_torchao))
+                          missing=no_torchao or no_fp8))
     return found
 
 
@@ -199,11 +209,10 @@ def text(lines: list[dict], width: int | None = None) -> str:
                         if run.info["parameter_dtype"] == dtype and _engine(run) == engine]
                 blocks.append(f"{mode}, parameters in {dtype}{engine}\n\n" + command.table(
                     rows, ["case", "status", "error", "launch", "ms", "its time / ours [95 %]", "ours"], width))
-    blocks += list(dict.fromkeys(f"{run.info['step']}: {run.status}: {run.info['reason']}" for run in runs
-                                 if run.status != "ok"))
+    blocks.append("\n".join(records.cautions(runs)))
     blocks.append("as published by others, not measured here\n\n" + command.table(
         [list(row) for row in PUBLISHED], ["what", "figure", "shape and hardware", "source"], width))
-    return "\n\n".join(blocks)
+    return "\n\n".join(filter(None, blocks))
 
 
 def _engine(run: records.Run) -> str:
@@ -214,7 +223,7 @@ def _engine(run: records.Run) -> str:
 def _row(run: records.Run, runs: list[records.Run], mode: str) -> list[str]:
     error, launch = run.value("check", "branch error"), run.best(mode)
     cells = [run.info["step"], run.status, f"{error:.1e}" if error else ""]
-    if launch is None:
+    if launch is None or run.status != "ok":
         return [*cells, "", "n/a", "n/a", ""]
     base = ours(run, runs)
     ratio = records.paired(run, base, mode) if base and base is not run else None
@@ -256,10 +265,10 @@ def main(argv: list[str] | None = None) -> int:
             for mode in report.MODES:
                 study.time(mode)
             study.release()
-        print(study.finish(), file=sys.stderr)
         print(text(study.lines))
         if options.chart:
             draw(study.lines, options.chart)
+        print(study.finish(), file=sys.stderr)
         return EXIT["failed" if any(r.status in ("failed", "oom") for r in study.reports.values()) else "ok"]
 
 

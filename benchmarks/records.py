@@ -1,5 +1,6 @@
 """Reading what runs have recorded: JSON lines -> runs of one case each, and the figures in them."""
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterable
@@ -43,18 +44,27 @@ def read(path: Path | str) -> list[dict]:
 def _checked(line: dict) -> dict:
     """The line, if everything that is read of every record is there."""
     info, config = line["benchmark"]["extra_info"], line["benchmark"]["extra_info"]["config"]
+    metric, extra = line["metric"]["name"], line["metric"]["extra_info"]
     _ = (line["benchmark"]["mode"], line["benchmark"]["dtype"], info["step"], info["status"], info["engine"],
          info["parameter_dtype"],
          config["amp_dtype"], config["dropout"], config["fp8_weights"], config["fp8_attention"],
          line["model"]["name"], line["runners"][0]["name"], line["dependencies"].items(),
-         line["metric"]["name"], line["metric"]["extra_info"].get("launch"))
-    if not all(isinstance(value, int | float) for value in line["metric"]["benchmark_values"]):
-        raise ValueError
+         line["runners"][0]["extra_info"])
+    series = [line["metric"]["benchmark_values"]]
+    if metric == "latency":
+        if extra["launch"] not in report.LAUNCHES:
+            raise ValueError
+        series += extra.get("calibration", {}).values()
+    for values in series:
+        if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
+            raise ValueError
+        if metric == "latency" and not all(value > 0 for value in values):
+            raise ValueError
     return line
 
 
-def label(line: dict) -> str:
-    """What was run, in words: the step and whatever is not its default."""
+def label(line: dict, engine: bool = True) -> str:
+    """What was run, in words: the step and whatever is not its default, with the version of Transformer Engine."""
     info = line["benchmark"]["extra_info"]
     config, words = info["config"], [info["step"]]
     default = "float16" if info.get("device", "cuda") == "cuda" else "bfloat16"
@@ -69,8 +79,8 @@ def label(line: dict) -> str:
         words.append(f"weights {config['fp8_weights']}")
     if config["fp8_attention"]:
         words.append("FP8 attention")
-    engine = info["engine"].removeprefix("Transformer Engine ")
-    return ", ".join(words) + (f" (TE {engine})" if engine != info["engine"] else "")
+    version = info["engine"].removeprefix("Transformer Engine ")
+    return ", ".join(words) + (f" (TE {version})" if engine and version != info["engine"] else "")
 
 
 @dataclass
@@ -113,6 +123,16 @@ class Run:
         timed = [(self.median(mode, launch), launch) for launch in report.LAUNCHES if self.samples(mode, launch)]
         return min(timed)[1] if timed else None
 
+    def parts(self, mode: str) -> dict[str, float] | None:
+        """Milliseconds by part of an iteration, from its profiled kernels; None where it was not profiled."""
+        line = self.find(mode, "time by part")
+        return line["metric"]["extra_info"].get("parts") if line else None
+
+    def launch_bound(self, mode: str) -> bool | None:
+        """Whether the host holds the GPU up where kernels are launched one by one; None where that is unknown."""
+        enqueue, eager = self.value(mode, "enqueue", "eager"), self.median(mode, "eager")
+        return enqueue >= report.LAUNCH_BOUND * eager if enqueue and eager else None
+
     def best_ms(self, mode: str) -> float | None:
         """The median of the faster way of launching."""
         launch = self.best(mode)
@@ -139,6 +159,23 @@ def latest(lines: Iterable[dict]) -> dict[str, Run]:
     return found
 
 
+def cautions(found: Iterable[Run]) -> list[str]:
+    """What a reader of these runs must know besides their figures, a line each: none where all is as it should be."""
+    said: dict[str, None] = {}
+    for run in found:
+        if run.status != "ok":
+            said[f"{run.label}: {run.status}: {run.info['reason']}"] = None
+        for line in run.lines:
+            extra, machine = line["metric"]["extra_info"], line["runners"][0]["extra_info"]
+            if reason := extra.get("reason"):
+                said[f"{run.label}, {line['benchmark']['mode']}: {reason}"] = None
+            if machine.get("throttled"):
+                said[f"throttled meanwhile: {', '.join(machine['throttled'])}"] = None
+            if machine.get("neighbours"):
+                said["other processes were on this GPU: " + ", ".join(machine["neighbours"])] = None
+    return list(said)
+
+
 def paired(a: Run, b: Run, mode: str) -> tuple[float, float, float] | None:
     """(ratio, low, high) of a's time to b's, each by its faster way of launching; None where they were not interleaved.
     """
@@ -159,6 +196,8 @@ def provenance(lines: list[dict]) -> str:
                       if "transformer_engine" in line["dependencies"]})
     commits = dict.fromkeys(line["benchmark"]["extra_info"]["git"] or "not recorded" for line in lines)
     driver = first["runners"][0]["extra_info"]["driver"]
-    return (f"{first['runners'][0]['name']}, {first['model']['name']}; {versions}, Transformer Engine "
+    shapes = list(dict.fromkeys(line["model"]["name"] for line in lines))
+    shape = shapes[0] if len(shapes) == 1 else f"{len(shapes)} shapes around {shapes[0]}"
+    return (f"{first['runners'][0]['name']}, {shape}; {versions}, Transformer Engine "
             f"{' and '.join(engines) or 'none'}{f', driver {driver}' if driver else ''}; "
             f"commit {' and '.join(commits)}.")

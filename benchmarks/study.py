@@ -6,15 +6,17 @@ and its table and its chart are drawn from records alone, those of this run or o
 """
 import argparse
 import gc
+import statistics
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
 
-from common import BlockConfig, harness, parameters, report, roofline, timing
+from common import BlockConfig, harness, parameters, report, roofline, te_emulation, timing
 from common import device as machine
 from common.report import Report, Row
 
@@ -34,6 +36,12 @@ class Case:
     parameter_dtype: torch.dtype = torch.float32
     claims: int | None = None          # the step whose evidence it must show; None: none
     missing: str = ""                  # why it can't run on this machine, where that is known beforehand
+    attention_of: int | None = None    # the step whose attention it has, where that is not `step`: for its memory
+
+    def memory_needed(self, device: torch.device) -> int:
+        """Bytes, estimated on the high side."""
+        return parameters.memory_needed(self.config, self.step if self.attention_of is None else self.attention_of,
+                                        device)
 
 
 class Study:
@@ -43,13 +51,15 @@ class Study:
         self.name, self.options, self.device = name, options, options.device
         self.facts = machine.facts(self.device)
         self.neighbours = machine.neighbours(self.device)
-        self.run = Report(name, options.config, "", {}).run
+        self.run = uuid.uuid4().hex[:12]
         self.lines: list[dict] = []                              # every record, written or not
         self.reports: dict[str, Report] = {}
         self.subjects: dict[str, harness.Subject] = {}
         self.cases: dict[str, Case] = {}
         self.peaks = roofline.Peaks({}, 0.0)
+        self._compiled = False                                   # whether a block has been: the first is timed cold
         self.seconds: dict[str, float] = {}
+        self.seconds["starting"] = machine.process_seconds()
         self._phase, self._since = "starting", time.perf_counter()
         self._bar = tqdm(bar_format="{desc}", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False)
 
@@ -70,15 +80,13 @@ class Study:
                         study=self.name, run=self.run, neighbours=self.neighbours)
         key = f"{case.name}, {result.parameter_dtype}, {case.config}, {case.config.amp_dtype}"
         self.reports[key], self.cases[key] = result, case
+        result.matmul = roofline.arithmetic(case.config, case.step, case.parameter_dtype, self.device).matmul
         with harness.judged(result, lambda: self._out_of_memory(case)):
             if case.missing:
                 raise NotImplementedError(case.missing)
-            needed = parameters.memory_needed(case.config, case.step, self.device)
-            if self.device.type == "cpu" and needed > machine.memory_total(self.device):
+            if self.device.type == "cpu" and case.memory_needed(self.device) > machine.memory_total(self.device):
                 raise MemoryError                                  # Linux would kill the process instead
-            self.subjects[key] = harness.prepare(case.build, case.step, case.parameter_dtype, self.device,
-                                                 self.options.seed, result,
-                                                 lambda what: self.say(f"{what}: {case.name}"))
+            self.subjects[key] = self._prepared(case, result)
             if result.emulated:
                 raise NotImplementedError("emulated: its numerics are real, its time would mean nothing")
             self._measure_peaks(case, self.subjects[key])
@@ -86,6 +94,22 @@ class Study:
         if result.status != "ok":
             self._drop(key)
         return result.status == "ok"
+
+    def _prepared(self, case: Case, result: Report) -> harness.Subject:
+        """Raises what harness.prepare does; whatever else another library fails by is a Failed of that case alone."""
+        try:
+            subject = harness.prepare(case.build, case.step, case.parameter_dtype, self.device, self.options.seed,
+                                      result, lambda what: self.say(f"{what}: {case.name}"),
+                                      time_compiler=not self._compiled)
+        except (harness.Failed, NotImplementedError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if case.claims is not None:
+                raise
+            raise harness.Failed(f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+                                 ) from None
+        self._compiled = self._compiled or harness.compiled(subject.block)
+        return subject
 
     def _measure_peaks(self, case: Case, subject: harness.Subject) -> None:
         if not {subject.kinds.matmul, subject.kinds.attention} <= self.peaks.flops.keys():
@@ -96,77 +120,125 @@ class Study:
     def time(self, mode: str, attribute: bool = False) -> None:
         """Time every prepared case, all ways of launching in the same rounds; writes the records of each.
 
-        With `attribute` the faster way of launching of each is profiled too, in interleaved rounds again.
+        With `attribute` the faster way of launching of each is profiled too: timed and profiled rounds alternate in
+        four blocks, so that clocks and heat are alike for both.
         """
+        runs, between = self._ready(mode)
+        if not runs:
+            return
+        clock, calibrations = timing.clock_for(self.device), timing.calibration(self.device)
+        runs |= {(None, name): call for name, call in calibrations.items()}
+        self.say(f"warming up, {mode}")
+        self._warm_up(mode, runs, between, clock)
+        samples: dict = {where: [] for where in runs}
+        parts: dict[str, list[dict]] = {key: [] for key in self.subjects}
+        chosen: dict = {}
+        try:
+            with harness.compiled_for_good(*(subject.block for subject in self.subjects.values())):
+                for block, rounds in enumerate(_split(self.options.rounds, 4 if attribute else 1)):
+                    self._sample(mode, runs, between, clock, rounds, block, samples)
+                    if attribute:
+                        chosen = chosen or self._faster(samples)
+                        self._profile(mode, chosen, runs, between, rounds, block, parts)
+        except harness.Failed as error:                       # compiled again: time the others without those that were
+            for key in [key for key, subject in self.subjects.items() if harness.compiled(subject.block)]:
+                self._fail(key, mode, "failed", str(error))
+            return self.time(mode, attribute)
+        state = self._look(runs)
+        calibration = {name: samples.pop((None, name)) for name in calibrations}
+        for (key, launch), taken in samples.items():
+            row = self.reports[key].rows[mode, launch]
+            row.timing = timing.Timing(taken, timing.is_settled(taken), clock.name, calibration)
+            self.reports[key].state = state
+        self.say(f"observing which kernels run, {mode}")
+        for key in list(self.subjects):
+            self._observe(key, mode)
+            if parts[key]:
+                middle = attribution.middle(parts[key])
+                self.write([report.record(self.reports[key], "time by part", "ms", [sum(middle.values())], mode,
+                                          parts=middle, of=chosen[key])])
+            if self.reports[key].status != "ok":
+                self._drop(key)
+
+    def _ready(self, mode: str) -> tuple[dict, dict]:
+        """(runs, between): (key, launch) -> one iteration, and what comes before it; sets up the rows of each case."""
         runs, between, backward = {}, {}, mode == "forward+backward"
         for key, subject in list(self.subjects.items()):
             result, case = self.reports[key], self.cases[key]
             with harness.judged(result, lambda case=case: self._out_of_memory(case)):
-                self._ready(key, subject, mode, runs, between)
+                for launch in self.options.launches:
+                    row = result.rows[mode, launch] = Row(flops=roofline.flops(result.config, backward),
+                                                          tokens=result.config.tokens)
+                    row.limit_ms = roofline.limit_ms(result.config, subject.kinds, self.peaks, backward)
+                    row.flop_bound = roofline.flop_bound(result.config, subject.kinds, self.peaks, backward)
+                    self.say(f"warming up {result.step}, {mode}, {launch}")
+                    iteration, clear = subject.iterations(backward)
+                    if launch == "eager":
+                        row.peak_bytes = self._peak_memory(subject, iteration, clear)
+                        if self.device.type == "cuda":
+                            row.enqueue_ms = timing.enqueue_ms(iteration, clear)
+                    else:
+                        iteration = harness.captured(subject.block, subject.x, iteration, clear, row, result)
+                        row.peak_bytes, clear = None, timing.nothing         # the pool beside those of all other cases
+                    if iteration:
+                        runs[key, launch], between[key, launch] = iteration, clear
             if result.status != "ok":
-                self.write([report.record(result, "status", "", [], mode)])
-                self._drop(key)
-        runs = {where: call for where, call in runs.items() if where[0] in self.subjects}
-        if not runs:
-            return
-        clock, calibrations = timing.clock_for(self.device), timing.calibration(self.device)
-        everything = runs | {(None, name): call for name, call in calibrations.items()}
-        rounds = self.options.rounds
+                runs = {where: call for where, call in runs.items() if where[0] != key}
+                self._fail(key, mode, result.status, result.reason)
+        return runs, between
 
-        def progress(number: int) -> None:
-            self._bar.set_description_str(f"{mode}: round {number + 1} of {rounds}")
-        self.say(f"warming up, {mode}")
-        timing.interleaved(everything, clock, WARM_UP_ROUNDS, between)
+    def _warm_up(self, mode: str, runs: dict, between: dict, clock) -> None:
+        """A few rounds of all; where they do not fit together, without the captured graphs, which keep their memory."""
+        try:
+            timing.interleaved(runs, clock, WARM_UP_ROUNDS, between)
+        except torch.OutOfMemoryError:
+            graphs = [where for where in runs if where[1] == "graph"]
+            if not graphs:
+                raise
+            for key, launch in graphs:
+                del runs[key, launch]
+                self.reports[key].rows[mode, launch].reason = "graph: out of memory beside the other cases"
+            self._free()
+            timing.interleaved(runs, clock, WARM_UP_ROUNDS, between)
+
+    def _sample(self, mode: str, runs: dict, between: dict, clock, rounds: int, block: int, samples: dict) -> None:
+        taken = next(iter(samples.values()))
         self.say(f"sampling {mode}")
-        with harness.compiled_for_good(*(subject.block for subject in self.subjects.values())):
-            samples = timing.interleaved(everything, clock, rounds, between, self.options.seed, progress)
-        state = self._look(next(iter(runs.values())))
-        calibration = {name: samples[None, name] for name in calibrations}
-        for key, launch in runs:
-            row, taken = self.reports[key].rows[mode, launch], samples[key, launch]
-            row.timing = timing.Timing(taken, timing.is_settled(taken), clock.name, calibration)
-            self.reports[key].state = state
-        self.say(f"observing which kernels run, {mode}")
-        for key, subject in self.subjects.items():
-            iteration, clear = subject.iterations(backward)
-            harness.observe(self.cases[key].claims, subject.block, self.device, iteration, clear, mode,
-                            self.reports[key])
-            seen = self.reports[key].evidence[mode]
-            if seen.verdict == "refuted":
-                self.reports[key].status, self.reports[key].reason = "failed", f"{mode}: {seen.because}"
-            self.write(report.row_records(self.reports[key], mode))
-        if attribute:
-            self.say(f"sampling under the profiler, {mode}")
-            self._attribute(mode, runs, between)
-        for key in [key for key in self.subjects if self.reports[key].status != "ok"]:
-            self._drop(key)
+        for where, more in timing.interleaved(
+                runs, clock, rounds, between, self.options.seed + block,
+                lambda number: self._bar.set_description_str(
+                    f"{mode}: round {len(taken) + number + 1} of {self.options.rounds}")).items():
+            samples[where] += more
 
-    def _ready(self, key: str, subject: harness.Subject, mode: str, runs: dict, between: dict) -> None:
-        """Rows of one case, its peak memory and its captured graph."""
-        result, backward = self.reports[key], mode == "forward+backward"
-        iteration, clear = subject.iterations(backward)
-        limit = roofline.limit_ms(result.config, subject.kinds, self.peaks, backward)
-        for launch in self.options.launches:
-            row = result.rows[mode, launch] = Row(flops=roofline.flops(result.config, backward),
-                                                  tokens=result.config.tokens, limit_ms=limit)
-            runs[key, launch], between[key, launch] = iteration, clear
-            if launch == "eager":
-                self.say(f"warming up {result.step}, {mode}")
-                row.peak_bytes = self._peak_memory(subject, iteration, clear)
-                if self.device.type == "cuda":
-                    row.enqueue_ms = timing.enqueue_ms(iteration, clear)
-                continue
-            self.say(f"warming up, capturing {result.step}, {mode}")
-            try:
-                runs[key, launch] = captured(subject, iteration, clear)
-                between[key, launch] = timing.nothing
-            except RuntimeError as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    row.reason = "graph: out of memory beside the other cases"
-                else:
-                    row.reason = f"graph: {str(error).splitlines()[0]}"
-                del runs[key, launch], between[key, launch]
-                torch.cuda.synchronize()
+    def _faster(self, samples: dict) -> dict[str, str]:
+        """Case -> its faster way of launching so far."""
+        return {key: min((statistics.median(samples[key, launch]), launch) for launch in report.LAUNCHES
+                         if (key, launch) in samples)[1] for key in self.subjects}
+
+    def _profile(self, mode: str, chosen: dict, runs: dict, between: dict, rounds: int, block: int,
+                 parts: dict) -> None:
+        self.say(f"sampling under the profiler, {mode}")
+        try:
+            found = attribution.profiled({key: runs[key, launch] for key, launch in chosen.items()},
+                                         {key: between[key, launch] for key, launch in chosen.items()}, self.device,
+                                         rounds, self.say, self.options.seed + block)
+        except RuntimeError as error:
+            if block == 0:
+                for key in chosen:
+                    self.write([report.record(self.reports[key], "time by part", "ms", [], mode, reason=str(error))])
+            return
+        for key, iterations in found.items():
+            parts[key] += iterations
+
+    def _observe(self, key: str, mode: str) -> None:
+        """Which kernels ran, and the records of the pass."""
+        result, subject = self.reports[key], self.subjects[key]
+        iteration, clear = subject.iterations(mode == "forward+backward")
+        harness.observe(self.cases[key].claims, subject.block, self.device, iteration, clear, mode, result)
+        seen = result.evidence[mode]
+        if seen.verdict == "refuted":
+            result.status, result.reason = "failed", f"{mode}: {seen.because}"
+        self.write(report.row_records(result, mode))
 
     def _peak_memory(self, subject: harness.Subject, iteration: Callable, clear: Callable) -> int | None:
         """Bytes of parameters, x, dy and whatever an iteration adds at its peak: what the case would need alone."""
@@ -185,28 +257,12 @@ class Study:
         clear()
         return peak
 
-    def _look(self, iteration: Callable) -> dict:
+    def _look(self, runs: dict) -> dict:
         """The machine's state under load: an idle GPU is never throttled."""
         if self.device.type == "cuda":
-            for _ in range(3):
+            for iteration in list(runs.values())[:3]:
                 iteration()
         return machine.state(self.device)
-
-    def _attribute(self, mode: str, runs: dict, between: dict) -> None:
-        best = {key: min((r.rows[mode, launch].timing.median, launch) for launch in report.LAUNCHES
-                         if (mode, launch) in r.rows and r.rows[mode, launch].timing)[1]
-                for key, r in self.reports.items() if key in self.subjects}
-        chosen = {(key, launch): runs[key, launch] for key, launch in best.items()}
-        rounds = max(5, self.options.rounds // 3)
-        try:
-            found = attribution.profiled(chosen, between, self.device, rounds, self.say)
-        except RuntimeError as error:
-            for key in best:
-                self.write([report.record(self.reports[key], "time by part", "ms", [], mode, reason=str(error))])
-            return
-        for (key, launch), breakdown in found.items():
-            self.write([report.record(self.reports[key], "time by part", "ms", [breakdown.clock_ms], mode, of=launch,
-                                      parts=breakdown.parts, iterations=breakdown.iterations)])
 
     def finish(self) -> str:
         """Where the wall time went, in one line; written as records too."""
@@ -221,27 +277,39 @@ class Study:
                 + f"; {100 * rest / total:.0f} % outside of {', '.join(MEASURING)}")
 
     def release(self) -> None:
-        """Let go of every block, as between two shapes."""
-        for key in list(self.subjects):
-            self._drop(key)
+        """Let go of every block, as between two shapes.
+
+        Transformer Engine keeps the FP8 state of every module there has been, and updates all of it in every iteration.
+        """
+        self.subjects.clear()
+        self._free()
+        if te_emulation.IMPORT_ERROR is None:
+            te_emulation.transformer_engine_pytorch.quantization.FP8GlobalStateManager.reset()
+
+    def _fail(self, key: str, mode: str, status: str, reason: str) -> None:
+        """A case can't be timed: that is its record, and it is let go of."""
+        self.reports[key].status, self.reports[key].reason = status, reason
+        self.write([report.record(self.reports[key], "status", "", [], mode)])
+        self._drop(key)
 
     def _drop(self, key: str) -> None:
         self.subjects.pop(key, None)
+        self._free()
+
+    def _free(self) -> None:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _out_of_memory(self, case: Case) -> str:
         peak, total = machine.memory_peak(self.device), machine.memory_total(self.device)
-        smaller = parameters.largest_that_fits(case.config, case.step, self.device, total)
+        step = case.step if case.attention_of is None else case.attention_of
+        smaller = parameters.largest_that_fits(case.config, step, self.device, total)
         return (f"{peak / 2**30:.1f} of {total / 2**30:.1f} GiB in use at the peak; "
                 + (f"--batch-size {smaller.batch_size} --seq-len {smaller.seq_len} fits" if smaller
                    else "no batch of it fits"))
 
 
-def captured(subject: harness.Subject, iteration: Callable, between: Callable) -> Callable:
-    """The iteration as a CUDA graph, verified on a changed input. Raises RuntimeError where it can't be captured."""
-    static = {}
-    replay = timing.capture(lambda: static.update(y=iteration()), between)
-    harness.verify_replay(subject.block, replay, iteration, between, static, subject.x, subject.result)
-    return replay
+def _split(rounds: int, blocks: int) -> list[int]:
+    """The rounds in so many blocks, as even as they go."""
+    return [rounds // blocks + (block < rounds % blocks) for block in range(blocks)]

@@ -21,6 +21,7 @@ from common.report import Report
 from common.run import EXIT
 
 from . import charts, command, ladder, records
+from .attribution import IDLE
 from .records import Run
 from .study import Study
 
@@ -59,10 +60,16 @@ def recorded(path: str | None, gpu: str) -> list[dict]:
     return lines if any(line["metric"]["name"] == DONE for line in lines) else []
 
 
-def done(lines: list[dict]) -> set[tuple[str, str]]:
-    """(axis, shape) of every size whose records are complete."""
+def done(lines: list[dict], how: dict) -> set[tuple[str, str]]:
+    """(axis, shape) of every size whose records are complete and were measured in that way."""
     return {(line["metric"]["extra_info"]["axis"], line["model"]["name"]) for line in lines
-            if line["metric"]["name"] == DONE}
+            if line["metric"]["name"] == DONE and line["metric"]["extra_info"]["how"] == how}
+
+
+def way(study: Study) -> dict:
+    """What must agree for sizes of two runs to stand in one map."""
+    return {"rounds": study.options.rounds, "seed": study.options.seed,
+            **{name: study.facts[name] for name in ("torch", "cuda", "driver", "transformer_engine")}}
 
 
 def measure(study: Study, points: list[tuple[str, BlockConfig]], known: set[tuple[str, str]]) -> None:
@@ -70,7 +77,7 @@ def measure(study: Study, points: list[tuple[str, BlockConfig]], known: set[tupl
     for axis, config in points:
         if (axis, str(config)) in known:
             continue
-        where = {"axis": axis, "size": getattr(config, axis)}
+        where = {"axis": axis, "size": getattr(config, axis), "how": way(study)}
         if all(shape != str(config) for _, shape in known):           # two axes share the shape where they cross
             for case in ladder.cases(config, study.device, ROWS):
                 study.prepare(case)
@@ -106,7 +113,8 @@ def crossovers(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str,
     for before, after in itertools.pairwise(sorted(names)):
         smallest = None
         for size, runs in reversed(points):
-            ratio = records.paired(runs[before], runs[after], mode) if before in runs and after in runs else None
+            both = [runs[name] for name in (before, after) if name in runs and runs[name].status == "ok"]
+            ratio = records.paired(*both, mode) if len(both) == 2 else None
             if ratio is None:
                 continue
             if ratio[1] <= 1:
@@ -119,23 +127,23 @@ def crossovers(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str,
 def launch_bound(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str, tuple[str, str]]:
     """Step -> (largest size at which eager is launch-bound, the same by graph replay), in words.
 
-    Eager: the host needs at least 95 % of the time to enqueue an iteration. Graph: kernels fill less than 80 % of it.
+    From the smallest size on. Eager: the host needs most of the time to enqueue an iteration, as on the card. Graph:
+    kernels fill less than 80 % of the time.
     """
-    found: dict[str, dict[str, list[int]]] = {}
+    found: dict[str, dict[str, list[tuple[int, bool]]]] = {}
     for size, runs in points:
         for name, run in runs.items():
-            own = found.setdefault(name, {})
-            enqueue, eager = run.value(mode, "enqueue", "eager"), run.median(mode, "eager")
-            if enqueue and eager:
-                own.setdefault("eager", []).extend([size] if enqueue >= 0.95 * eager else [])
-            parts, graph = ladder.parts_of(run, mode), run.median(mode, "graph")
+            own = found.setdefault(name, {"eager": [], "graph": []})
+            if (bound := run.launch_bound(mode)) is not None:
+                own["eager"].append((size, bound))
+            parts, graph = run.parts(mode), run.median(mode, "graph")
             if parts and graph:
-                busy = sum(parts.values()) - parts["idle"]
-                own.setdefault("graph", []).extend([size] if busy < 0.8 * graph else [])
+                own["graph"].append((size, sum(parts.values()) - parts[IDLE] < 0.8 * graph))
 
-    def largest(own, launch):
-        return "n/a" if launch not in own else f"up to {max(own[launch])}" if own[launch] else "nowhere"
-    return {name: (largest(own, "eager"), largest(own, "graph")) for name, own in found.items()}
+    def largest(sizes_):
+        bound = [size for size, _ in itertools.takewhile(lambda one: one[1], sizes_)]
+        return "n/a" if not sizes_ else f"up to {bound[-1]}" if bound else "nowhere"
+    return {name: (largest(own["eager"]), largest(own["graph"])) for name, own in found.items()}
 
 
 def exponent(points: list[tuple[float, float]]) -> float | None:
@@ -176,7 +184,7 @@ def _cell(run: Run | None, mode: str) -> str:
     if run is None:
         return "n/a"
     ms = run.best_ms(mode)
-    return run.status if ms is None else f"{ms:.3g}"
+    return run.status if ms is None or run.status != "ok" else command.figures(ms)
 
 
 def _from(letter: str, size: int | None) -> str:
@@ -200,7 +208,8 @@ def text(lines: list[dict], width: int | None = None) -> str:
             blocks.append(f"{mode} by {axis}: where each step pays, and how it grows over the three largest sizes\n\n"
                           + command.table(rows, ["step", "faster than the one before", "launch-bound, eager",
                                                  "launch-bound, graph", "time", "memory"], width))
-    return "\n\n".join(blocks)
+    blocks.append("\n".join(records.cautions(records.runs(lines))))
+    return "\n\n".join(filter(None, blocks))
 
 
 def chart_stems(lines: list[dict], stem: str) -> list[str]:
@@ -209,13 +218,15 @@ def chart_stems(lines: list[dict], stem: str) -> list[str]:
 
 
 def draw(lines: list[dict], stem: str) -> None:
-    """Draw `chart_stems`: time of forward+backward over the size, a line a step."""
+    """Draw `chart_stems`: time of forward+backward over the size, a line a step, and where one overtakes another."""
     for axis, points in points_of(lines).items():
         names = sorted({name for _, runs in points for name in runs})
         series = {name: [(size, runs[name].best_ms("forward+backward")) for size, runs in points
                          if name in runs and runs[name].best("forward+backward")] for name in names}
+        crossed = {f"{name[0]} overtakes": size
+                   for name, size in crossovers(points, "forward+backward").items() if size}
         charts.lines_chart(series, f"{stem}-{axis}", lines, f"{axis} ({AXES[axis]})", "ms, forward+backward",
-                           lines[0]["runners"][0]["name"])
+                           lines[0]["runners"][0]["name"], crossed)
 
 
 def numbers(text_: str) -> tuple[int, ...]:
@@ -252,14 +263,15 @@ def main(argv: list[str] | None = None) -> int:
     with command.shown_to_a_person("sweep", options.output):
         harness.use_private_caches()
         study = Study("sweep", options)
+        finished = done(known, way(study))
         if known:
-            print(f"sweep: {len(done(known))} sizes are already in {options.json}", file=sys.stderr)
-        measure(study, points, done(known))
-        print(study.finish(), file=sys.stderr)
-        lines = known + study.lines
+            print(f"sweep: {len(finished)} sizes are already in {options.json}", file=sys.stderr)
+        measure(study, points, finished)
+        lines = [line for line in known if (line["model"]["name"] in {shape for _, shape in finished})] + study.lines
         print(text(lines))
         if options.chart:
             draw(lines, options.chart)
+        print(study.finish(), file=sys.stderr)
         timed = any(run.best(mode) for run in records.runs(lines) for mode in report.MODES)
         return EXIT["ok" if timed else "failed"]
 

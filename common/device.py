@@ -5,6 +5,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -105,6 +106,14 @@ def compiler_missing(device: torch.device) -> str | None:
         return None if shutil.which(named.split()[0]) else f"no C++ compiler found: the variable CXX names {named}"
     name = "clang++" if sys.platform == "darwin" else "g++"
     return None if shutil.which(name) else f"no C++ compiler found: install {name}, or name one in the variable CXX"
+
+
+def process_seconds() -> float:
+    """Seconds since this process began, imports included; 0 where the system will not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    return 0.0
 
 
 def memory_total(device: torch.device) -> int:

@@ -40,14 +40,16 @@ class Subject:
 
 
 def prepare(build: Callable, step: int, parameter_dtype: torch.dtype, device: torch.device, seed: int,
-            result: Report, say: Callable[[str], None]) -> Subject:
+            result: Report, say: Callable[[str], None], time_compiler: bool = True) -> Subject:
     """Build a block by `build(config, values, device)`, compile, calibrate and check it; fills `result` as it goes.
 
-    `step` is the step whose arithmetic it has. `say` is told what is going on. Call `use_private_caches` first. A block
-    whose y is not in the dtype of the parameters names its own in `output_dtype`. Raises Failed where the check fails,
+    `step` is the step whose arithmetic it has. `say` is told what is going on. Call `use_private_caches` first; the
+    compiler's time is cold for the first block of a process alone. A block whose y or residual is not in the dtype that
+    a step's would be in names its own in `output_dtype` and `residual_dtype`. Raises Failed where the check fails,
     NotImplementedError with the reason where this machine can't run it.
     """
-    config = result.config
+    config, kinds = result.config, roofline.arithmetic(result.config, step, parameter_dtype, device)
+    result.matmul = kinds.matmul
     say("building")
     values = {name: value.to(parameter_dtype) for name, value in parameters.seeded(config, seed).items()}
     block = build(config, values, device)
@@ -55,14 +57,14 @@ def prepare(build: Callable, step: int, parameter_dtype: torch.dtype, device: to
     x, dy = (torch.randn(shape, generator=torch.Generator().manual_seed(seed + n)).to(device, parameter_dtype)
              for n in (1, 2))
     dy = dy.to(getattr(block, "output_dtype", dy.dtype))
-    subject = Subject(block, x, dy, roofline.arithmetic(config, step, parameter_dtype, device), result)
+    subject = Subject(block, x, dy, kinds, result)
     result.engine = getattr(block, "engine", "PyTorch")
     result.emulated = result.engine.startswith("emulated")
-    result.matmul = subject.kinds.matmul
-    result.residual = dtype_name(config.amp_dtype if step == 4 and config.amp_dtype else parameter_dtype)
+    residual = config.amp_dtype if step == 4 and config.amp_dtype else parameter_dtype
+    result.residual = dtype_name(getattr(block, "residual_dtype", residual))
     if (compiled(block) or (step == 4 and device.type == "cuda")) and (missing := machine.compiler_missing(device)):
         raise NotImplementedError(missing)
-    if compiled(block):
+    if compiled(block) and time_compiler:
         say("compiling, cold and warm")
         result.compilation = compilation_time(block, x, dy)
     if step == 4 and config.amp_dtype is not None and hasattr(block, "fresh"):       # torchao's scales are dynamic
@@ -225,17 +227,8 @@ def time_row(block: torch.nn.Module, x: torch.Tensor, iteration: Callable, betwe
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(x.device)
     if launch == "graph":
-        static = {}
-        try:
-            replay = timing.capture(lambda: static.update(y=iteration()), between)
-            row.peak_bytes = machine.memory_peak(x.device)
-            verify_replay(block, replay, iteration, between, static, x, result)
-        except torch.OutOfMemoryError:
-            row.reason = "graph: out of memory, the eager run's tensors and the graph's do not fit together"
-            return
-        except RuntimeError as error:
-            row.reason = f"graph: {str(error).splitlines()[0]}"
-            torch.cuda.synchronize()
+        replay = captured(block, x, iteration, between, row, result)
+        if replay is None:
             return
         iteration, between = replay, timing.nothing
     for _ in range(2):
@@ -251,6 +244,24 @@ def time_row(block: torch.nn.Module, x: torch.Tensor, iteration: Callable, betwe
         if launch == "eager":
             row.enqueue_ms = timing.enqueue_ms(iteration, between)
     between()
+
+
+def captured(block: torch.nn.Module, x: torch.Tensor, iteration: Callable, between: Callable, row: Row,
+             result: Report) -> Callable | None:
+    """The iteration as a CUDA graph, verified on a changed input; None, with the reason in `row`, where there is none.
+    """
+    static = {}
+    try:
+        replay = timing.capture(lambda: static.update(y=iteration()), between)
+        row.peak_bytes = machine.memory_peak(x.device)
+        verify_replay(block, replay, iteration, between, static, x, result)
+        return replay
+    except torch.OutOfMemoryError:
+        row.reason = "graph: out of memory, the eager run's tensors and the graph's do not fit together"
+    except RuntimeError as error:
+        row.reason = f"graph: {str(error).splitlines()[0]}"
+        torch.cuda.synchronize()
+    return None
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from .timing import CACHE_STATE, Timing
 
 MODES = ("forward", "forward+backward")
 LAUNCHES = ("eager", "graph")
+LAUNCH_BOUND = 0.95            # of an iteration's time: where the host needs as much to enqueue it, the GPU waits
 FLOPS_FORMULA = "8BSE^2 + 4BSEF + 2BS^2E forward (causal attention counted half), twice that more backward"
 
 
@@ -31,13 +32,15 @@ class Row:
     flops: float = 0.0                   # of one iteration
     tokens: int = 0
     limit_ms: float | None = None
+    flop_bound: float | None = None      # share of the matmuls' and attention's limit that FLOPs set, not bytes
     peak_bytes: int | None = None
     enqueue_ms: float | None = None      # host time to enqueue one iteration; eager rows on a GPU
 
     @property
     def launch_bound(self) -> bool | None:
         """Whether the GPU waits for the host: enqueueing takes as long as the whole iteration."""
-        return None if self.enqueue_ms is None or not self.timing else self.enqueue_ms >= 0.95 * self.timing.median
+        return (None if self.enqueue_ms is None or not self.timing
+                else self.enqueue_ms >= LAUNCH_BOUND * self.timing.median)
 
     @property
     def percent_of_limit(self) -> float | None:
@@ -241,7 +244,7 @@ def row_records(r: Report, mode: str) -> list[dict]:
                    "percent of limit": ("%", row.percent_of_limit), "peak memory": ("bytes", row.peak_bytes),
                    "enqueue": ("ms", row.enqueue_ms)}
         lines += [record(r, name, unit, [value], mode, launch=launch, emulated=r.emulated,
-                         **{"formula": FLOPS_FORMULA} if name == "rate" else {})
+                         **{"rate": {"formula": FLOPS_FORMULA}, "limit": {"flop_bound": row.flop_bound}}.get(name, {}))
                   for name, (unit, value) in metrics.items() if value is not None]
     unit = "kernels" if r.facts["device"] == "cuda" else "operators"
     lines.append(record(r, "launches", unit, [seen.launches], mode, verdict=seen.verdict, because=seen.because,
@@ -264,14 +267,22 @@ class Output:
         self.path, self.count, self._file = path, 0, None
         if path is None:
             return
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         target = Path(path).resolve()
         if target.is_file():
+            self._drop_half_a_line()
             with contextlib.suppress(PermissionError), tempfile.TemporaryFile(dir=target.parent) as probe:
                 probe.write(b"\0" * 2**16)                 # finds a full disk before an hour of timing
                 probe.flush()
             if shutil.disk_usage(target.parent).free < 2**20:
                 raise OSError(28, "No space left on device", path)
+
+    def _drop_half_a_line(self) -> None:
+        """Cut off what a full disk left of a last record: the next one would be glued to it. Other text stays."""
+        size, begin = os.fstat(self._file).st_size, b'{"benchmark"'
+        last = os.pread(self._file, 2**20, max(0, size - 2**20)).rpartition(b"\n")[2]
+        if last and last[:len(begin)] == begin[:len(last)]:
+            os.ftruncate(self._file, size - len(last))
 
     def write(self, records: list[dict]) -> None:
         if self._file is None:

@@ -95,6 +95,14 @@ def limit_ms(config: BlockConfig, a: Arithmetic, peaks: Peaks, backward: bool) -
     return 1e3 * sum(max(o.flops / rates[o.kind], o.bytes / peaks.bandwidth) for o in operations(config, a, backward))
 
 
+def flop_bound(config: BlockConfig, a: Arithmetic, peaks: Peaks, backward: bool) -> float:
+    """The share, 0 to 1, of the matmuls' and attention's limit that the FLOPs set; the bytes set the rest."""
+    rates = {"matmul": peaks.flops[a.matmul], "attention": peaks.flops[a.attention]}
+    sides = [(o.flops / rates[o.kind], o.bytes / peaks.bandwidth) for o in operations(config, a, backward)
+             if o.kind in rates]
+    return sum(work for work, moved in sides if work >= moved) / sum(max(pair) for pair in sides)
+
+
 def measure_peaks(config: BlockConfig, a: Arithmetic, device: torch.device) -> Peaks:
     """The best matmul rate per dtype over the block's own shapes and a large square, and the copy bandwidth.
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from common import oracle, parameters, steps
+from common import oracle, parameters, roofline, steps, timing
 from common.config import BlockConfig
 from common.device import compiler_missing
 
@@ -96,6 +96,18 @@ def fresh_dynamo():
     yield
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = limit
+
+
+@pytest.fixture
+def studies_in_seconds(monkeypatch):
+    """Known peaks, and a calibration that takes no time: a study of a tiny shape in seconds. The caches stay ours."""
+    dtypes = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
+    peaks = roofline.Peaks(dict.fromkeys(dtypes, 1e12), 1e11)
+    small = torch.ones(16)
+    monkeypatch.setattr(roofline, "measure_peaks", lambda *_: peaks)
+    monkeypatch.setattr(timing, "calibration", lambda device: dict.fromkeys(("gemm", "copy"), small.sum))
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):         # a study sets them
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ CPU_CONFIG = PRESETS["tiny"].replace(amp_dtype=torch.bfloat16)
 
 
 def made(step: str, ms: dict, *, run="one", study="ladder", facts=FACTS, config=CPU_CONFIG, parts=None, status="ok",
-         reason="", calibration=None, parameter_dtype="float32", matmul="bfloat16", peak=2**30, enqueue=None):
-    """The records of one case. `ms`: (mode, launch) -> samples; `parts`: mode -> ms by part, and by the "clock"."""
+         reason="", calibration=None, parameter_dtype="float32", matmul="bfloat16", peak=2**30, enqueue=None,
+         flop_bound=1.0, of="eager"):
+    """The records of one case. `ms`: (mode, launch) -> samples; `parts`: mode -> milliseconds by part."""
     r = report.Report(step, config, parameter_dtype, facts, study=study, run=run, matmul=matmul)
     r.errors = {"output": (1e-7, None), "branch": (2e-7, 3e-6)}
     lines = report.check_records(r)
@@ -24,14 +25,14 @@ def made(step: str, ms: dict, *, run="one", study="ladder", facts=FACTS, config=
             if samples := ms.get((mode, launch)):
                 r.rows[mode, launch] = report.Row(
                     Timing(list(samples), True, "fake", calibration or {}), flops=1e9, tokens=1, peak_bytes=peak,
-                    limit_ms=samples[0] / 2, enqueue_ms=enqueue if launch == "eager" else None)
+                    limit_ms=samples[0] / 2, flop_bound=flop_bound,
+                    enqueue_ms=enqueue if launch == "eager" else None)
                 r.evidence[mode] = Evidence(Counter({"a kernel": 3}), Counter(), "proven", "fake")
         if mode in r.evidence:
             lines += report.row_records(r, mode)
         if parts and mode in parts:
-            clock_ms = parts[mode].get("clock") or sum(parts[mode].values())
-            known = {part: ms for part, ms in parts[mode].items() if part != "clock"}
-            lines.append(report.record(r, "time by part", "ms", [clock_ms], mode, parts=known, of="eager"))
+            lines.append(report.record(r, "time by part", "ms", [sum(parts[mode].values())], mode, parts=parts[mode],
+                                       of=of))
     if status != "ok":
         r.status, r.reason = status, reason
         lines.append(report.record(r, "status", "", [], "run"))

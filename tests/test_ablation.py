@@ -80,7 +80,7 @@ def test_the_tables_are_told_from_records(tmp_path):
     text = ablation.text(lines)
     assert "the ladder to step 3" in text and "the ladder to step 4" in text
     row = next(line.split() for line in text.splitlines() if line.startswith("SDPA   "))
-    assert row == ["SDPA", "ok", "eager", "5.00", "2.00", "2.0e-07"]
+    assert row == ["SDPA", "ok", "eager", "5.00", "2.00", "by", "hand", "3", "2.0e-07"]
     assert ablation.times(lines, "forward")[frozenset()] == 10.0
     ablation.draw(lines, str(tmp_path / "a"))
     assert (tmp_path / "a-shares.png").exists()

@@ -4,10 +4,11 @@ import random
 
 import pytest
 import torch
-from made_records import FACTS, both, made
+from made_records import CPU_CONFIG, FACTS, both, made
 
 from benchmarks import compare
-from common import PRESETS
+from benchmarks.attribution import PARTS
+from common import PRESETS, report
 
 pytestmark = pytest.mark.unit
 STEPS = ("0_baseline", "1_cublas", "2_sdpa", "3_compile")
@@ -33,9 +34,8 @@ def process(seed: int, *, clock=1.0, slower=None, noise=0.004, samples=40, calib
 NOISE = [line for seed in range(100, 106) for line in process(seed)]
 
 
-def verdicts(old, new, noise=NOISE, **options) -> list[str]:
-    rows, _, _ = compare.compare(old, new, noise, options.get("force", False))
-    return [row[-1] for row in rows]
+def verdicts(old, new, noise=NOISE, force=False) -> list[str]:
+    return [row[-1] for row in compare.compare(old, new, noise, force)[0]]
 
 
 def test_the_same_code_is_the_same_on_nearly_every_row():
@@ -53,11 +53,26 @@ def test_without_calibration_the_clock_looks_like_a_change():
 
 @pytest.mark.parametrize("factor, word", [(1.05, "SLOWER"), (0.95, "FASTER")])
 def test_five_percent_are_seen_across_runs_and_clocks(factor, word):
-    rows, headers, _ = compare.compare(process(1), process(2, clock=0.93, slower={"2_sdpa": factor}), NOISE, False)
+    rows, headers, slower = compare.compare(process(1), process(2, clock=0.93, slower={"2_sdpa": factor}), NOISE, False)
+    assert bool(slower) == (word == "SLOWER")
     found = {(row[0], row[1]): row[-1] for row in rows}
     assert {key: value for key, value in found.items() if value != "SAME"} == {
         ("2_sdpa", "forward"): word, ("2_sdpa", "forward+backward"): word}
     assert headers[-1] == "verdict"
+
+
+def test_only_what_the_machine_is_slower_at_is_made_up_for():
+    """A machine with slower matmuls and the same memory: a row of copies that takes longer is SLOWER all the same."""
+    def on(gemm, ms, part):
+        return made("0_baseline", both([ms] * 9, [ms] * 9), matmul="float32", config=CPU_CONFIG,
+                    calibration={"gemm": [gemm] * 9, "copy": [1.0] * 9},
+                    parts={mode: parts | {part: ms} for mode in report.MODES})
+    parts = dict.fromkeys(PARTS, 0.0)
+    noise = [line for n in range(5) for line in on(1.0, 10 + 0.01 * n, "GEMM")
+             if not line["benchmark"]["extra_info"].update(run=f"{n}")]
+    assert set(verdicts(on(1.0, 10.0, "GEMM"), on(1.1, 11.0, "GEMM"), noise)) == {"SAME"}
+    assert set(verdicts(on(1.0, 10.0, "softmax and mask"), on(1.1, 11.0, "softmax and mask"), noise)) == {"SLOWER"}
+    assert set(verdicts(on(1.0, 10.0, "softmax and mask"), on(1.1, 10.0, "softmax and mask"), noise)) == {"SAME"}
 
 
 def test_a_floor_takes_five_processes():
@@ -67,15 +82,22 @@ def test_a_floor_takes_five_processes():
 
 
 def test_without_a_floor_nothing_small_is_called():
-    rows, _, _ = compare.compare(process(1), process(2), [], False)
-    assert {row[-1] for row in rows} == {"UNSURE"} and all(row[4].endswith("?") for row in rows)
+    rows, _, slower = compare.compare(process(1), process(2, slower={"2_sdpa": 1.04}), [], False)
+    assert {row[-1] for row in rows} == {"UNSURE"} and all(row[4].endswith("?") for row in rows) and not slower
     assert set(verdicts(process(1), process(2, slower=dict.fromkeys(STEPS, 1.2)), [])) == {"SLOWER"}
 
 
-def test_several_processes_in_a_file_are_their_own_floor():
-    old = [line for seed in range(5) for line in process(seed)]
-    new = [line for seed in range(5, 10) for line in process(seed)]
-    assert set(verdicts(old, new, noise=[])) == {"SAME"}
+def test_several_processes_in_a_file_are_their_own_floor_and_nearer_the_truth():
+    old = [line for seed in range(9) for line in process(seed)]
+    new = [line for seed in range(9, 18) for line in process(seed)]
+
+    def nine(first):
+        return [line for seed in range(first, first + 9) for line in process(seed)]
+    words = [word for first in range(0, 200, 20) for word in verdicts(nine(first), nine(first + 10), noise=[])]
+    assert words.count("SAME") >= 0.95 * len(words)
+    (row, *_), _, _ = compare.compare(old, new, [], False)
+    (alone, *_), _, _ = compare.compare(process(1), process(2), old, False)
+    assert float(row[-2].split()[0]) < float(alone[-2].split()[0])
 
 
 def test_too_noisy_to_say_is_unsure():
@@ -93,9 +115,16 @@ def test_raw_milliseconds_stand_beside_the_verdict():
     ("shape", {"config": PRESETS["cpu"].replace(amp_dtype=torch.bfloat16)}),
 ])
 def test_what_must_not_differ_is_refused_unless_forced(name, more):
-    with pytest.raises(ValueError, match=f"^{name} differs: .*--force"):
+    with pytest.raises(ValueError, match=f"^{name} of 0_baseline differs: .*--force"):
         verdicts(process(1), process(2, **more))
     assert len(verdicts(process(1), process(2, **more), force=True)) == 8
+
+
+def test_one_step_of_another_dtype_is_refused_though_the_others_agree():
+    new = [line for line in process(2) if line["model"]["backend"] != "2_sdpa"]
+    new += made("2_sdpa", both([2.0] * 9, [6.0] * 9), matmul="float16", config=CPU_CONFIG)
+    with pytest.raises(ValueError, match="dtype of 2_sdpa differs"):
+        verdicts(process(1), new)
 
 
 def test_other_steps_are_refused():
@@ -105,13 +134,54 @@ def test_other_steps_are_refused():
     assert len(verdicts(old, new, force=True)) == 2
 
 
-def test_rows_of_one_file_alone_are_left_out():
-    assert len(verdicts(process(1), process(2) + made("5_more", both([1.0] * 6, [1.0] * 6)))) == 8
+def test_force_does_not_guess():
+    """Two steps a file, none in common; and two shapes a file, none in common: which goes with which?"""
+    old = made("0_baseline", both([1.0] * 6, [2.0] * 6)) + made("1_cublas", both([1.0] * 6, [2.0] * 6))
+    new = made("2_sdpa", both([1.0] * 6, [2.0] * 6)) + made("3_compile", both([1.0] * 6, [2.0] * 6))
+    with pytest.raises(ValueError, match="even --force"):
+        verdicts(old, new, force=True)
+    old, new = ([line for size in sizes for line in made("0_baseline", both([1.0] * 6, [2.0] * 6),
+                                                         config=CPU_CONFIG.replace(seq_len=size))]
+                for sizes in ((32, 64), (16, 8)))
+    with pytest.raises(ValueError, match="would count as the same"):
+        verdicts(old, new, force=True)
+
+
+def test_another_version_of_transformer_engine_is_compared_and_listed():
+    sides = []
+    for version in ("2.9.0", "2.20.2"):
+        lines = json.loads(json.dumps(process(1)))
+        for line in lines:
+            line["benchmark"]["extra_info"]["engine"] = f"Transformer Engine {version}"
+            line["dependencies"]["transformer_engine"] = {"version": version}
+        sides.append(lines)
+    assert set(verdicts(*sides)) == {"SAME"} and len(verdicts(*sides)) == 8
+    assert compare.versions(*sides) == ["transformer_engine: 2.9.0 -> 2.20.2"]
 
 
 def test_emulated_and_failed_rows_are_not_compared():
-    lines = made("4_transformer_engine", {}, status="skipped", reason="emulated")
+    fine = both([1.0] * 6, [2.0] * 6)
+    assert len(compare.rows(made("2_sdpa", fine))) == 2
+    assert compare.rows(made("2_sdpa", fine, status="failed", reason="refuted")) == {}
+    lines = made("4_transformer_engine", fine)
+    for line in lines:
+        if line["metric"]["name"] == "latency":
+            line["metric"]["extra_info"]["emulated"] = True
     assert compare.rows(lines) == {}
+
+
+def test_rows_of_one_file_alone_are_named():
+    new = process(2) + made("5_more", both([1.0] * 6, [1.0] * 6))
+    assert len(verdicts(process(1), new)) == 8
+    alone, lost = compare.unmatched(process(1), new, False)
+    assert len(alone) == 2 and alone[0].startswith("only in the new file: 5_more") and not lost
+
+
+def test_several_shapes_have_a_column():
+    old, new = ([line for size in (32, 64) for line in process(seed, config=CPU_CONFIG.replace(seq_len=size))]
+                for seed in (1, 2))
+    rows, headers, _ = compare.compare(old, new, [], False)
+    assert len(rows) == 16 and headers[1] == "shape" and len({row[1] for row in rows}) == 2
 
 
 def test_version_differences_are_listed():
@@ -147,6 +217,20 @@ def test_fail_above_decides_by_the_slowest_row(main):
     assert main(process(1), slower, "--fail-above", "5%")[0] == 1
     assert main(process(1), slower, "--fail-above", "0.2")[0] == 0
     assert main(slower, process(1), "--fail-above", "5%")[0] == 0                  # faster is no failure
+    assert "3_compile, forward, eager is" in main(process(1), slower, "--fail-above", "5%")[2]
+
+
+def test_a_step_that_failed_since_is_lost_and_fails(main):
+    new = [line for line in process(2) if line["model"]["backend"] != "2_sdpa"]
+    new += made("2_sdpa", {}, status="failed", reason="the branch is off")
+    status, out, _ = main(process(1), new, "--fail-above", "5%")
+    assert status == 1 and "LOST: 2_sdpa: the branch is off" in out
+    assert main(process(1), new)[0] == 0
+
+
+def test_a_gate_that_cannot_see_says_so(main):
+    status, _, err = main(process(1), process(2, noise=0.2, samples=8), "--fail-above", "5%")
+    assert status == 0 and "rows are UNSURE" in err
 
 
 @pytest.mark.parametrize("share", ["much", "-1%", "nan", "1000"])

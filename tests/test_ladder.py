@@ -1,7 +1,6 @@
 """The ladder's tables from made-up records, and the command on shapes of a second; what all studies share besides."""
-import collections
+import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from made_records import GPU, both, made
 
 from benchmarks import charts, command, counters, ladder, records, study
 from benchmarks.attribution import PARTS
-from common import PRESETS, evidence, report, roofline, steps
+from common import PRESETS, evidence, report, steps, timing
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a machine without a GPU says")
 unit, integration = pytest.mark.unit, pytest.mark.integration
@@ -73,6 +72,7 @@ def test_ratios_between_processes_are_called_unpaired():
     ({"GEMM": 4.0, "idle": 6.0}, {}, "launch"),
     ({"GEMM": 10.0}, {"enqueue": 9.6}, "launch"),
     ({"GEMM": 10.0}, {"enqueue": 9.0}, "compute"),
+    ({"GEMM": 10.0}, {"flop_bound": 0.4}, "memory"),                       # matmuls that their bytes bound
 ])
 def test_what_a_step_is_bound_by(some, more, word):
     (run,) = records.runs(made("0_baseline", both([10.0] * 6, []), parts={"forward": parts(**some)}, **more))
@@ -81,16 +81,17 @@ def test_what_a_step_is_bound_by(some, more, word):
 
 @unit
 def test_attribution_adds_up_and_shows_what_it_can_not_explain():
-    before, after = parts(GEMM=6.0, idle=4.0), parts(GEMM=3.0, attention=1.9, clock=5.0)
+    before, after = parts(GEMM=6.0, idle=4.0), parts(GEMM=3.0, attention=1.9)
     lines = (made("1_cublas", both([10.0] * 6, []), parts={"forward": before})
-             + made("2_sdpa", both([4.5] * 6, []), parts={"forward": after}))
+             + made("2_sdpa", both([9.0] * 6, []) | {("forward", "graph"): [5.0] * 6}, parts={"forward": after},
+                    of="graph"))
     rows, headers = ladder.attribution(lines, "forward")
     row = dict(zip(headers, rows[0], strict=True))
-    assert [row[name] for name in ("pair", "timed", "profiled", "GEMM", "attention", "idle")] == [
-        "1 -> 2", "+5.50", "+5.00", "+3.00", "-1.90", "+4.00"]
+    assert [row[name] for name in ("pair", "gained ms", "GEMM", "attention", "idle")] == [
+        "1 -> 2", "+5.00", "+3.00", "-1.90", "+4.00"]
     assert (row["unexplained"], row["bound"]) == ("-0.10", "0.25")          # 5 % of the 5 ms gained
     lines = (made("1_cublas", both([10.0] * 6, []), parts={"forward": before})
-             + made("2_sdpa", both([10.0] * 6, []), parts={"forward": before | {"clock": 9.9}}))
+             + made("2_sdpa", both([9.9] * 6, []), parts={"forward": before}))
     assert ladder.attribution(lines, "forward")[0][0][-1] == "0.05 EXCEEDED"       # 0.5 % of the slower step
 
 
@@ -166,14 +167,8 @@ def test_dram_traffic_is_a_table_or_its_reason():
 # The command.
 
 @pytest.fixture
-def main(capsys, monkeypatch, tmp_path):
-    """The ladder in this process, with known peaks: main(*argv) -> (status, stdout, stderr)."""
-    peaks = roofline.Peaks(collections.defaultdict(lambda: 1e12, dict.fromkeys(
-        ("float32", "tf32", "float16", "bfloat16", "float8"), 1e12)), 1e11)
-    monkeypatch.setattr(roofline, "measure_peaks", lambda *_: peaks)
-    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(variable, os.environ.get(variable, ""))
-
+def main(capsys, studies_in_seconds):
+    """The ladder in this process: main(*argv) -> (status, stdout, stderr)."""
     def call(*argv):
         try:
             status = ladder.main([str(argument) for argument in ("--preset", "tiny", "--device", "cpu", *argv)])
@@ -191,11 +186,12 @@ def test_steps_are_checked_timed_and_explained_together(main, tmp_path):
     lines = records.read(path)
     runs = records.latest(lines)
     assert list(runs) == ["0_baseline", "1_cublas, no autocast", "1_cublas", "2_sdpa", "ladder"]
+    assert runs["ladder"].lines[0]["metric"]["name"] == "wall time"
     timed = [runs[name] for name in ("0_baseline", "1_cublas", "2_sdpa")]
     for mode in report.MODES:
         assert all(len(run.samples(mode, "eager")) == 6 for run in timed)
         assert all(records.paired(timed[0], run, mode) for run in timed)
-        assert all(sum(ladder.parts_of(run, mode).values()) > 0 for run in timed)
+        assert all(sum(run.parts(mode).values()) > 0 for run in timed)
         calibration = timed[0].find(mode, "latency", "eager")["metric"]["extra_info"]["calibration"]
         assert {name: len(samples) for name, samples in calibration.items()} == {"gemm": 6, "copy": 6}
         assert timed[0].find(mode, "launches")["metric"]["extra_info"]["verdict"] == "proven"
@@ -243,6 +239,77 @@ def test_memory_that_does_not_hold_a_step_is_a_row(main, monkeypatch):
 
 
 @integration
+def test_what_does_not_fit_together_is_timed_without_graphs(monkeypatch, tmp_path):
+    """A GPU's memory that holds each case alone: the captured graphs go first."""
+    options = command.parse(command.parser("ladder", "doc"), ["--preset", "tiny", "--device", "cpu", "--rounds", "6"])
+    some, calls = study.Study("ladder", options), []
+    for case in ladder.cases(options.config, options.device, ("0", "2")):
+        some.prepare(case)
+    key = next(iter(some.subjects))
+    some.reports[key].rows["forward", "graph"] = report.Row()
+
+    def full():
+        calls.append("graph")
+        raise torch.OutOfMemoryError("no")
+    runs = {(key, "eager"): lambda: calls.append("eager"), (key, "graph"): full}
+    some._warm_up("forward", runs, {}, timing.HostClock())
+    assert list(runs) == [(key, "eager")] and calls[-study.WARM_UP_ROUNDS:] == ["eager"] * study.WARM_UP_ROUNDS
+    assert "out of memory beside" in some.reports[key].rows["forward", "graph"].reason
+    with pytest.raises(torch.OutOfMemoryError):
+        some._warm_up("forward", {(key, "eager"): full}, {}, timing.HostClock())
+
+
+@integration
+def test_a_block_that_is_compiled_again_fails_alone(main, monkeypatch):
+    """Its samples would hold a compilation: it is a failed row, and the others are timed."""
+    real, blocks = study.harness.compiled_for_good, []
+
+    @contextlib.contextmanager
+    def once(*some):
+        blocks.append(len(some))
+        with real(*some):
+            yield
+        if len(blocks) == 1:
+            raise study.harness.Failed("the block was compiled again after warm-up: its timings are void")
+    monkeypatch.setattr(study.harness, "compiled_for_good", once)
+    monkeypatch.setattr(study.harness, "compiled", lambda block: type(block).__module__ == "step_2_sdpa")
+    monkeypatch.setattr(study.harness, "compilation_time", lambda *_: report.Compilation(1.0, 1.0))
+    status, out, _ = main("--steps", "0,2", "--rounds", 6)
+    assert status == 1 and blocks == [2, 1, 1] and "2_sdpa: failed: the block was compiled again" in out
+
+
+@integration
+@pytest.mark.parametrize("claims, raised", [(None, None), (2, TypeError)])
+def test_another_librarys_error_is_a_row_and_ours_is_an_error(claims, raised):
+    def build(*_):
+        raise TypeError("unexpected keyword\nand more")
+    options = command.parse(command.parser("peers", "doc"), ["--preset", "tiny", "--device", "cpu"])
+    some = study.Study("peers", options)
+    case = study.Case("theirs", build, 2, options.config, claims=claims)
+    if raised:
+        with pytest.raises(raised):
+            some.prepare(case)
+    else:
+        assert not some.prepare(case)
+        (result,) = some.reports.values()
+        assert (result.status, result.reason) == ("failed", "TypeError: unexpected keyword")
+
+
+@integration
+def test_a_process_that_dies_leaves_a_row(main, monkeypatch):
+    real = subprocess.run
+    monkeypatch.setattr(ladder.subprocess, "run", lambda argv, **more: subprocess.CompletedProcess(argv, -9)
+                        if "benchmarks.ladder" in argv else real(argv, **more))
+    status, out, _ = main("--steps", "0,2", "--processes", 2)
+    assert status == 1 and "0_baseline: failed: its process ended with -9" in out and "2_sdpa: failed" in out
+
+
+@unit
+def test_rounds_are_split_evenly():
+    assert study._split(10, 4) == [3, 3, 2, 2] and study._split(6, 1) == [6]
+
+
+@integration
 def test_several_processes_are_recorded_one_after_the_other(main, tmp_path):
     path = tmp_path / "noise.jsonl"
     status, out, _ = main("--steps", "0", "--rounds", 6, "--processes", 2, "--json", path)
@@ -260,9 +327,10 @@ def test_counters_say_why_there_are_none(main):
 @unit
 @pytest.mark.parametrize("argv, words", [
     (["--steps", "7"], "no row '7'"), (["--steps", ""], "no row ''"), (["--rounds", "5"], "at least 6"),
-    (["--rounds", "many"], "invalid int"), (["--processes", "0"], "at least 1"), (["--what"], "--what"),
+    (["--rounds", "many"], "invalid int"), (["--processes", "0"], "invalid choice"), (["--what"], "--what"),
+    (["--rounds", "0"], "at least 6"),
     (["--hidden-size", "65"], "divisible"), (["--json", "/nowhere/at/all"], "No such file"),
-    (["--chart", "/nowhere/at/all"], "no such folder"), (["--seed", str(10**30)], "at most 18 digits"),
+    (["--chart", "/nowhere/at/all"], "no folder that"), (["--seed", str(10**30)], "at most 18 digits"),
     (["--preset", "huge"], "invalid choice"),
 ])
 def test_mistakes_are_one_line_and_status_two(main, argv, words):
@@ -308,8 +376,9 @@ def test_a_full_disk_is_one_line(main, full_disk, tmp_path):
 @unit
 def test_the_time_outside_of_measuring_is_known(monkeypatch):
     """What the run is not there for: a phase counts under its first word."""
-    clock = iter([0.0, 1.0, 4.0, 10.0, 12.0, 12.0])
+    clock = iter([0.0, 0.5, 3.5, 9.5, 11.5])
     monkeypatch.setattr(study.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(study.machine, "process_seconds", lambda: 0.5)             # imports
     options = command.parse(command.parser("ladder", "doc"), ["--preset", "tiny", "--device", "cpu"])
     some = study.Study("ladder", options)
     for phase in ("building: 0", "sampling forward", "peaks of this machine"):
@@ -340,4 +409,4 @@ def test_a_graph_and_its_eager_run_are_timed_in_the_same_rounds(tmp_path):
         for mode in report.MODES:
             assert all(len(run.samples(mode, launch)) == 10 for launch in report.LAUNCHES)
             assert run.value(mode, "peak memory", "eager") > 0
-            assert ladder.parts_of(run, mode)["GEMM"] > 0
+            assert run.parts(mode)["GEMM"] > 0

@@ -49,11 +49,31 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path):
         records.read(tmp_path)
 
 
-def test_values_that_are_not_numbers_are_refused(tmp_path):
-    line = json.loads(json.dumps(LINES[0]))
-    line["metric"]["benchmark_values"] = ["fast"]
+@pytest.mark.parametrize("values", [["fast"], [float("nan")], [True], [0.0], [-1.0], [None]])
+def test_samples_that_are_no_times_are_refused(tmp_path, values):
+    line = json.loads(json.dumps(next(line for line in LINES if line["metric"]["name"] == "latency")))
+    line["metric"]["benchmark_values"] = values
     with pytest.raises(BadRecords, match="line 1"):
         records.read(write(tmp_path / "a", [line]))
+
+
+@pytest.mark.parametrize("extra", [{"launch": "rocket"}, {"launch": "eager", "calibration": {"gemm": ["x"]}}, {}])
+def test_a_latency_that_says_not_how_is_refused(tmp_path, extra):
+    line = json.loads(json.dumps(next(line for line in LINES if line["metric"]["name"] == "latency")))
+    line["metric"]["extra_info"] = extra
+    with pytest.raises(BadRecords, match="line 1"):
+        records.read(write(tmp_path / "a", [line]))
+
+
+def test_what_a_reader_must_know_besides_is_said():
+    lines = made("0_baseline", both([1.0] * 6, [1.0] * 6)) + made("1_cublas", {}, status="oom", reason="80 GiB")
+    assert records.cautions(records.runs(lines[:3])) == []
+    for line in lines:
+        line["runners"][0]["extra_info"] |= {"throttled": ["power cap"], "neighbours": ["python (pid 7)"]}
+    lines[0]["metric"]["extra_info"]["reason"] = "graph: not captured"
+    assert records.cautions(records.runs(lines)) == [
+        "0_baseline, check: graph: not captured", "throttled meanwhile: power cap",
+        "other processes were on this GPU: python (pid 7)", "1_cublas: oom: 80 GiB"]
 
 
 @pytest.mark.parametrize("facts, config, dtype, matmul, words", [

@@ -268,6 +268,22 @@ def test_a_path_that_cannot_be_written_raises_at_once(path, tmp_path):
         Output(str(tmp_path / path))
 
 
+def test_half_a_record_is_cut_off_before_the_next_one(tmp_path):
+    """A full disk left it: the next record would be glued to it, and the file unreadable from then on."""
+    path = tmp_path / "records"
+    path.write_text('{"benchmark": 1}\n{"benchmark": {"na')
+    Output(str(path)).write([{"benchmark": 2}])
+    assert path.read_text() == '{"benchmark": 1}\n{"benchmark": 2}\n'
+
+
+@pytest.mark.parametrize("text", ["a note without an end", "one\ntwo", '{"mine": 1}'])
+def test_text_that_is_no_record_is_never_cut(tmp_path, text):
+    path = tmp_path / "records"
+    path.write_text(text)
+    Output(str(path))
+    assert path.read_text() == text
+
+
 def test_a_full_disk_raises_at_the_first_record(tmp_path, full_disk):
     with pytest.raises(WriteError, match="No space left"):
         Output(str(tmp_path / "records")).write([{"n": 1}])

@@ -1,6 +1,5 @@
 """Crossings, exponents and resumption from made-up records; the command on sizes of a second."""
 import collections
-import os
 
 import pytest
 import torch
@@ -8,7 +7,7 @@ from made_records import GPU, both, made
 
 from benchmarks import ladder, records, sweep
 from benchmarks.attribution import PARTS
-from common import PRESETS, parameters, report, roofline
+from common import PRESETS, parameters, report
 
 unit, integration = pytest.mark.unit, pytest.mark.integration
 
@@ -20,7 +19,7 @@ def point(size: int, times: dict[str, float], axis="seq_len", **more) -> list[di
         step, both([ms * f for f in (0.99, 1, 1.01)] * 3, [ms] * 9), run=f"{size}", config=config, facts=GPU,
         matmul="float16", **more.get(step, {}))]
     r = report.Report("sweep", config, "float32", GPU, study="sweep", run=f"{size}")
-    return lines + [report.record(r, sweep.DONE, "", [], "run", axis=axis, size=size)]
+    return lines + [report.record(r, sweep.DONE, "", [], "run", axis=axis, size=size, how={})]
 
 
 @unit
@@ -103,13 +102,9 @@ def test_heads_keep_their_width_when_the_block_gets_wider():
 
 
 @pytest.fixture
-def main(capsys, monkeypatch):
-    """The sweep in this process, of steps 0 and 2 alone and with known peaks: main(*argv) -> (status, out, err)."""
-    peaks = roofline.Peaks(dict.fromkeys(("float32", "tf32", "float16", "bfloat16", "float8"), 1e12), 1e11)
-    monkeypatch.setattr(roofline, "measure_peaks", lambda *_: peaks)
+def main(capsys, monkeypatch, studies_in_seconds):
+    """The sweep in this process, of steps 0 and 2 alone: main(*argv) -> (status, out, err)."""
     monkeypatch.setattr(sweep, "ROWS", ("0", "2"))
-    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(variable, os.environ.get(variable, ""))
 
     def call(*argv):
         try:
@@ -143,6 +138,17 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(main, tmp_path, monkeypat
     status, again, _ = main(*argv, "--chart", tmp_path / "chart")
     assert status == 0 and again == out and built[64] == 2                      # nothing is measured a second time
     assert (tmp_path / "chart-seq_len.svg").exists()
+
+
+@integration
+def test_sizes_measured_in_another_way_are_measured_again(main, tmp_path):
+    path = tmp_path / "sweep.jsonl"
+    argv = ("--axis", "seq_len", "--values", "16", "--json", path)
+    assert main(*argv, "--rounds", 6)[0] == 0
+    status, _, err = main(*argv, "--rounds", 7)
+    assert status == 0 and "0 sizes are already in" in err
+    ((_, runs),) = sweep.points_of(records.read(path))["seq_len"]
+    assert {len(run.samples("forward", "eager")) for run in runs.values()} == {7}
 
 
 @unit
