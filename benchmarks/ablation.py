@@ -114,12 +114,15 @@ def shapley(value: Callable[[Combination], float | None], players: tuple[str, ..
 
 
 def shares(found: dict[Combination, float], players: tuple[str, ...]) -> dict[str, float] | None:
-    """Player -> its share (of 1) of the logarithm of the whole speed-up; None where the whole was not measured."""
+    """Player -> its share (of 1) of the logarithm of the whole speed-up.
+
+    None where the whole was not measured, or is no speed-up of 5 % that could be shared out.
+    """
     players = tuple(player for player in players if any(player in some for some in found))
     logs = {some: -math.log(ms) for some, ms in found.items()}
     added = shapley(logs.get, players)
     whole = sum(added.values()) if added else 0.0
-    return {player: amount / whole for player, amount in added.items()} if whole else None
+    return {player: amount / whole for player, amount in added.items()} if whole > math.log(1.05) else None
 
 
 def intervals(taken: dict[Combination, list[float]], players: tuple[str, ...], resamples: int = 200
@@ -147,8 +150,8 @@ def ladder_of(taken: dict[Combination, list[float]], players: tuple[str, ...]) -
         alone, without = found.get(frozenset({player})), found.get(whole - {player})
         rows.append([player, _times(found.get(none), alone), _times(without, found.get(whole)),
                      "{:.0f} % [{:.0f}, {:.0f}]".format(*(100 * part for part in (share[player], *sure[player])))
-                     if share else "n/a"])
-    rows.append(["all", _times(found.get(none), found.get(whole)), "", "100 %" if share else "n/a"])
+                     if share and player in sure else "n/a"])
+    rows.append(["all", _times(found.get(none), found.get(whole)), "", "100 %" if share else "nothing to share out"])
     return rows
 
 
@@ -158,7 +161,8 @@ def _times(before: float | None, after: float | None) -> str:
 
 def text(lines: list[dict], width: int | None = None) -> str:
     """Everything the command prints, from records."""
-    blocks, runs = [], [run for run in records.latest(lines).values() if run.info["step"] != "ablation"]
+    blocks = [records.provenance(lines)]
+    runs = [run for run in records.latest(lines).values() if run.info["step"] != "ablation"]
     for mode in report.MODES:
         taken, found = samples(lines, mode), times(lines, mode)
         base, rows = found.get(frozenset()), []
@@ -198,13 +202,13 @@ def _bars(lines: list[dict]) -> dict[str, list[tuple[str, float, float, float]]]
         if players[-1] in set().union(*found) and (share := shares(found, players)):
             sure = intervals(taken, players)
             bars[f"the ladder {name}"] = [(player, *(100 * value for value in (part, *sure[player])))
-                                          for player, part in share.items()]
+                                          for player, part in share.items() if player in sure]
     return bars
 
 
 def main(argv: list[str] | None = None) -> int:
     options = command.parse(command.parser("ablation", __doc__), argv)
-    with command.shown_to_a_person("ablation", options.output):
+    with command.shown_to_a_person("ablation", options.output), machine.alone(options.device, "ablation"):
         harness.use_private_caches()
         study, every = Study("ablation", options), cases(options.config, options.device)
         needed = sum(case.memory_needed(options.device) for case in every)

@@ -99,20 +99,20 @@ def figures(value: float, sign: str = "") -> str:
     return f"{value:{sign},.{digits}f}"
 
 
-def table(rows: list[list], headers: list[str], width: int | None = None) -> str:
-    """A table in plain text. Where it is wider than the terminal, its columns are split, each part with the first one.
+def table(rows: list[list], headers: list[str], width: int | None = None, keys: int = 1) -> str:
+    """A table in plain text. Where it is wider than the terminal it is split; its first `keys` columns begin each part.
 
     `width` is in characters; None asks the terminal (no limit where the output is no terminal).
     """
     if width is None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    parts, columns = [], list(range(1, len(headers)))
+    parts, columns = [], list(range(keys, len(headers)))
     while columns:
         count = len(columns)
         while True:
-            picked = [0, *columns[:count]]
+            picked = [*range(keys), *columns[:count]]
             text = tabulate([[row[c] for c in picked] for row in rows], [headers[c] for c in picked],
-                            disable_numparse=True, colalign=("left",) + ("right",) * count)
+                            disable_numparse=True, colalign=("left",) * keys + ("right",) * count)
             if count == 1 or max(map(len, text.splitlines())) <= width:
                 break
             count -= 1

@@ -31,7 +31,7 @@ from . import command, records
 from .records import Run
 
 RESOLUTION = 0.05                     # a difference that SAME excludes
-NO_FLOOR = 0.05                       # what is assumed of processes where fewer than five have been recorded
+NO_FLOOR = 0.10                       # what is assumed of processes where fewer than five have been recorded
 PROCESSES = 5                         # of the same code, at the least, for a floor
 REACH = 2.5                           # standard deviations of one process: at 2, one row in twenty would be called
 
@@ -266,7 +266,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         command.usage(parser, str(error))
     with command.shown_to_a_person("compare"):
-        print(command.table(found, headers))
+        print(command.table(found, headers, keys=headers.index("old ms")))
         words = [row[-1] for row in found]
         print("\n" + ", ".join(f"{words.count(word)} {word}" for word in ("FASTER", "SLOWER", "SAME", "UNSURE")
                                if word in words))

@@ -119,7 +119,7 @@ def ladder(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
             run.label, run.status, launch, _number(latency["median"], 2),
             f"{_number(latency['p20'], 2)} to {_number(latency['p80'], 2)}",
             f"{first.best_ms(mode) / run.best_ms(mode):.2f}", versus(previous, run, mode) if previous else "",
-            _number(_scaled(run.value(mode, "rate", launch), 1e-12), 1),
+            command.figures(run.value(mode, "rate", launch) * 1e-12),
             _number(run.value(mode, "percent of limit", launch), 0),
             _number(_scaled(run.value(mode, "peak memory", "eager"), 2**-30), 1),
             _number(run.value(mode, "launches"), 0), _number(compile_s, 0), f"{error:.1e}", bound_by(run, mode)])
@@ -165,9 +165,10 @@ def attribution(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
         gained = profiled_ms(a, mode) - profiled_ms(b, mode)
         bound = max(0.05 * abs(gained), 0.005 * max(profiled_ms(a, mode), profiled_ms(b, mode)))
         unexplained = gained - (sum(before.values()) - sum(after.values()))
-        rows.append([f"{_short(a)} -> {_short(b)}", f"{gained:+.2f}",
-                     *(f"{before[part] - after[part]:+.2f}" for part in PARTS), f"{unexplained:+.2f}",
-                     f"{bound:.2f}" + ("" if abs(unexplained) <= bound else " EXCEEDED")])
+        rows.append([f"{_short(a)} -> {_short(b)}", command.figures(gained, "+"),
+                     *(command.figures(before[part] - after[part], "+") for part in PARTS),
+                     command.figures(unexplained, "+"),
+                     command.figures(bound) + ("" if abs(unexplained) <= bound else " EXCEEDED")])
     return rows, ["pair", "gained ms", *PARTS, "unexplained", "bound"]
 
 
@@ -195,12 +196,13 @@ def _scaled(value: float | None, factor: float) -> float | None:
 
 def text(lines: list[dict], width: int | None = None) -> str:
     """Everything the command prints, from records."""
-    found, blocks = list(records.latest(lines).values()), []
+    found, blocks = list(records.latest(lines).values()), [records.provenance(lines)]
     for mode in report.MODES:
         blocks.append(f"{mode}\n\n" + command.table(*ladder(lines, mode), width))
         rows, headers = attribution(lines, mode)
         if rows:
-            blocks.append(f"where the ms of {mode} went, step to step\n\n" + command.table(rows, headers, width))
+            blocks.append(f"where the ms of {mode} went, step to step (+ is saved)\n\n"
+                          + command.table(rows, headers, width))
         if traffic := counters.table(lines, mode, width):
             blocks.append(traffic)
     if len({run.info.get("run") for run in found if run.info["step"][0].isdigit()}) > 1:
@@ -250,7 +252,8 @@ def main(argv: list[str] | None = None) -> int:
         elif options.device.type == "cuda" and len(options.steps) > 1 and not holds_all(options):
             lines = in_processes(options, [(name,) for name in options.steps], argv)
         else:
-            study = measure(options)
+            with machine.alone(options.device, "ladder"):
+                study = measure(options)
             lines = study.lines
         print(text(lines))
         if options.chart:

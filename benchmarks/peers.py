@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common import BlockConfig, harness, parameters, report, steps, te_emulation
+from common import device as machine
 from common.config import LAYER_NORM_EPS, PRESETS, dtype_name
 from common.precision import float32_matmul_precision
 from common.run import EXIT
@@ -201,7 +202,7 @@ def ours(run: records.Run, runs: list[records.Run]) -> records.Run | None:
 def text(lines: list[dict], width: int | None = None) -> str:
     """Everything the command prints, from records."""
     runs = [run for run in records.runs(lines) if run.info["step"] != "peers"]
-    blocks = []
+    blocks = [records.provenance(lines)]
     for engine in dict.fromkeys(_engine(run) for run in runs):
         for dtype in dict.fromkeys(run.info["parameter_dtype"] for run in runs):
             for mode in report.MODES:
@@ -256,7 +257,7 @@ def _bars(lines: list[dict]) -> dict[str, list[tuple[str, float, float, float]]]
 
 def main(argv: list[str] | None = None) -> int:
     options = command.parse(command.parser("peers", __doc__), argv)
-    with command.shown_to_a_person("peers", options.output):
+    with command.shown_to_a_person("peers", options.output), machine.alone(options.device, "peers"):
         harness.use_private_caches()
         study = Study("peers", options)
         for dtype in (torch.float32, options.config.amp_dtype):

@@ -167,10 +167,15 @@ def cautions(found: Iterable[Run]) -> list[str]:
             said[f"{run.label}: {run.status}: {run.info['reason']}"] = None
         for line in run.lines:
             extra, machine = line["metric"]["extra_info"], line["runners"][0]["extra_info"]
+            info = line["benchmark"]["extra_info"]
             if reason := extra.get("reason"):
                 said[f"{run.label}, {line['benchmark']['mode']}: {reason}"] = None
             if machine.get("throttled"):
                 said[f"throttled meanwhile: {', '.join(machine['throttled'])}"] = None
+            busy = machine.get("load_average")
+            threads = machine.get("cpu_threads", 0)
+            if info["device"] == "cpu" and busy and busy > threads + 1:
+                said[f"the machine was busy with other work too: load {busy:.0f}, {threads} threads"] = None
             if machine.get("neighbours"):
                 said["other processes were on this GPU: " + ", ".join(machine["neighbours"])] = None
     return list(said)
@@ -197,7 +202,7 @@ def provenance(lines: list[dict]) -> str:
     commits = dict.fromkeys(line["benchmark"]["extra_info"]["git"] or "not recorded" for line in lines)
     driver = first["runners"][0]["extra_info"]["driver"]
     shapes = list(dict.fromkeys(line["model"]["name"] for line in lines))
-    shape = shapes[0] if len(shapes) == 1 else f"{len(shapes)} shapes around {shapes[0]}"
+    shape = shapes[0] if len(shapes) == 1 else f"{len(shapes)} shapes"
     return (f"{first['runners'][0]['name']}, {shape}; {versions}, Transformer Engine "
             f"{' and '.join(engines) or 'none'}{f', driver {driver}' if driver else ''}; "
             f"commit {' and '.join(commits)}.")

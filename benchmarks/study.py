@@ -274,7 +274,7 @@ class Study:
         self.write([report.record(r, "wall time", "s", [total], "run", phases=self.seconds, rest=rest)])
         phases = sorted(self.seconds.items(), key=lambda item: -item[1])
         return (f"{total:.0f} s: " + ", ".join(f"{name} {s:.0f}" for name, s in phases if s >= 0.5)
-                + f"; {100 * rest / total:.0f} % outside of {', '.join(MEASURING)}")
+                + f";\n{100 * rest / total:.0f} % outside of {', '.join(MEASURING)}")
 
     def release(self) -> None:
         """Let go of every block, as between two shapes.

@@ -10,12 +10,12 @@ holds, of this GPU, are not measured again. Exit status: 0 ok, 1 nothing could b
 import argparse
 import itertools
 import math
+import re
 import sys
 from pathlib import Path
 
-import torch
-
 from common import BlockConfig, harness, parameters, report
+from common import device as machine
 from common.config import PRESETS
 from common.report import Report
 from common.run import EXIT
@@ -193,13 +193,14 @@ def _from(letter: str, size: int | None) -> str:
 
 def text(lines: list[dict], width: int | None = None) -> str:
     """Everything the command prints, from records."""
-    blocks = []
+    blocks = [records.provenance(lines)]
     for axis, points in points_of(lines).items():
-        letter = AXES[axis]
+        letter, some = AXES[axis], next(iter(points[0][1].values()), None)
+        others = re.sub(rf"\b{letter}\d+", f"{letter}*", some.lines[0]["model"]["name"]) if some else ""
         names = sorted({name for _, runs in points for name in runs})
         for mode in report.MODES:
             rows = [[size, *(_cell(runs.get(name), mode) for name in names)] for size, runs in points]
-            blocks.append(f"ms of {mode} by {axis}, each by its faster way of launching\n\n"
+            blocks.append(f"ms of {mode} by {axis} ({others}), each by its faster way of launching\n\n"
                           + command.table(rows, [letter, *names], width))
             crossed, bound, grown = crossovers(points, mode), launch_bound(points, mode), growth(points, mode)
             rows = [[name, _from(letter, crossed[name]) if name in crossed else "", *bound.get(name, ("n/a", "n/a")),
@@ -257,10 +258,10 @@ def main(argv: list[str] | None = None) -> int:
         options.config = small.replace(amp_dtype=options.config.amp_dtype)
     try:
         points = shapes(options)
-        known = recorded(options.json, _machine(options.device))
+        known = recorded(options.json, machine.facts(options.device)["name"])
     except ValueError as error:
         command.usage(parser, str(error))
-    with command.shown_to_a_person("sweep", options.output):
+    with command.shown_to_a_person("sweep", options.output), machine.alone(options.device, "sweep"):
         harness.use_private_caches()
         study = Study("sweep", options)
         finished = done(known, way(study))
@@ -274,11 +275,6 @@ def main(argv: list[str] | None = None) -> int:
         print(study.finish(), file=sys.stderr)
         timed = any(run.best(mode) for run in records.runs(lines) for mode in report.MODES)
         return EXIT["ok" if timed else "failed"]
-
-
-def _machine(device: torch.device) -> str:
-    from common.device import facts
-    return facts(device)["name"]
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -91,6 +92,31 @@ def _nvml(device: torch.device):
         pass
     finally:
         pynvml.nvmlShutdown()
+
+
+@contextlib.contextmanager
+def alone(device: torch.device, name: str):
+    """While it lasts, no other run of this user measures on `device`: two at a time would time each other.
+
+    A second one, `diff <(python 1_cublas.py) <(python 2_sdpa.py)` say, says on stderr that `name` waits, and does.
+    """
+    which = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else "cpu"
+    try:
+        import fcntl
+        path = Path(tempfile.gettempdir()) / f"transformer-block-{os.getuid()}-{which}.lock"
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except (ImportError, OSError):                 # not this system, or not this folder: then as best it goes
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{name}: waiting for another run on this device to end", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def compiler_missing(device: torch.device) -> str | None:

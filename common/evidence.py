@@ -158,4 +158,5 @@ def _judge_cpu(kernels: Counter, kinds: Counter, step: int, emulated: bool) -> E
     if step < 2 and not kinds["softmax"]:
         return Evidence(kernels, kinds, "unproven", "no softmax operator seen")
     seen = [kind for kind in (*FUSED_ATTENTION, "softmax", "compiled") if kinds[kind]]
-    return Evidence(kernels, kinds, "proven", ", ".join(f"{kinds[kind]} {kind}" for kind in seen))
+    return Evidence(kernels, kinds, "proven", ", ".join(f"{kinds[kind]} {kind}" for kind in seen)
+                    + " (the algorithm; a CPU's operators do not tell their arithmetic)")

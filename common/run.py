@@ -35,7 +35,8 @@ def main(script: Path, argv: list[str] | None = None) -> int:
     try:
         result = Report(script.stem, config, str(options.parameter_dtype).removeprefix("torch."),
                         machine.facts(options.device))
-        with harness.judged(result, lambda: _out_of_memory(step, options, config)):
+        with (machine.alone(options.device, script.name),
+              harness.judged(result, lambda: _out_of_memory(step, options, config))):
             _run(step, options, config, result, output)
         if result.status != "ok":
             output.write([report.record(result, "status", "", [], "run")])
@@ -58,9 +59,16 @@ def main(script: Path, argv: list[str] | None = None) -> int:
     return EXIT[result.status]
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, where there are any."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Namespace, BlockConfig, report.Output]:
     """The command line, checked before anything is allocated. A mistake ends the process with one line and status 2."""
-    parser = argparse.ArgumentParser(prog=script.name, formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = argparse.ArgumentParser(prog=script.name, formatter_class=_Help,
                                      description=(sys.modules["__main__"].__doc__ or "").strip().split("\n")[0],
                                      epilog="Exit status: 0 ok, 1 failed, 2 usage, 3 out of memory, 4 skipped, "
                                             "130 interrupted.")

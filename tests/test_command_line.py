@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -341,14 +342,35 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize("step", RUN_HERE)
 def test_a_script_runs(runs, step):
-    """Exit status 0, a card within 100 columns, and nothing on stderr, which is no terminal here."""
+    """Exit status 0, a card within 100 columns, and nothing on stderr but that it waited for another to end."""
     status, out, err = runs[0][step]
-    assert (status, err) == (0, "")
+    assert status == 0 and err in ("", f"{steps.path(step).name}: waiting for another run on this device to end\n")
     assert card_value(out, "step") == steps.path(step).stem and card_value(out, "status") == "ok"
     assert max(map(len, out.splitlines())) <= 100
     values = re.findall(r"[\d.]+", card_value(out, "median ms"))
     assert len(values) == 2 and all(float(value) > 0 for value in values)
     assert ("means nothing" in out) == (step == 4) and ("emulated" in card_value(out, "engine")) == (step == 4)
+
+
+def test_one_run_at_a_time_measures(monkeypatch, tmp_path, capsys):
+    """The second waits until the first has ended, and says so; where no lock can be had, it goes on without."""
+    monkeypatch.setattr(device.tempfile, "gettempdir", lambda: str(tmp_path))
+    cpu, order = torch.device("cpu"), []
+
+    def second():
+        with device.alone(cpu, "second"):
+            order.append("second")
+    waiting = threading.Thread(target=second)
+    with device.alone(cpu, "first"):
+        waiting.start()
+        while "second: waiting for another run" not in capsys.readouterr().err:
+            assert waiting.is_alive()
+        order.append("first")
+    waiting.join()
+    assert order == ["first", "second"]
+    monkeypatch.setattr(device.tempfile, "gettempdir", lambda: str(tmp_path / "missing"))
+    with device.alone(cpu, "third"), device.alone(cpu, "fourth"):
+        assert capsys.readouterr().err == ""
 
 
 def test_runs_at_once_leave_only_whole_records(runs):

@@ -89,10 +89,10 @@ def test_attribution_adds_up_and_shows_what_it_can_not_explain():
     row = dict(zip(headers, rows[0], strict=True))
     assert [row[name] for name in ("pair", "gained ms", "GEMM", "attention", "idle")] == [
         "1 -> 2", "+5.00", "+3.00", "-1.90", "+4.00"]
-    assert (row["unexplained"], row["bound"]) == ("-0.10", "0.25")          # 5 % of the 5 ms gained
+    assert (row["unexplained"], row["bound"]) == ("-0.100", "0.250")        # 5 % of the 5 ms gained
     lines = (made("1_cublas", both([10.0] * 6, []), parts={"forward": before})
              + made("2_sdpa", both([9.9] * 6, []), parts={"forward": before}))
-    assert ladder.attribution(lines, "forward")[0][0][-1] == "0.05 EXCEEDED"       # 0.5 % of the slower step
+    assert ladder.attribution(lines, "forward")[0][0][-1] == "0.050 EXCEEDED"      # 0.5 % of the slower step
 
 
 @unit
@@ -384,7 +384,7 @@ def test_the_time_outside_of_measuring_is_known(monkeypatch):
     for phase in ("building: 0", "sampling forward", "peaks of this machine"):
         some.say(phase)
     line = some.finish()
-    assert line.startswith("12 s: sampling 6, building 3, peaks 2, starting 1; 25 % outside of building")
+    assert line.startswith("12 s: sampling 6, building 3, peaks 2, starting 1;\n25 % outside of building")
     assert some.seconds == {"starting": 1.0, "building": 3.0, "sampling": 6.0, "peaks": 2.0}
     assert json.loads(json.dumps(some.lines[-1]))["metric"]["extra_info"]["rest"] == 3.0
 
