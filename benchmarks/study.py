@@ -133,6 +133,7 @@ class Study:
         samples: dict = {where: [] for where in runs}
         parts: dict[str, list[dict]] = {key: [] for key in self.subjects}
         chosen: dict = {}
+        again = ""
         try:
             with harness.compiled_for_good(*(subject.block for subject in self.subjects.values())):
                 for block, rounds in enumerate(_split(self.options.rounds, 4 if attribute else 1)):
@@ -140,9 +141,12 @@ class Study:
                     if attribute:
                         chosen = chosen or self._faster(samples)
                         self._profile(mode, chosen, runs, between, rounds, block, parts)
-        except harness.Failed as error:                       # compiled again: time the others without those that were
+        except harness.Failed as error:
+            again = str(error)
+        if again:                                             # compiled again: time the others without those that were
+            del runs, between
             for key in [key for key, subject in self.subjects.items() if harness.compiled(subject.block)]:
-                self._fail(key, mode, "failed", str(error))
+                self._fail(key, mode, "failed", again)
             return self.time(mode, attribute)
         state = self._look(runs)
         calibration = {name: samples.pop((None, name)) for name in calibrations}
@@ -189,17 +193,18 @@ class Study:
 
     def _warm_up(self, mode: str, runs: dict, between: dict, clock) -> None:
         """A few rounds of all; where they do not fit together, without the captured graphs, which keep their memory."""
+        graphs = [where for where in runs if where[1] == "graph"]
         try:
             timing.interleaved(runs, clock, WARM_UP_ROUNDS, between)
-        except torch.OutOfMemoryError:
-            graphs = [where for where in runs if where[1] == "graph"]
+            return
+        except torch.OutOfMemoryError:                        # tried again below: here its tensors are still held
             if not graphs:
                 raise
-            for key, launch in graphs:
-                del runs[key, launch]
-                self.reports[key].rows[mode, launch].reason = "graph: out of memory beside the other cases"
-            self._free()
-            timing.interleaved(runs, clock, WARM_UP_ROUNDS, between)
+        for key, launch in graphs:
+            del runs[key, launch]
+            self.reports[key].rows[mode, launch].reason = "graph: out of memory beside the other cases"
+        self._free()
+        timing.interleaved(runs, clock, WARM_UP_ROUNDS, between)
 
     def _sample(self, mode: str, runs: dict, between: dict, clock, rounds: int, block: int, samples: dict) -> None:
         taken = next(iter(samples.values()))

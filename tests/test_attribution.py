@@ -107,7 +107,7 @@ def test_a_profiled_block_is_taken_apart_on_a_cpu():
 
 @pytest.mark.gpu
 def test_kernels_between_the_markers_add_up_to_what_events_measure():
-    a = torch.randn(4096, 4096, device="cuda")
+    a = torch.randn(8192, 8192, device="cuda")                 # long kernels: the host's pace does not matter
     runs = {"matmul": lambda: a @ a, "softmax": lambda: a.softmax(-1), "both": lambda: (a @ a).softmax(-1)}
     clock = timing.EventClock()
     timing.interleaved(runs, clock, 10)
@@ -118,7 +118,7 @@ def test_kernels_between_the_markers_add_up_to_what_events_measure():
     assert found["softmax"]["softmax and mask"] > 0 and found["softmax"]["GEMM"] == 0
     assert found["both"]["GEMM"] > 0 and found["both"]["softmax and mask"] > 0 and found["both"]["attention"] == 0
     for key, parts_ in found.items():
-        assert sum(parts_.values()) == pytest.approx(statistics.median(timed[key]), rel=0.1, abs=0.02)
+        assert sum(parts_.values()) == pytest.approx(statistics.median(timed[key]), rel=0.1, abs=0.05)
 
 
 @pytest.mark.gpu

@@ -401,7 +401,7 @@ def test_all_steps_are_on_the_ladder_in_order():
 
 @pytest.mark.gpu
 @integration
-def test_a_graph_and_its_eager_run_are_timed_in_the_same_rounds(tmp_path):
+def test_a_graph_and_its_eager_run_are_timed_in_the_same_rounds(tmp_path, studies_in_seconds):
     path = tmp_path / "out"
     argv = ["--preset", "gpt2", "--batch-size", "2", "--steps", "1,2", "--rounds", "10", "--json", str(path)]
     assert ladder.main(argv) == 0
