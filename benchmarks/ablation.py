@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from common import BlockConfig, harness, report, steps
 from common import device as machine
 from common.precision import float32_matmul_precision
-from common.run import EXIT
 
 from . import charts, command, records
 from .study import Case, Study
@@ -218,11 +217,7 @@ def main(argv: list[str] | None = None) -> int:
             study.prepare(case)
         for mode in report.MODES:
             study.time(mode)
-        print(text(study.lines))
-        if options.chart:
-            draw(study.lines, options.chart)
-        print(study.finish(), file=sys.stderr)
-        return EXIT["failed" if any(r.status in ("failed", "oom") for r in study.reports.values()) else "ok"]
+        return study.show(text, draw)
 
 
 if __name__ == "__main__":

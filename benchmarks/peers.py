@@ -24,7 +24,6 @@ from common import BlockConfig, harness, parameters, report, steps, te_emulation
 from common import device as machine
 from common.config import LAYER_NORM_EPS, PRESETS, dtype_name
 from common.precision import float32_matmul_precision
-from common.run import EXIT
 
 from . import charts, command, records
 from .study import Case, Study
@@ -266,11 +265,7 @@ def main(argv: list[str] | None = None) -> int:
             for mode in report.MODES:
                 study.time(mode)
             study.release()
-        print(text(study.lines))
-        if options.chart:
-            draw(study.lines, options.chart)
-        print(study.finish(), file=sys.stderr)
-        return EXIT["failed" if any(r.status in ("failed", "oom") for r in study.reports.values()) else "ok"]
+        return study.show(text, draw)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from common import BlockConfig, harness, parameters, report, roofline, te_emulation, timing
 from common import device as machine
 from common.report import Report, Row
+from common.run import EXIT
 
 from . import attribution
 
@@ -268,6 +269,15 @@ class Study:
             for iteration in list(runs.values())[:3]:
                 iteration()
         return machine.state(self.device)
+
+    def show(self, text: Callable, draw: Callable, lines: list[dict] | None = None) -> int:
+        """Print `text(lines)`, `draw` the chart that was asked for, and say where the time went; the exit status."""
+        lines = self.lines if lines is None else lines
+        print(text(lines))
+        if self.options.chart:
+            draw(lines, self.options.chart)
+        print(self.finish(), file=sys.stderr)
+        return EXIT["failed" if any(r.status in ("failed", "oom") for r in self.reports.values()) else "ok"]
 
     def finish(self) -> str:
         """Where the wall time went, in one line; written as records too."""

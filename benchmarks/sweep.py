@@ -269,10 +269,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"sweep: {len(finished)} sizes are already in {options.json}", file=sys.stderr)
         measure(study, points, finished)
         lines = [line for line in known if (line["model"]["name"] in {shape for _, shape in finished})] + study.lines
-        print(text(lines))
-        if options.chart:
-            draw(lines, options.chart)
-        print(study.finish(), file=sys.stderr)
+        study.show(text, draw, lines)                   # a size that does not fit is a point, no failure
         timed = any(run.best(mode) for run in records.runs(lines) for mode in report.MODES)
         return EXIT["ok" if timed else "failed"]
 
