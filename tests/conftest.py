@@ -111,6 +111,18 @@ def studies_in_seconds(monkeypatch):
 
 
 @pytest.fixture
+def study_main(capsys, studies_in_seconds):
+    """A study in this process, on a CPU: study_main(module, *argv) -> (exit status, stdout, stderr)."""
+    def call(study, *argv):
+        try:
+            status = study.main([str(argument) for argument in ("--preset", "tiny", "--device", "cpu", *argv)])
+        except SystemExit as ended:
+            status = ended.code
+        return status, *capsys.readouterr()
+    return call
+
+
+@pytest.fixture
 def full_disk(monkeypatch):
     """Every record's write finds the disk full, as /dev/full would where it is a device; not every container has it."""
     def write(descriptor, data):

@@ -5,7 +5,7 @@ import pytest
 from made_records import both, made
 
 from benchmarks import readme, records
-from common import report, steps
+from common import steps
 
 pytestmark = pytest.mark.unit
 
@@ -58,7 +58,3 @@ def test_every_study_has_one_shape(name):
     first = study.__doc__.splitlines()[0]
     assert "?" in first and f"python -m benchmarks.{name}" in study.__doc__ and "Exit status" in study.__doc__
     assert all(callable(getattr(study, part)) for part in ("main", "text", "chart_stems", "draw"))
-
-
-def test_passes_and_launches_are_what_the_records_are_read_by():
-    assert (report.MODES, report.LAUNCHES) == (("forward", "forward+backward"), ("eager", "graph"))

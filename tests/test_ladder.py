@@ -1,5 +1,6 @@
 """The ladder's tables from made-up records, and the command on shapes of a second; what all studies share besides."""
 import contextlib
+import functools
 import json
 import signal
 import subprocess
@@ -167,15 +168,9 @@ def test_dram_traffic_is_a_table_or_its_reason():
 # The command.
 
 @pytest.fixture
-def main(capsys, studies_in_seconds):
+def main(study_main):
     """The ladder in this process: main(*argv) -> (status, stdout, stderr)."""
-    def call(*argv):
-        try:
-            status = ladder.main([str(argument) for argument in ("--preset", "tiny", "--device", "cpu", *argv)])
-        except SystemExit as ended:
-            status = ended.code
-        return status, *capsys.readouterr()
-    return call
+    return functools.partial(study_main, ladder)
 
 
 @integration

@@ -22,6 +22,13 @@ def gpu_with_tf32(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: True)
 
 
+def test_flops_bound_what_bytes_do_not():
+    """All of it where memory is endless, none where it hardly moves, and a part in between."""
+    def share(bandwidth):
+        return roofline.flop_bound(SMALL, FP32, Peaks({"float32": 1e12}, bandwidth), backward=True)
+    assert share(1e30) == 1.0 and share(1.0) == 0.0 and 0 < share(3e11) < 1
+
+
 def test_a_gpu_without_tf32_multiplies_in_fp32(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: False)
     assert roofline.arithmetic(SMALL.replace(amp_dtype=None), 1, torch.float32, GPU).matmul == "float32"

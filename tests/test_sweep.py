@@ -1,5 +1,6 @@
 """Crossings, exponents and resumption from made-up records; the command on sizes of a second."""
 import collections
+import functools
 
 import pytest
 import torch
@@ -102,17 +103,10 @@ def test_heads_keep_their_width_when_the_block_gets_wider():
 
 
 @pytest.fixture
-def main(capsys, monkeypatch, studies_in_seconds):
+def main(monkeypatch, study_main):
     """The sweep in this process, of steps 0 and 2 alone: main(*argv) -> (status, out, err)."""
     monkeypatch.setattr(sweep, "ROWS", ("0", "2"))
-
-    def call(*argv):
-        try:
-            status = sweep.main([str(argument) for argument in ("--preset", "tiny", "--device", "cpu", *argv)])
-        except SystemExit as ended:
-            status = ended.code
-        return status, *capsys.readouterr()
-    return call
+    return functools.partial(study_main, sweep)
 
 
 @integration
