@@ -352,10 +352,15 @@ def test_a_script_runs(runs, step):
     assert ("means nothing" in out) == (step == 4) and ("emulated" in card_value(out, "engine")) == (step == 4)
 
 
-def test_one_run_at_a_time_measures(monkeypatch, tmp_path, capsys):
+def test_one_run_at_a_time_measures(monkeypatch, tmp_path):
     """The second waits until the first has ended, and says so; where no lock can be had, it goes on without."""
     monkeypatch.setattr(device.tempfile, "gettempdir", lambda: str(tmp_path))
-    cpu, order = torch.device("cpu"), []
+    cpu, order, told, said = torch.device("cpu"), [], [], threading.Event()
+
+    def tell(message, **_):
+        told.append(message)
+        said.set()
+    monkeypatch.setattr(device, "print", tell, raising=False)
 
     def second():
         with device.alone(cpu, "second"):
@@ -363,14 +368,13 @@ def test_one_run_at_a_time_measures(monkeypatch, tmp_path, capsys):
     waiting = threading.Thread(target=second)
     with device.alone(cpu, "first"):
         waiting.start()
-        while "second: waiting for another run" not in capsys.readouterr().err:
-            assert waiting.is_alive()
+        assert said.wait(60)
         order.append("first")
-    waiting.join()
-    assert order == ["first", "second"]
+    waiting.join(60)
+    assert order == ["first", "second"] and told == ["second: waiting for another run on this device to end"]
     monkeypatch.setattr(device.tempfile, "gettempdir", lambda: str(tmp_path / "missing"))
     with device.alone(cpu, "third"), device.alone(cpu, "fourth"):
-        assert capsys.readouterr().err == ""
+        assert len(told) == 1
 
 
 def test_runs_at_once_leave_only_whole_records(runs):
