@@ -17,6 +17,11 @@ from common.precision import float32_matmul_precision
 from common.run import run
 
 
+def fork(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x in `dtype` for the residual and for the branch. Compiled, their gradients are added and cast in one pass."""
+    return x.to(dtype), x.to(dtype)
+
+
 def add(residual: Tensor, branch: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum in `dtype`. Compiled it is one pass over memory; eager PyTorch needs one to add and one to cast."""
     return (residual + branch).to(dtype)
@@ -75,8 +80,9 @@ class Block(nn.Module):
             return super().__call__(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = x.to(self.amp_dtype) if self.amp_dtype and x.dtype == torch.float32 else x    # the residual, in 16 bits
-        h = h + self.attn(h, self.fresh)
+        mixed = self.amp_dtype and x.dtype == torch.float32
+        h, branch = self.fork(x, self.amp_dtype) if mixed else (x, x)                     # the residual, in 16 bits
+        h = h + self.attn(branch, self.fresh)
         return self.add(h, self.mlp(h, is_first_microbatch=self.fresh), x.dtype)
 
 
@@ -92,7 +98,7 @@ def build(config: BlockConfig, values: dict[str, Tensor], device: torch.device |
         block = Block(config, te, dtype, recipe)
     block.engine = engine
     on_gpu = torch.device(device).type == "cuda"
-    block.add = torch.compile(add, dynamic=False) if on_gpu else add
+    block.fork, block.add = (torch.compile(f, dynamic=False) if on_gpu else f for f in (fork, add))
     return parameters.load(block, values, device)
 
 

@@ -1,6 +1,7 @@
 """Runs one block by the rules of DESIGN.md's 'A run': calibrate, compile, check, time and observe it."""
 import atexit
 import contextlib
+import functools
 import math
 import os
 import re
@@ -15,7 +16,7 @@ import torch
 
 from . import device as machine
 from . import evidence, oracle, parameters, roofline, timing
-from .config import dtype_name
+from .config import BlockConfig, dtype_name
 from .report import Compilation, Report, Row
 
 NOT_A_GPU = "CUDA graphs need a GPU"
@@ -51,7 +52,8 @@ def prepare(build: Callable, step: int, parameter_dtype: torch.dtype, device: to
     config, kinds = result.config, roofline.arithmetic(result.config, step, parameter_dtype, device)
     result.matmul = kinds.matmul
     say("building")
-    values = {name: value.to(parameter_dtype) for name, value in parameters.seeded(config, seed).items()}
+    values = {name: value.to(parameter_dtype)
+              for name, value in _seeded(config.replace(amp_dtype=None), seed).items()}
     block = build(config, values, device)
     shape = (config.batch_size, config.seq_len, config.hidden_size)
     x, dy = (torch.randn(shape, generator=torch.Generator().manual_seed(seed + n)).to(device, parameter_dtype)
@@ -73,6 +75,11 @@ def prepare(build: Callable, step: int, parameter_dtype: torch.dtype, device: to
     say("checking against FP64")
     check(block, x, values, result)
     return subject
+
+
+@functools.lru_cache(maxsize=1)                # the same for all cases of a study, and 200 million of them take seconds
+def _seeded(config: BlockConfig, seed: int) -> dict[str, torch.Tensor]:
+    return parameters.seeded(config, seed)
 
 
 @contextlib.contextmanager

@@ -200,10 +200,13 @@ def paired_ratio(numerator: Iterable[float], denominator: Iterable[float], resam
     return ratios.quantile(0.5).item(), low, high
 
 
-def enqueue_ms(iteration: Callable, between: Callable, count: int = 3) -> float:
-    """Median host time to enqueue one iteration on an idle GPU, in ms: what the GPU waits for where it is faster."""
-    times = []
-    for _ in range(count):
+def enqueue_ms(iteration: Callable, between: Callable, budget_s: float = 0.5) -> float:
+    """Median host time to enqueue one iteration on an idle GPU, in ms: what the GPU waits for where it is faster.
+
+    Of ten iterations, or of as many, at least three, as begin within `budget_s`.
+    """
+    times, since = [], time.perf_counter()
+    while len(times) < 3 or (len(times) < 10 and time.perf_counter() - since < budget_s):
         between()
         torch.cuda.synchronize()
         start = time.perf_counter_ns()

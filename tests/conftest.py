@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from common import oracle, parameters, roofline, steps, timing
+from common import harness, oracle, parameters, roofline, steps, timing
 from common.config import BlockConfig
 from common.device import compiler_missing
 
@@ -48,13 +48,15 @@ def pytest_configure(config):
                  "ignore::DeprecationWarning:torch.*",
                  "ignore::DeprecationWarning:transformer_engine.*"):
         config.addinivalue_line("filterwarnings", line)
-    config.inductor_cache = tempfile.mkdtemp(prefix="test-inductor-")    # mode 0700: what is in it gets executed
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = config.inductor_cache
-    os.environ["TRITON_CACHE_DIR"] = os.path.join(config.inductor_cache, "triton")
+    config.folder = tempfile.mkdtemp(prefix="test-")                     # mode 0700: what is in it gets executed
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(config.folder, "inductor")
+    os.environ["TRITON_CACHE_DIR"] = os.path.join(config.folder, "triton")
+    os.environ["TMPDIR"] = tempfile.tempdir = config.folder              # runs wait for each other by a file in there
 
 
 def pytest_unconfigure(config):
-    shutil.rmtree(config.inductor_cache, ignore_errors=True)
+    tempfile.tempdir = None
+    shutil.rmtree(config.folder, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items):
@@ -79,6 +81,12 @@ def fp8_missing() -> str | None:
         return f"it does not import ({TE_MISSING})"
     available, reason = te.is_fp8_available(return_reason=True)
     return None if available else reason
+
+
+@pytest.fixture(autouse=True)
+def nothing_drawn_before():
+    """Forget the parameters that another test's run drew, or put in their place."""
+    harness._seeded.cache_clear()
 
 
 @pytest.fixture

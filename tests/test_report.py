@@ -131,8 +131,8 @@ def test_an_error_that_is_not_finite_is_a_word():
 # -------------------------------------------------------------------------------------------------------------- rows
 
 
-@pytest.mark.parametrize("enqueue, bound", [(None, None), (0.5, False), (6.7, False), (7.1, True), (9.0, True)])
-def test_launch_bound_is_enqueueing_as_long_as_the_iteration(enqueue, bound):
+@pytest.mark.parametrize("enqueue, bound", [(None, None), (0.5, False), (5.6, False), (6.0, True), (9.0, True)])
+def test_launch_bound_is_enqueueing_about_as_long_as_the_iteration(enqueue, bound):
     assert row(enqueue_ms=enqueue).launch_bound is bound                  # the median is 7.2 ms
     assert Row(enqueue_ms=enqueue).launch_bound is None
 
