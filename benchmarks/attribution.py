@@ -61,17 +61,18 @@ def middle(iterations: list[dict[str, float]]) -> dict[str, float]:
     return {part: statistics.mean(parts[part] for parts in kept) for part in PARTS}
 
 
-def profiled(runs: dict, between: dict, device: torch.device, rounds: int, say: Callable[[str], None],
+def profiled(runs: dict, between: dict, expected: dict, device: torch.device, rounds: int, say: Callable[[str], None],
              seed: int = 0) -> dict[object, list[dict[str, float]]]:
-    """`rounds` iterations of each of `runs` (key -> callable) under the profiler, interleaved; key -> their parts, ms.
+    """`rounds` bursts of each of `runs` (key -> callable) under the profiler, interleaved; key -> their parts, ms.
 
-    `between` (key -> callable) runs before each iteration. Each profiled iteration follows another of the same, as in
-    the clock. `say` is told when the iterations are over. Raises RuntimeError where the profiler did not see them all.
+    `between` (key -> callable) runs before each iteration; `expected` (key -> ms of one) makes the bursts as long as
+    those of the clock. `say` is told when they are over. Raises RuntimeError where the profiler did not see them all.
     """
     sampler = _Gpu() if device.type == "cuda" else _Cpu()
     activities = [ProfilerActivity.CUDA] if device.type == "cuda" else [ProfilerActivity.CPU]
     with profile(activities=activities, acc_events=True) as profiler:
-        timing.interleaved({key: (key, call) for key, call in runs.items()}, sampler, rounds, between, seed)
+        timing.interleaved({key: (key, call) for key, call in runs.items()}, sampler, rounds, between, seed,
+                           expected=expected)
     say("attributing")
     found = sampler.iterations(profiler)
     if len(found) != len(sampler.order):
@@ -82,48 +83,52 @@ def profiled(runs: dict, between: dict, device: torch.device, rounds: int, say: 
     return by_key
 
 
-class _Gpu:
-    """In the place of a clock: runs (key, iteration) between two marker kernels."""
+class _Gpu(timing.EventClock):
+    """In the place of the clock: runs (key, iteration) between two marker kernels."""
+    MOST = 40                                        # untimed iterations: the profiler keeps the kernels of these too
 
     def __init__(self):
         self.order = []
 
-    def sample(self, run: tuple[object, Callable], between: Callable, count: int) -> list[float]:
+    def sample(self, run: tuple[object, Callable], between: Callable, count: int, lead_in: int = 1) -> list[float]:
         key, iteration = run
-        between()
-        iteration()
-        between()
-        torch.cuda._sleep(1)
-        iteration()
-        torch.cuda._sleep(1)
+        for _ in range(min(lead_in, self.MOST)):
+            between()
+            iteration()
+        for _ in range(count):
+            between()
+            torch.cuda._sleep(1)
+            iteration()
+            torch.cuda._sleep(1)
         torch.cuda.synchronize()
-        self.order.append(key)
-        return []
+        self.order += [key] * count
+        return [0.0]                                                       # the profiler knows
 
     def iterations(self, profiler) -> list[dict[str, float]]:
         """Milliseconds by part of every iteration, in the order they ran."""
-        kernels = sorted((e.time_range.start, e.time_range.end, e.name) for e in profiler.events()
-                         if e.device_type == DeviceType.CUDA)
+        events = profiler.profiler.kineto_results.events()      # profiler.events() would take seconds to build a tree
+        kernels = sorted((e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in events
+                         if e.device_type() == DeviceType.CUDA)
         marks = [place for place, (_, _, name) in enumerate(kernels) if _MARKER in name]
         found = [credit(kernels[first + 1:last], kernels[first][1], kernels[last][0])
                  for first, last in zip(marks[::2], marks[1::2], strict=False)]
-        return [{part: microseconds / 1e3 for part, microseconds in parts.items()} for parts in found]
+        return [{part: nanoseconds / 1e6 for part, nanoseconds in parts.items()} for parts in found]
 
 
-class _Cpu:
-    """In the place of a clock: runs (key, iteration) inside a named range of the profiler."""
+class _Cpu(timing.HostClock):
+    """In the place of the clock: runs (key, iteration) inside a named range of the profiler."""
     _RANGE = "one iteration"
 
     def __init__(self):
         self.order = []
 
-    def sample(self, run: tuple[object, Callable], between: Callable, count: int) -> list[float]:
+    def sample(self, run: tuple[object, Callable], between: Callable, count: int, lead_in: int = 0) -> list[float]:
         key, iteration = run
         between()
         with record_function(self._RANGE):
             iteration()
         self.order.append(key)
-        return []
+        return [0.0]
 
     def iterations(self, profiler) -> list[dict[str, float]]:
         ranges = (e for e in profiler.events() if e.name == self._RANGE)

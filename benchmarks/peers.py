@@ -255,13 +255,16 @@ def _bars(lines: list[dict]) -> dict[str, list[tuple[str, float, float, float]]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = command.parse(command.parser("peers", __doc__), argv)
+    parser = command.parser("peers", __doc__)
+    parser.add_argument("--only", metavar="TEXT", help="beside our steps only the peers whose name holds TEXT")
+    options = command.parse(parser, argv)
     with command.shown_to_a_person("peers", options.output), machine.alone(options.device, "peers"):
         harness.use_private_caches()
         study = Study("peers", options)
         for dtype in (torch.float32, options.config.amp_dtype):
             for case in cases(options.config, dtype, options.device):
-                study.prepare(case)
+                if case.claims is not None or (options.only or "") in case.name:
+                    study.prepare(case)
             for mode in report.MODES:
                 study.time(mode)
             study.release()

@@ -23,7 +23,7 @@ from common.run import EXIT
 
 from . import attribution
 
-WARM_UP_ROUNDS = 3
+WARM_UP_ROUNDS = 2
 MEASURING = ("building", "compiling", "calibrating", "checking", "warming", "sampling")       # what a run is there for
 
 
@@ -141,7 +141,7 @@ class Study:
                     self._sample(mode, runs, between, clock, rounds, block, samples)
                     if attribute:
                         chosen = chosen or self._faster(samples)
-                        self._profile(mode, chosen, runs, between, rounds, block, parts)
+                        self._profile(mode, chosen, runs, between, samples, rounds, block, parts)
         except harness.Failed as error:
             again = str(error)
         if again:                                             # compiled again: time the others without those that were
@@ -209,11 +209,12 @@ class Study:
 
     def _sample(self, mode: str, runs: dict, between: dict, clock, rounds: int, block: int, samples: dict) -> None:
         taken = next(iter(samples.values()))
+        expected = {where: statistics.median(some) for where, some in samples.items() if some}
         self.say(f"sampling {mode}")
         for where, more in timing.interleaved(
                 runs, clock, rounds, between, self.options.seed + block,
                 lambda number: self._bar.set_description_str(
-                    f"{mode}: round {len(taken) + number + 1} of {self.options.rounds}")).items():
+                    f"{mode}: round {len(taken) + number + 1} of {self.options.rounds}"), expected).items():
             samples[where] += more
 
     def _faster(self, samples: dict) -> dict[str, str]:
@@ -221,13 +222,14 @@ class Study:
         return {key: min((statistics.median(samples[key, launch]), launch) for launch in report.LAUNCHES
                          if (key, launch) in samples)[1] for key in self.subjects}
 
-    def _profile(self, mode: str, chosen: dict, runs: dict, between: dict, rounds: int, block: int,
+    def _profile(self, mode: str, chosen: dict, runs: dict, between: dict, samples: dict, rounds: int, block: int,
                  parts: dict) -> None:
         self.say(f"sampling under the profiler, {mode}")
         try:
             found = attribution.profiled({key: runs[key, launch] for key, launch in chosen.items()},
-                                         {key: between[key, launch] for key, launch in chosen.items()}, self.device,
-                                         rounds, self.say, self.options.seed + block)
+                                         {key: between[key, launch] for key, launch in chosen.items()},
+                                         {key: statistics.median(samples[key, launch]) for key, launch in
+                                          chosen.items()}, self.device, rounds, self.say, self.options.seed + block)
         except RuntimeError as error:
             if block == 0:
                 for key in chosen:

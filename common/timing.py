@@ -51,15 +51,18 @@ class EventClock:
     """GPU time between two CUDA events around each iteration, in ms.
 
     The stream is what is timed, so a stream that starves while the host prepares the next launch is timed too. Each
-    chunk starts with an untimed iteration: the first event would otherwise wait on an empty queue for its first kernel.
+    chunk starts with untimed iterations: the first event would otherwise wait on an empty queue for its first kernel.
     """
     name = "CUDA events"
-    lead_in = 1                         # untimed iterations before each chunk
+    lead_in = 1                         # untimed iterations before each chunk, at least
+    settle_ms = 100.0                   # of the same work, until a GPU at its power cap runs at the clocks of that work
+    burst_ms = 30.0                     # of work whose median is one sample of an interleaved round
 
-    def sample(self, iteration: Callable, between: Callable, count: int) -> list[float]:
+    def sample(self, iteration: Callable, between: Callable, count: int, lead_in: int = lead_in) -> list[float]:
         pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-        between()
-        iteration()
+        for _ in range(lead_in):
+            between()
+            iteration()
         for start, stop in pairs:
             between()
             start.record()
@@ -73,8 +76,9 @@ class HostClock:
     """Wall-clock time of each iteration by perf_counter_ns, in ms: for work that runs on the CPU itself."""
     name = "perf_counter"
     lead_in = 0
+    settle_ms = burst_ms = 0.0
 
-    def sample(self, iteration: Callable, between: Callable, count: int) -> list[float]:
+    def sample(self, iteration: Callable, between: Callable, count: int, lead_in: int = lead_in) -> list[float]:
         samples = []
         for _ in range(count):
             between()
@@ -169,21 +173,32 @@ def median_interval(samples: list[float]) -> tuple[float, float]:
 
 
 def interleaved(iterations: dict, clock, rounds: int, between: dict | None = None, seed: int = 0,
-                progress: Callable[[int], None] | None = None) -> dict:
+                progress: Callable[[int], None] | None = None, expected: dict | None = None) -> dict:
     """`rounds` samples in ms of each iteration, in a new random order every round: clocks and heat drift alike for all.
 
     `iterations` and `between` go from any key to a callable. Sample i of every key comes from round i, so that ratios
-    can be paired. `progress` gets the number of each round as it begins.
+    can be paired. A GPU at its power cap runs a moment at the clocks that the work before left it, another's here: so
+    there a sample is the median of some iterations behind `clock.settle_ms` of the same. `expected` holds the ms of an
+    iteration by key, where that is known. `progress` gets the number of each round as it begins.
     """
-    order, shuffle = list(iterations), random.Random(seed)
+    order, shuffle, between, expected = list(iterations), random.Random(seed), between or {}, dict(expected or {})
     samples: dict = {name: [] for name in iterations}
     for number in range(rounds):
         if progress:
             progress(number)
         shuffle.shuffle(order)
         for name in order:
-            samples[name] += clock.sample(iterations[name], (between or {}).get(name, nothing), 1)
+            work = iterations[name], between.get(name, nothing)
+            if name not in expected:
+                expected[name] = clock.sample(*work, 1)[0] if clock.settle_ms else math.inf
+            samples[name].append(statistics.median(clock.sample(*work, *burst(clock, expected[name]))))
     return samples
+
+
+def burst(clock, ms: float) -> tuple[int, int]:
+    """(timed iterations, untimed ones before them) of one interleaved sample of work that takes `ms`."""
+    ms = max(ms, 1e-3)
+    return max(1, min(10, int(clock.burst_ms / ms))), max(clock.lead_in, min(500, round(clock.settle_ms / ms)))
 
 
 def paired_ratio(numerator: Iterable[float], denominator: Iterable[float], resamples: int = 2000,

@@ -17,12 +17,12 @@ pytestmark = pytest.mark.unit
 
 class ScriptedClock:
     """Reads out `chunk(n, count)` for the n-th call, and remembers every reading it gave."""
-    name, lead_in = "scripted", 0
+    name, lead_in, settle_ms, burst_ms = "scripted", 0, 0, 0
 
     def __init__(self, chunk):
         self.chunk, self.chunks = chunk, []
 
-    def sample(self, iteration, between, count):
+    def sample(self, iteration, between, count, lead_in=0):
         for _ in range(count):
             between()
             iteration()
@@ -164,12 +164,12 @@ def test_too_few_samples_bound_nothing(n):
 
 class DriftingClock:
     """Iterations return their true ms; a reading adds 2 % noise of its own and a drift of 20 % that all share."""
-    name, lead_in = "drifting", 0
+    name, lead_in, settle_ms, burst_ms = "drifting", 0, 0, 0
 
     def __init__(self, seed=0):
         self.rng, self.reading = random.Random(seed), 0
 
-    def sample(self, iteration, between, count):
+    def sample(self, iteration, between, count, lead_in=0):
         readings = []
         for _ in range(count):
             between()
@@ -218,7 +218,8 @@ def test_a_comparison_is_the_same_every_time_it_is_computed():
 
 def test_interleaving_shuffles_every_round_and_pairs_by_round():
     calls, readings = [], itertools.count()
-    clock = SimpleNamespace(sample=lambda iteration, between, count: [between(), iteration(), next(readings)][2:])
+    clock = SimpleNamespace(sample=lambda iteration, between, *_: [between(), iteration(), next(readings)][2:],
+                            lead_in=0, settle_ms=0, burst_ms=0)
     names = "abcde"
     samples = timing.interleaved({n: lambda n=n: calls.append(n) for n in names}, clock, rounds=20,
                                  between={"c": lambda: calls.append("before c")})
@@ -228,6 +229,27 @@ def test_interleaving_shuffles_every_round_and_pairs_by_round():
     rounds = ["".join(order[i:i + 5]) for i in range(0, 100, 5)]
     assert all(sorted(one) == sorted(names) for one in rounds) and len(set(rounds)) > 10
     assert all(samples[n][i] // 5 == i for n in names for i in range(20))      # sample i comes from round i
+
+
+def test_on_a_gpu_each_sample_follows_a_tenth_of_a_second_of_its_own_work():
+    taken = []
+
+    def sample(iteration, between, count, lead_in=1):
+        taken.append((iteration(), count, lead_in))
+        return [iteration()] if count == 1 else [iteration()] * (count - 1) + [1e9]      # the last was disturbed
+    clock = SimpleNamespace(sample=sample, lead_in=1, settle_ms=100, burst_ms=30)
+    samples = timing.interleaved({"short": lambda: 5.0, "long": lambda: 400.0}, clock, 3,
+                                 expected={"long": 400.0})
+    assert samples["short"] == [5.0] * 3                        # the median of a burst
+    assert [one for one in taken if one[0] == 400.0] == [(400.0, 1, 1)] * 3
+    assert [one for one in taken if one[0] == 5.0] == [(5.0, 1, 1)] + [(5.0, 6, 20)] * 3       # one look, then bursts
+
+
+@pytest.mark.parametrize("ms, expected", [(0.0, (10, 500)), (0.05, (10, 500)), (3.0, (10, 33)), (20.0, (1, 5)),
+                                          (445.0, (1, 1)), (math.inf, (1, 1))])
+def test_bursts_are_bounded(ms, expected):
+    assert timing.burst(EventClock, ms) == expected
+    assert timing.burst(HostClock, ms) == (1, 0)                # a CPU: one iteration, nothing before it
 
 
 # ------------------------------------------------------------------------------------------------------------ clocks
@@ -264,7 +286,7 @@ def test_on_a_gpu_a_against_a_is_the_same_and_three_percent_are_seen():
     held, seen = 0, 0
     for seed in range(3):
         kernels = {"a": asleep(CYCLES), "a again": asleep(CYCLES), "slower": asleep(1.03 * CYCLES)}
-        samples = timing.interleaved(kernels, EventClock(), rounds=60, seed=seed)
+        samples = timing.interleaved(kernels, EventClock(), rounds=20, seed=seed)
         _, low, high = timing.paired_ratio(samples["a again"], samples["a"])
         held += low <= 1 <= high
         _, low, high = timing.paired_ratio(samples["slower"], samples["a"])
