@@ -164,6 +164,8 @@ def text(lines: list[dict], width: int | None = None) -> str:
     runs = [run for run in records.latest(lines).values() if run.info["step"] != "ablation"]
     for mode in report.MODES:
         taken, found = samples(lines, mode), times(lines, mode)
+        if not found:                                                      # interrupted before, or all failed
+            continue
         base, rows = found.get(frozenset()), []
         for run in runs:
             ms, error = run.best_ms(mode), run.value("check", "branch error")

@@ -85,14 +85,15 @@ def profiled(runs: dict, between: dict, expected: dict, device: torch.device, ro
 
 class _Gpu(timing.EventClock):
     """In the place of the clock: runs (key, iteration) between two marker kernels."""
-    MOST = 40                                        # untimed iterations: the profiler keeps the kernels of these too
+    MOST = 120, 10                                   # untimed and timed iterations: the profiler keeps all kernels
 
     def __init__(self):
         self.order = []
 
     def sample(self, run: tuple[object, Callable], between: Callable, count: int, lead_in: int = 1) -> list[float]:
         key, iteration = run
-        for _ in range(min(lead_in, self.MOST)):
+        lead_in, count = min(lead_in, self.MOST[0]), min(count, self.MOST[1])
+        for _ in range(lead_in):
             between()
             iteration()
         for _ in range(count):

@@ -75,7 +75,7 @@ def _stacked(timed) -> Figure:
                 axis.bar(place, parts[part], bottom=bottom, color=PART_COLOURS[part], width=0.7, edgecolor="white",
                          linewidth=0.4, label=part if place == 0 else None)
                 bottom += parts[part]
-            axis.text(place, bottom, command.figures(run.best_ms(MODE)), ha="center", va="bottom")
+            axis.text(place, bottom, command.figures(run.profiled_ms(MODE)), ha="center", va="bottom")
             limit = run.value(MODE, "limit", run.best(MODE))
             if limit:
                 axis.plot((place - 0.42, place + 0.42), (limit, limit), color="black", linewidth=1.6,
@@ -102,7 +102,7 @@ def _waterfalls(timed) -> Figure:
 
 def _waterfall(axis, before, after, labelled: bool) -> None:
     (a, parts_a), (b, parts_b) = before, after
-    start, end = a.best_ms(MODE), b.best_ms(MODE)
+    start, end = a.profiled_ms(MODE), b.profiled_ms(MODE)
     changes = [(part, parts_b[part] - parts_a[part]) for part in PARTS]
     changes.append(("unexplained", end - start - sum(change for _, change in changes)))
     axis.barh(0, start, color="#444444")

@@ -4,7 +4,8 @@
 
 Each step runs in a process of its own under ncu, with the caches as the kernel before left them. Attention is
 everything between the QKV projection and the output projection, forward: where it is done by hand, its two matmuls and
-the passes over the S x S scores; where it is fused, one kernel.
+the passes over the S x S scores; where it is fused, one kernel. Under autocast the casts of the output projection's
+parameters are in there too.
 """
 import csv
 import io
@@ -97,22 +98,20 @@ def attention(kernels: list[dict], by_hand: bool) -> list[dict]:
 
 
 def table(lines: list[dict], mode: str, width: int | None = None) -> str:
-    """GiB through DRAM per step, from records; empty where nothing was counted."""
+    """GiB through DRAM per step, from the latest run that counted them; empty where none did."""
+    counted = {run.label: line["metric"]["extra_info"] for run in records.runs(lines)
+               if (line := run.find(mode, "dram traffic"))}
     rows, reasons = [], {}
-    for run in records.latest(lines).values():
-        line = run.find(mode, "dram traffic")
-        if line is None:
-            continue
-        extra = line["metric"]["extra_info"]
+    for name, extra in counted.items():
         if "reason" in extra:
             reasons[extra["reason"]] = None
-            rows.append([run.label, *["n/a"] * 5])
+            rows.append([name, *["n/a"] * 5])
             continue
         cells = []
         for part in ("block", "attention"):
             some = extra.get(part)
             cells += [f"{some[way] / 2**30:.2f}" for way in METRICS] if some else ["n/a", "n/a"]
-        rows.append([run.label, *cells, extra.get("attention", {}).get("kernels", "n/a")])
+        rows.append([name, *cells, extra.get("attention", {}).get("kernels", "n/a")])
     if not rows:
         return ""
     headers = ["step", "block reads GiB", "writes", "attention reads GiB", "writes", "in kernels"]

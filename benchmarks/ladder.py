@@ -162,19 +162,14 @@ def attribution(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
     rows = []
     for a, b in itertools.pairwise(timed):
         before, after = a.parts(mode), b.parts(mode)
-        gained = profiled_ms(a, mode) - profiled_ms(b, mode)
-        bound = max(0.05 * abs(gained), 0.005 * max(profiled_ms(a, mode), profiled_ms(b, mode)))
+        gained = a.profiled_ms(mode) - b.profiled_ms(mode)
+        bound = max(0.05 * abs(gained), 0.005 * max(a.profiled_ms(mode), b.profiled_ms(mode)))
         unexplained = gained - (sum(before.values()) - sum(after.values()))
         rows.append([f"{_short(a)} -> {_short(b)}", command.figures(gained, "+"),
                      *(command.figures(before[part] - after[part], "+") for part in PARTS),
                      command.figures(unexplained, "+"),
                      command.figures(bound) + ("" if abs(unexplained) <= bound else " EXCEEDED")])
     return rows, ["pair", "gained ms", *PARTS, "unexplained", "bound"]
-
-
-def profiled_ms(run: Run, mode: str) -> float:
-    """The median by the clock of the way of launching that was profiled, from the rounds that were not."""
-    return run.median(mode, run.find(mode, "time by part")["metric"]["extra_info"]["of"])
 
 
 def of_steps(lines: list[dict]) -> list[Run]:

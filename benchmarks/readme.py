@@ -74,19 +74,6 @@ def studies(name: str) -> str:
     return "\n\n".join(blocks) or "Not recorded yet."
 
 
-def peers_table(lines: list[dict]) -> str:
-    """Step 4 beside TransformerLayer: ms, and the paired ratio of each case to step 4 in the same interleaved run."""
-    rows = []
-    for line in lines:
-        extra, info = line["metric"]["extra_info"], line["benchmark"]["extra_info"]
-        ratio, low, high = extra["ratio_to_step_4"]
-        rows.append([line["dependencies"]["transformer_engine"]["version"], info["parameter_dtype"],
-                     line["benchmark"]["mode"], extra["launch"], info["step"], f"{extra['median']:.2f}",
-                     f"{ratio:.3f} [{low:.3f}, {high:.3f}]"])
-    headers = ["TE", "parameters", "pass", "launch", "case", "ms", "its time / step 4's"]
-    return markdown(rows, headers)
-
-
 def diff(a: int, b: int) -> str:
     """The lines that differ between two steps, as a unified diff without context."""
     names = steps.path(a), steps.path(b)
@@ -103,8 +90,6 @@ def parts() -> dict[str, str]:
     for preset in ("te-tutorial", "gpt2"):
         lines = records.read(h200 / f"{preset}.jsonl")
         found[f"scripts {preset}"] = records.provenance(lines) + "\n\n" + scripts_table(lines)
-    lines = records.read(h200 / "peers.jsonl")
-    found["step 4 beside TransformerLayer"] = records.provenance(lines) + "\n\n" + peers_table(lines)
     found |= {name: studies(name) for name in STUDIES}
     found["card"] = f"```\n{(h200 / '2_sdpa.txt').read_text().rstrip()}\n```"
     return found

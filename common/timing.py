@@ -56,7 +56,7 @@ class EventClock:
     name = "CUDA events"
     lead_in = 1                         # untimed iterations before each chunk, at least
     settle_ms = 100.0                   # of the same work, until a GPU at its power cap runs at the clocks of that work
-    burst_ms = 30.0                     # of work whose median is one sample of an interleaved round
+    burst_ms = 100.0                    # of work whose median is one sample of an interleaved round
 
     def sample(self, iteration: Callable, between: Callable, count: int, lead_in: int = lead_in) -> list[float]:
         pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
@@ -198,7 +198,7 @@ def interleaved(iterations: dict, clock, rounds: int, between: dict | None = Non
 def burst(clock, ms: float) -> tuple[int, int]:
     """(timed iterations, untimed ones before them) of one interleaved sample of work that takes `ms`."""
     ms = max(ms, 1e-3)
-    return max(1, min(10, int(clock.burst_ms / ms))), max(clock.lead_in, min(500, round(clock.settle_ms / ms)))
+    return max(1, min(100, int(clock.burst_ms / ms))), max(clock.lead_in, min(500, round(clock.settle_ms / ms)))
 
 
 def paired_ratio(numerator: Iterable[float], denominator: Iterable[float], resamples: int = 2000,

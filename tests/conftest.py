@@ -114,6 +114,8 @@ def studies_in_seconds(monkeypatch):
     small = torch.ones(16)
     monkeypatch.setattr(roofline, "measure_peaks", lambda *_: peaks)
     monkeypatch.setattr(timing, "calibration", lambda device: dict.fromkeys(("gemm", "copy"), small.sum))
+    monkeypatch.setattr(timing.EventClock, "settle_ms", 1.0)
+    monkeypatch.setattr(timing.EventClock, "burst_ms", 1.0)
     for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):         # a study sets them
         monkeypatch.setenv(variable, os.environ.get(variable, ""))
 

@@ -245,7 +245,7 @@ def test_on_a_gpu_each_sample_follows_a_tenth_of_a_second_of_its_own_work():
     assert [one for one in taken if one[0] == 5.0] == [(5.0, 1, 1)] + [(5.0, 6, 20)] * 3       # one look, then bursts
 
 
-@pytest.mark.parametrize("ms, expected", [(0.0, (10, 500)), (0.05, (10, 500)), (3.0, (10, 33)), (20.0, (1, 5)),
+@pytest.mark.parametrize("ms, expected", [(0.0, (100, 500)), (0.05, (100, 500)), (3.0, (33, 33)), (20.0, (5, 5)),
                                           (445.0, (1, 1)), (math.inf, (1, 1))])
 def test_bursts_are_bounded(ms, expected):
     assert timing.burst(EventClock, ms) == expected
