@@ -18,7 +18,7 @@ from common.run import run
 
 
 def fork(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x in `dtype` for the residual and for the branch. Compiled, their gradients are added and cast in one pass."""
+    """x in `dtype` for the residual and for the branch, written twice: then one pass adds and casts their gradients."""
     return x.to(dtype), x.to(dtype)
 
 
@@ -80,8 +80,11 @@ class Block(nn.Module):
             return super().__call__(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = self.amp_dtype and x.dtype == torch.float32
-        h, branch = self.fork(x, self.amp_dtype) if mixed else (x, x)                     # the residual, in 16 bits
+        dtype = self.amp_dtype if self.amp_dtype and x.dtype == torch.float32 else x.dtype    # the residual, in 16 bits
+        if dtype != x.dtype and torch.is_grad_enabled():
+            h, branch = self.fork(x, dtype)
+        else:
+            h = branch = x.to(dtype)
         h = h + self.attn(branch, self.fresh)
         return self.add(h, self.mlp(h, is_first_microbatch=self.fresh), x.dtype)
 
@@ -98,6 +101,7 @@ def build(config: BlockConfig, values: dict[str, Tensor], device: torch.device |
         block = Block(config, te, dtype, recipe)
     block.engine = engine
     on_gpu = torch.device(device).type == "cuda"
+    torch._dynamo.config.recompile_limit = 1024              # its 8 count over all blocks of a process
     block.fork, block.add = (torch.compile(f, dynamic=False) if on_gpu else f for f in (fork, add))
     return parameters.load(block, values, device)
 

@@ -164,7 +164,8 @@ def text(lines: list[dict], width: int | None = None) -> str:
     runs = [run for run in records.latest(lines).values() if run.info["step"] != "ablation"]
     for mode in report.MODES:
         taken, found = samples(lines, mode), times(lines, mode)
-        if not found:                                                      # interrupted before, or all failed
+        if not found:
+            blocks.append(f"{mode}: nothing was timed")
             continue
         base, rows = found.get(frozenset()), []
         for run in runs:

@@ -66,7 +66,8 @@ def profiled(runs: dict, between: dict, expected: dict, device: torch.device, ro
     """`rounds` bursts of each of `runs` (key -> callable) under the profiler, interleaved; key -> their parts, ms.
 
     `between` (key -> callable) runs before each iteration; `expected` (key -> ms of one) makes the bursts as long as
-    those of the clock. `say` is told when they are over. Raises RuntimeError where the profiler did not see them all.
+    those of the clock, but for a cap on the iterations that the profiler must keep. `say` is told when they are over.
+    Raises RuntimeError where the profiler did not see them all.
     """
     sampler = _Gpu() if device.type == "cuda" else _Cpu()
     activities = [ProfilerActivity.CUDA] if device.type == "cuda" else [ProfilerActivity.CPU]

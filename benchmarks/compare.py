@@ -7,7 +7,8 @@ Milliseconds of different days can't be compared as they are: clocks and neighbo
 is held against that of a matmul and a copy which were sampled in between, weighted by the share of the row's time that
 goes to matmuls and attention (half where that was not profiled), and what is left against the noise: the spread of the
 medians within a process, and between processes of the same code, from at least five of them (`python -m
-benchmarks.ladder --processes 5`): in the files themselves, in --noise, or recorded for this GPU. The verdict is
+benchmarks.ladder --processes 5`): in the files themselves, in --noise, or recorded for this GPU. Where samples were
+taken in different ways (a script's, and those of interleaved rounds on a GPU) times are compared as they are. Verdicts:
 
     FASTER, SLOWER   the difference is beyond the noise
     SAME             it is not, and a difference of 5 % would have been
@@ -57,6 +58,7 @@ class Measured:
     within: float                     # reach of the 95 % interval of the median within a process, relative
     between: float | None             # reach of one process's median, relative; None with fewer than five
     processes: int
+    clock: str                        # how it was sampled
 
 
 def what(line: dict) -> What:
@@ -103,7 +105,8 @@ def measured(where: What, runs: list[Run]) -> Measured:
         scaled = medians if gemm is None else [
             median / clock(a / gemm, b / copy, share) for median, a, b in zip(medians, *units.values(), strict=True)]
         between = REACH * statistics.stdev(scaled) / statistics.mean(scaled)
-    return Measured(statistics.median(medians), gemm, copy, share, statistics.median(widths), between, len(runs))
+    return Measured(statistics.median(medians), gemm, copy, share, statistics.median(widths), between, len(runs),
+                    line["metric"]["extra_info"].get("clock", ""))
 
 
 def clock(gemm: float, copy: float, share: float | None) -> float:
@@ -131,7 +134,7 @@ def noise_of(side: Measured, floor: float) -> float:
 def verdict(old: Measured, new: Measured, floor: float) -> tuple[float, float, str]:
     """(difference, noise, verdict); difference and noise are relative to old, the difference positive where slower."""
     expected = 1.0
-    if None not in (old.gemm, new.gemm, old.copy, new.copy):
+    if old.clock == new.clock and None not in (old.gemm, new.gemm, old.copy, new.copy):
         known = [share for share in (old.share, new.share) if share is not None]
         expected = clock(new.gemm / old.gemm, new.copy / old.copy, statistics.mean(known) if known else None)
     difference = new.ms / old.ms / expected - 1
@@ -179,11 +182,14 @@ def _differs(name: str, old: set[str], new: set[str], force: bool) -> str:
 
 
 def versions(old: list[dict], new: list[dict]) -> list[str]:
-    """What software differs between two files, one line each."""
+    """What differs between two files in software and in how samples were taken, one line each."""
     sides = [{name: {line["dependencies"].get(name, {}).get("version", "none") for line in lines}
               for name in {name for line in (*old, *new) for name in line["dependencies"]}} for lines in (old, new)]
     drivers = [{str(line["runners"][0].get("extra_info", {}).get("driver")) for line in lines} for lines in (old, new)]
-    sides = [side | {"driver": driver} for side, driver in zip(sides, drivers, strict=True)]
+    clocks = [{line["metric"]["extra_info"].get("clock", "none") for line in lines
+               if line["metric"]["name"] == "latency"} for lines in (old, new)]
+    sides = [side | {"driver": driver, "clock": clock_}
+             for side, driver, clock_ in zip(sides, drivers, clocks, strict=True)]
     return [f"{name}: {' and '.join(sorted(sides[0][name]))} -> {' and '.join(sorted(sides[1][name]))}"
             for name in sorted(sides[0]) if sides[0][name] != sides[1][name]]
 

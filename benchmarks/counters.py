@@ -4,8 +4,8 @@
 
 Each step runs in a process of its own under ncu, with the caches as the kernel before left them. Attention is
 everything between the QKV projection and the output projection, forward: where it is done by hand, its two matmuls and
-the passes over the S x S scores; where it is fused, one kernel. Under autocast the casts of the output projection's
-parameters are in there too.
+the passes over the S x S scores; where it is fused, one kernel. The casts of the output projection's parameters under
+autocast, and of its input to FP8, are in there too.
 """
 import csv
 import io
@@ -99,8 +99,14 @@ def attention(kernels: list[dict], by_hand: bool) -> list[dict]:
 
 def table(lines: list[dict], mode: str, width: int | None = None) -> str:
     """GiB through DRAM per step, from the latest run that counted them; empty where none did."""
-    counted = {run.label: line["metric"]["extra_info"] for run in records.runs(lines)
-               if (line := run.find(mode, "dram traffic"))}
+    counted: dict[str, dict] = {}
+    for run in records.runs(lines):
+        line = run.find(mode, "dram traffic")
+        if line and ("reason" not in line["metric"]["extra_info"] or run.label not in counted):
+            counted[run.label] = line["metric"]["extra_info"]
+    if counted:
+        counted |= {name: {"reason": "not counted yet"} for name, run in records.latest(lines).items()
+                    if name not in counted and run.status == "ok" and run.best(mode)}
     rows, reasons = [], {}
     for name, extra in counted.items():
         if "reason" in extra:

@@ -165,11 +165,12 @@ def attribution(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
         gained = a.profiled_ms(mode) - b.profiled_ms(mode)
         bound = max(0.05 * abs(gained), 0.005 * max(a.profiled_ms(mode), b.profiled_ms(mode)))
         unexplained = gained - (sum(before.values()) - sum(after.values()))
-        rows.append([f"{_short(a)} -> {_short(b)}", command.figures(gained, "+"),
+        rows.append([f"{_short(a)} -> {_short(b)}", f"{a.profiled(mode)}, {b.profiled(mode)}",
+                     command.figures(gained, "+"),
                      *(command.figures(before[part] - after[part], "+") for part in PARTS),
                      command.figures(unexplained, "+"),
                      command.figures(bound) + ("" if abs(unexplained) <= bound else " EXCEEDED")])
-    return rows, ["pair", "gained ms", *PARTS, "unexplained", "bound"]
+    return rows, ["pair", "launch", "gained ms", *PARTS, "unexplained", "bound"]
 
 
 def of_steps(lines: list[dict]) -> list[Run]:

@@ -224,6 +224,7 @@ def _row(run: records.Run, runs: list[records.Run], mode: str) -> list[str]:
     error, launch = run.value("check", "branch error"), run.best(mode)
     cells = [run.info["step"], run.status, f"{error:.1e}" if error else ""]
     if launch is None or run.status != "ok":
+        cells[1] = run.status if run.status != "ok" else "ok, not timed"
         return [*cells, "", "n/a", "n/a", ""]
     base = ours(run, runs)
     ratio = records.paired(run, base, mode) if base and base is not run else None
@@ -258,12 +259,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = command.parser("peers", __doc__)
     parser.add_argument("--only", metavar="TEXT", help="beside our steps only the peers whose name holds TEXT")
     options = command.parse(parser, argv)
+    names = {case.name for case in cases(options.config, torch.float32, options.device) if case.claims is None}
+    wanted = {name for name in names if (options.only or "").casefold() in name.casefold()}
+    if not wanted:
+        command.usage(parser, f"--only {options.only}: no such peer; give a part of {', '.join(sorted(names))}")
     with command.shown_to_a_person("peers", options.output), machine.alone(options.device, "peers"):
         harness.use_private_caches()
         study = Study("peers", options)
         for dtype in (torch.float32, options.config.amp_dtype):
             for case in cases(options.config, dtype, options.device):
-                if case.claims is not None or (options.only or "") in case.name:
+                if case.claims is not None or case.name in wanted:
                     study.prepare(case)
             for mode in report.MODES:
                 study.time(mode)

@@ -10,13 +10,14 @@ from tabulate import tabulate
 
 from common import report, steps
 
-from . import ablation, charts, ladder, peers, records, sweep
+from . import ablation, charts, components, ladder, peers, records, sweep
 from .records import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 WIDTH = 120                            # characters of a table that README shows
-STUDIES = {"ladder": ladder, "ablation": ablation, "sweep": sweep, "peers": peers}     # file stem begins with the name
+STUDIES = {"ladder": ladder, "ablation": ablation, "sweep": sweep, "peers": peers,     # file stem begins with the name
+           "components": components}
 
 
 def recorded(study: str) -> list[Path]:

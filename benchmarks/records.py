@@ -128,9 +128,13 @@ class Run:
         line = self.find(mode, "time by part")
         return line["metric"]["extra_info"].get("parts") if line else None
 
+    def profiled(self, mode: str) -> str:
+        """The way of launching that was profiled: the faster one of the first rounds, not always that of all."""
+        return self.find(mode, "time by part")["metric"]["extra_info"]["of"]
+
     def profiled_ms(self, mode: str) -> float:
-        """The median by the clock of the way of launching that was profiled, from the rounds that were not."""
-        return self.median(mode, self.find(mode, "time by part")["metric"]["extra_info"]["of"])
+        """Its median by the clock, from the rounds that were not profiled."""
+        return self.median(mode, self.profiled(mode))
 
     def launch_bound(self, mode: str) -> bool | None:
         """Whether the host holds the GPU up where kernels are launched one by one; None where that is unknown."""

@@ -22,6 +22,7 @@ from common.report import Report, Row
 from common.run import EXIT
 
 from . import attribution
+from .comparison import compare as compare  # for a user's own modules: study.compare
 
 WARM_UP_ROUNDS = 2
 MEASURING = ("building", "compiling", "calibrating", "checking", "warming", "sampling")       # what a run is there for
@@ -130,7 +131,7 @@ class Study:
         clock, calibrations = timing.clock_for(self.device), timing.calibration(self.device)
         runs |= {(None, name): call for name, call in calibrations.items()}
         self.say(f"warming up, {mode}")
-        self._warm_up(mode, runs, between, clock)
+        expected = self._warm_up(mode, runs, between, clock)
         samples: dict = {where: [] for where in runs}
         parts: dict[str, list[dict]] = {key: [] for key in self.subjects}
         chosen: dict = {}
@@ -138,7 +139,7 @@ class Study:
         try:
             with harness.compiled_for_good(*(subject.block for subject in self.subjects.values())):
                 for block, rounds in enumerate(_split(self.options.rounds, 4 if attribute else 1)):
-                    self._sample(mode, runs, between, clock, rounds, block, samples)
+                    self._sample(mode, runs, between, clock, rounds, block, samples, expected)
                     if attribute:
                         chosen = chosen or self._faster(samples)
                         self._profile(mode, chosen, runs, between, samples, rounds, block, parts)
@@ -153,7 +154,7 @@ class Study:
         calibration = {name: samples.pop((None, name)) for name in calibrations}
         for (key, launch), taken in samples.items():
             row = self.reports[key].rows[mode, launch]
-            row.timing = timing.Timing(taken, timing.is_settled(taken), clock.name, calibration)
+            row.timing = timing.Timing(taken, timing.is_settled(taken), clock.in_rounds, calibration)
             self.reports[key].state = state
         self.say(f"observing which kernels run, {mode}")
         for key in list(self.subjects):
@@ -192,12 +193,12 @@ class Study:
                 self._fail(key, mode, result.status, result.reason)
         return runs, between
 
-    def _warm_up(self, mode: str, runs: dict, between: dict, clock) -> None:
-        """A few rounds of all; where they do not fit together, without the captured graphs, which keep their memory."""
+    def _warm_up(self, mode: str, runs: dict, between: dict, clock) -> dict:
+        """A few rounds of all; what each took in ms. Where they do not fit together, without the captured graphs, which
+        keep their memory."""
         graphs = [where for where in runs if where[1] == "graph"]
         try:
-            timing.interleaved(runs, clock, WARM_UP_ROUNDS, between)
-            return
+            return _medians(timing.interleaved(runs, clock, WARM_UP_ROUNDS, between))
         except torch.OutOfMemoryError:                        # tried again below: here its tensors are still held
             if not graphs:
                 raise
@@ -205,11 +206,11 @@ class Study:
             del runs[key, launch]
             self.reports[key].rows[mode, launch].reason = "graph: out of memory beside the other cases"
         self._free()
-        timing.interleaved(runs, clock, WARM_UP_ROUNDS, between)
+        return _medians(timing.interleaved(runs, clock, WARM_UP_ROUNDS, between))
 
-    def _sample(self, mode: str, runs: dict, between: dict, clock, rounds: int, block: int, samples: dict) -> None:
+    def _sample(self, mode: str, runs: dict, between: dict, clock, rounds: int, block: int, samples: dict,
+                expected: dict) -> None:
         taken = next(iter(samples.values()))
-        expected = {where: statistics.median(some) for where, some in samples.items() if some}
         self.say(f"sampling {mode}")
         for where, more in timing.interleaved(
                 runs, clock, rounds, between, self.options.seed + block,
@@ -325,6 +326,10 @@ class Study:
         return (f"{peak / 2**30:.1f} of {total / 2**30:.1f} GiB in use at the peak; "
                 + (f"--batch-size {smaller.batch_size} --seq-len {smaller.seq_len} fits" if smaller
                    else "no batch of it fits"))
+
+
+def _medians(samples: dict) -> dict:
+    return {where: statistics.median(some) for where, some in samples.items()}
 
 
 def _split(rounds: int, blocks: int) -> list[int]:

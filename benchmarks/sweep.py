@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from common import BlockConfig, harness, parameters, report
+from common import BlockConfig, harness, parameters, report, timing
 from common import device as machine
 from common.config import PRESETS
 from common.report import Report
@@ -69,6 +69,7 @@ def done(lines: list[dict], how: dict) -> set[tuple[str, str]]:
 def way(study: Study) -> dict:
     """What must agree for sizes of two runs to stand in one map."""
     return {"rounds": study.options.rounds, "seed": study.options.seed,
+            "clock": timing.clock_for(study.device).in_rounds,
             **{name: study.facts[name] for name in ("torch", "cuda", "driver", "transformer_engine")}}
 
 

@@ -184,13 +184,11 @@ def _process_name(pid: int) -> str:
 
 
 def _git_commit() -> str | None:
-    """GIT_COMMIT where it is set, else the commit these files are at, with "+" where they have been changed since."""
-    if said := os.environ.get("GIT_COMMIT"):
-        return said
+    """The commit these files are at, with "+" where they have been changed since; GIT_COMMIT where there is no git."""
     root = Path(__file__).resolve().parents[1]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         def git(*arguments):
             command = ["git", "-c", "safe.directory=*", "-C", root, *arguments]      # a mount may be another user's
             return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    return None
+    return os.environ.get("GIT_COMMIT")

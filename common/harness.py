@@ -52,7 +52,7 @@ def prepare(build: Callable, step: int, parameter_dtype: torch.dtype, device: to
     config, kinds = result.config, roofline.arithmetic(result.config, step, parameter_dtype, device)
     result.matmul = kinds.matmul
     say("building")
-    values = {name: value.to(parameter_dtype)
+    values = {name: value.to(parameter_dtype, copy=True)
               for name, value in _seeded(config.replace(amp_dtype=None), seed).items()}
     block = build(config, values, device)
     shape = (config.batch_size, config.seq_len, config.hidden_size)

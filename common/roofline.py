@@ -89,10 +89,11 @@ def operations(config: BlockConfig, a: Arithmetic, backward: bool) -> list[Opera
     return work
 
 
-def limit_ms(config: BlockConfig, a: Arithmetic, peaks: Peaks, backward: bool) -> float:
-    """The time in ms that one iteration must take at these peaks."""
+def limit_ms(config: BlockConfig, a: Arithmetic, peaks: Peaks, backward: bool, names: tuple[str, ...] = ("",)) -> float:
+    """The time in ms that one iteration must take at these peaks; of the operations whose names begin so alone."""
     rates = {"matmul": peaks.flops[a.matmul], "attention": peaks.flops[a.attention], "memory": float("inf")}
-    return 1e3 * sum(max(o.flops / rates[o.kind], o.bytes / peaks.bandwidth) for o in operations(config, a, backward))
+    return 1e3 * sum(max(o.flops / rates[o.kind], o.bytes / peaks.bandwidth) for o in operations(config, a, backward)
+                     if o.name.startswith(names))
 
 
 def flop_bound(config: BlockConfig, a: Arithmetic, peaks: Peaks, backward: bool) -> float:

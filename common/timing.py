@@ -1,7 +1,8 @@
 """One measurement: warm-up, stop rule, clock, graph replay; and how to compare two of them.
 
-A sample is one whole iteration, and every sample is kept. Nothing is flushed between samples: an iteration starts with
-the caches as the one before left them (`CACHE_STATE`), as it does in training.
+A sample is one whole iteration, on a GPU in interleaved rounds the median of a burst of them, and every sample is kept.
+Nothing is flushed between samples: an iteration starts with the caches as the one before left them (`CACHE_STATE`), as
+it does in training.
 """
 import math
 import random
@@ -54,6 +55,7 @@ class EventClock:
     chunk starts with untimed iterations: the first event would otherwise wait on an empty queue for its first kernel.
     """
     name = "CUDA events"
+    in_rounds = "CUDA events, behind 100 ms of the same work"       # what a record of interleaved samples says
     lead_in = 1                         # untimed iterations before each chunk, at least
     settle_ms = 100.0                   # of the same work, until a GPU at its power cap runs at the clocks of that work
     burst_ms = 100.0                    # of work whose median is one sample of an interleaved round
@@ -74,7 +76,7 @@ class EventClock:
 
 class HostClock:
     """Wall-clock time of each iteration by perf_counter_ns, in ms: for work that runs on the CPU itself."""
-    name = "perf_counter"
+    name = in_rounds = "perf_counter"
     lead_in = 0
     settle_ms = burst_ms = 0.0
 
@@ -218,8 +220,12 @@ def paired_ratio(numerator: Iterable[float], denominator: Iterable[float], resam
 def enqueue_ms(iteration: Callable, between: Callable, budget_s: float = 0.5) -> float:
     """Median host time to enqueue one iteration on an idle GPU, in ms: what the GPU waits for where it is faster.
 
-    Of ten iterations, or of as many, at least three, as begin within `budget_s`.
+    Of ten iterations, or of as many, at least three, as begin within `budget_s`, behind three more.
     """
+    for _ in range(3):
+        between()
+        iteration()
+    torch.cuda.synchronize()
     times, since = [], time.perf_counter()
     while len(times) < 3 or (len(times) < 10 and time.perf_counter() - since < budget_s):
         between()

@@ -105,6 +105,19 @@ def test_a_profiled_block_is_taken_apart_on_a_cpu():
     assert all(some["GEMM"] > 0 and some[IDLE] > 0 for some in (by_hand, fused))
 
 
+def test_a_profiled_burst_is_marked_iteration_by_iteration(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("mark"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    sampler = attribution._Gpu()
+    sampler.sample(("a", lambda: calls.append("run")), lambda: calls.append("clear"), 2, 3)
+    assert calls == 3 * ["clear", "run"] + 2 * ["clear", "mark", "run", "mark"] + ["wait"]
+    assert sampler.order == ["a", "a"]
+    calls.clear()
+    sampler.sample(("b", lambda: calls.append("run")), lambda: None, 100, 500)     # the profiler keeps all it sees
+    assert (calls.count("run"), sampler.order.count("b")) == (sum(sampler.MOST), sampler.MOST[1])
+
+
 @pytest.mark.gpu
 def test_kernels_between_the_markers_add_up_to_what_events_measure():
     a = torch.randn(8192, 8192, device="cuda")                 # long kernels: the host's pace does not matter

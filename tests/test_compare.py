@@ -184,6 +184,18 @@ def test_several_shapes_have_a_column():
     assert len(rows) == 16 and headers[1] == "shape" and len({row[1] for row in rows}) == 2
 
 
+def test_samples_of_another_way_are_compared_as_they_are():
+    """The calibration of the two sides was sampled in different ways too: it says nothing of the machines."""
+    old, new = process(1), json.loads(json.dumps(process(2)))
+    for line in new:
+        if line["metric"]["name"] == "latency":
+            extra = line["metric"]["extra_info"]
+            extra["clock"] = "CUDA events, behind 100 ms of the same work"
+            extra["calibration"] = {name: [1.2 * ms for ms in taken] for name, taken in extra["calibration"].items()}
+    assert set(verdicts(old, new)) == {"SAME"}
+    assert any(line.startswith("clock: ") and line.endswith("of the same work") for line in compare.versions(old, new))
+
+
 def test_version_differences_are_listed():
     old = process(1)
     new = json.loads(json.dumps(process(2)))

@@ -88,8 +88,8 @@ def test_attribution_adds_up_and_shows_what_it_can_not_explain():
                     of="graph"))
     rows, headers = ladder.attribution(lines, "forward")
     row = dict(zip(headers, rows[0], strict=True))
-    assert [row[name] for name in ("pair", "gained ms", "GEMM", "attention", "idle")] == [
-        "1 -> 2", "+5.00", "+3.00", "-1.90", "+4.00"]
+    assert [row[name] for name in ("pair", "launch", "gained ms", "GEMM", "attention", "idle")] == [
+        "1 -> 2", "eager, graph", "+5.00", "+3.00", "-1.90", "+4.00"]
     assert (row["unexplained"], row["bound"]) == ("-0.100", "0.250")        # 5 % of the 5 ms gained
     lines = (made("1_cublas", both([10.0] * 6, []), parts={"forward": before})
              + made("2_sdpa", both([9.9] * 6, []), parts={"forward": before}))
@@ -163,6 +163,11 @@ def test_dram_traffic_is_a_table_or_its_reason():
     assert "1.00" in counters.table(lines + counted, "forward") and counters.table(lines, "forward") == ""
     missing = [report.record(r, "dram traffic", "bytes", [], "forward", reason="ncu is not there")]
     assert counters.table(lines + missing, "forward").endswith("n/a because: ncu is not there")
+    r.run = "two"                                           # a later run without ncu takes nothing away
+    missing = [report.record(r, "dram traffic", "bytes", [], "forward", reason="ncu is not there")]
+    assert counters.table(lines + counted + missing, "forward") == counters.table(lines + counted, "forward")
+    other = made("2_sdpa", both([1.0] * 6, []))
+    assert counters.table(lines + counted + other, "forward").endswith("n/a because: not counted yet")
 
 
 # The command.
@@ -247,7 +252,8 @@ def test_what_does_not_fit_together_is_timed_without_graphs(monkeypatch, tmp_pat
         calls.append("graph")
         raise torch.OutOfMemoryError("no")
     runs = {(key, "eager"): lambda: calls.append("eager"), (key, "graph"): full}
-    some._warm_up("forward", runs, {}, timing.HostClock())
+    expected = some._warm_up("forward", runs, {}, timing.HostClock())
+    assert expected.keys() == {(key, "eager")} and expected[key, "eager"] > 0
     assert list(runs) == [(key, "eager")] and calls[-study.WARM_UP_ROUNDS:] == ["eager"] * study.WARM_UP_ROUNDS
     assert "out of memory beside" in some.reports[key].rows["forward", "graph"].reason
     with pytest.raises(torch.OutOfMemoryError):

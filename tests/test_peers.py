@@ -84,3 +84,15 @@ def test_missing_packages_are_rows_with_their_reason(monkeypatch):
 def test_published_figures_stand_beside_as_published():
     text = peers.text(made("3_compile", both([1.0] * 6, [2.0] * 6)))
     assert "as published by others, not measured here" in text and "28.6 ms" in text and "quickstart.ipynb" in text
+
+
+def test_only_some_peers_beside_our_steps(study_main, monkeypatch):
+    monkeypatch.setattr(peers.Study, "prepare", lambda self, case: prepared.append(case.name))
+    monkeypatch.setattr(peers.Study, "time", lambda self, mode: None)
+    monkeypatch.setattr(peers.Study, "show", lambda self, *_: 0)
+    prepared = []
+    assert study_main(peers, "--only", "encoder")[0] == 0
+    assert prepared == 2 * ["3_compile", "4_transformer_engine", "nn.TransformerEncoderLayer",
+                            "nn.TransformerEncoderLayer, compiled"]
+    status, _, err = study_main(peers, "--only", "llama")
+    assert status == 2 and "no such peer; give a part of GPT2Block, " in err and err.count("\n") == 1
