@@ -2,11 +2,12 @@
 
     python -m benchmarks.components --json components.jsonl
 
-The whole block, attention, MLP, LayerNorm and the QKV projection, all in 16 bits: naive (three separate projections,
-attention by hand, LayerNorm and GELU from elementary operations), tuned (fused projection, fused attention, the
-library's LayerNorm and GELU), the tuned one compiled, and the best that is known (Transformer Engine's FP8). Each is
-checked against FP64, then all of a part are timed in interleaved rounds. The limit is that of the part's own
-operations, as in common/roofline.py. Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
+The whole block, attention, MLP, LayerNorm and the QKV projection, all in 16 bits (on a CPU in FP32, since many have no
+16-bit arithmetic): naive (three separate projections, attention by hand, LayerNorm and GELU from elementary
+operations), tuned (fused projection, fused attention, the library's LayerNorm and GELU), the tuned one compiled, and
+the best that is known (Transformer Engine's FP8). Each is checked against FP64, then all of a part are timed in
+interleaved rounds. The limit is that of the part's own operations, as in common/roofline.py.
+Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 import math
 import sys
@@ -212,7 +213,7 @@ def modules(part: str, config: BlockConfig, values: dict[str, Tensor], device: t
 def measure(study: Study, part: str, values: dict[str, Tensor]) -> None:
     """Compare the ways of one part, and write their records."""
     options = study.options
-    config, device, dtype = options.config, study.device, options.config.amp_dtype
+    config, device, dtype = options.config, study.device, options.config.amp_dtype or torch.float32
     study.say(f"building {part}")
     found, missing = modules(part, config, values, device, dtype)
     shape = (config.batch_size, config.seq_len, config.hidden_size)
@@ -242,8 +243,9 @@ def _calibrate(module: nn.Module, x: Tensor) -> None:
 
 def _records(study: Study, part: str, one: Compared, kinds: roofline.Arithmetic | None) -> list[dict]:
     config = study.options.config
-    r = report.Report(f"{part}, {one.name}", config, str(config.amp_dtype).removeprefix("torch."), study.facts,
-                      one.status, one.reason, kinds.matmul if kinds else "float8", study=study.name, run=study.run,
+    dtype = config.amp_dtype or torch.float32
+    r = report.Report(f"{part}, {one.name}", config, str(dtype).removeprefix("torch."), study.facts, one.status,
+                      one.reason, kinds.matmul if kinds else "float8", study=study.name, run=study.run,
                       neighbours=study.neighbours, state=machine.state(study.device))
     study.reports[r.step], r.residual = r, r.parameter_dtype
     r.errors = {what: (error, one.gate if what == "output" else 3 * one.gate) for what, error in one.errors.items()}
@@ -338,6 +340,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = command.parser("components", __doc__)
     parser.add_argument("--part", choices=PARTS, action="append", help="only this part; may be repeated")
     options = command.parse(parser, argv)
+    if options.device.type == "cpu":
+        options.config = options.config.replace(amp_dtype=None)
     with command.shown_to_a_person("components", options.output), machine.alone(options.device, "components"):
         harness.use_private_caches()
         study = Study("components", options)

@@ -162,7 +162,7 @@ def test_a_study_of_the_parts(study_main, cheap_backend, tmp_path):
 def test_a_wrong_part_is_a_row_and_the_others_are_timed(study_main, monkeypatch, cheap_backend):
     monkeypatch.setattr(components.NaiveLayerNorm, "forward", lambda self, x: x * self.weight)
     status, out, _ = study_main(components, "--rounds", 6, "--part", "LayerNorm")
-    assert status == 1 and "LayerNorm, naive, all 16-bit: failed: the output is off by" in out
+    assert status == 1 and "LayerNorm, naive, no autocast: failed: the output is off by" in out
     row = next(line.split() for line in out.splitlines() if line.startswith("LayerNorm "))
     assert row[1] == "failed" and float(row[2]) > 0
 
