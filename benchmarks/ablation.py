@@ -44,9 +44,10 @@ class AttentionByHand(nn.Module):
         return y.transpose(1, 2).reshape(B, S, H * D)
 
 
-def combinations(tf32: bool, fp8: bool) -> list[Combination]:
+def combinations(tf32: bool, fp8: bool, autocast: bool = True) -> list[Combination]:
     """Every combination that exists: FP8 needs autocast, and its modules are not compiled."""
-    pool = [name for name in OPTIMIZATIONS if (tf32 or name != "TF32") and (fp8 or name != "FP8")]
+    there = {"TF32": tf32, "FP8": fp8, "autocast": autocast}
+    pool = [name for name in OPTIMIZATIONS if there.get(name, True)]
     every = (frozenset(some) for count in range(len(pool) + 1) for some in itertools.combinations(pool, count))
     return [some for some in every if "FP8" not in some or ("autocast" in some and "compile" not in some)]
 
@@ -76,7 +77,7 @@ def cases(config: BlockConfig, device: torch.device) -> list[Case]:
     on_gpu = device.type == "cuda"
     tf32 = on_gpu and torch.cuda.is_tf32_supported()
     found = []
-    for some in combinations(tf32, fp8=on_gpu):
+    for some in combinations(tf32, on_gpu, config.amp_dtype is not None):
         step = 4 if "FP8" in some else 2 if some & {"TF32", "autocast"} else 0           # whose arithmetic it has
         found.append(Case(name_of(some), functools.partial(build, some), step,
                           config if "autocast" in some else config.replace(amp_dtype=None),
@@ -178,7 +179,8 @@ def text(lines: list[dict], width: int | None = None) -> str:
         blocks.append(f"{mode}: every combination\n\n" + command.table(
             rows, ["optimizations", "status", "launch", "ms", "x FP32", "attention", "launches", "error"], width))
         for name, players in LADDERS.items():
-            if all(any(player in some for some in found) for player in players if player != "TF32"):
+            if all(any(player in some for some in found) for player in players
+                   if player not in ("TF32", "autocast")):         # which this machine may lack
                 blocks.append(f"{mode}, the ladder {name}\n\n" + command.table(
                     ladder_of(taken, players),
                     ["optimization", "alone: x FP32", "left out of all: x slower", "share of the speed-up [95 %]"],

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from common import report, run
+from common import device, report, run
 from common.run import EXIT
 
 from . import records
@@ -40,7 +40,7 @@ def parse(found: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
     try:
         options.device = run.device_of(options.device)
         on_gpu = options.device.type == "cuda"
-        options.config = run.config_of(options).replace(amp_dtype=torch.float16 if on_gpu else torch.bfloat16)
+        options.config = run.config_of(options).replace(amp_dtype=device.amp_default(options.device)[0])
         if options.rounds is None:
             options.rounds = 8 if options.quick else 16 if on_gpu else 12
         if options.rounds < 6:

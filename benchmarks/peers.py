@@ -47,7 +47,8 @@ class Peer(nn.Module):
 
     @float32_matmul_precision("high")
     def __call__(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, self.config.amp_dtype, enabled=x.dtype == torch.float32):
+        mixed = self.config.amp_dtype is not None and x.dtype == torch.float32
+        with torch.autocast(x.device.type, self.config.amp_dtype, enabled=mixed):
             return super().__call__(x)
 
 
@@ -180,7 +181,7 @@ def cases(config: BlockConfig, dtype: torch.dtype, device: torch.device) -> list
         found.append(case(f"nn.TransformerEncoderLayer{word}", functools.partial(build, EncoderLayer, compiled), 2))
         found.append(case(f"GPT2Block{word}", functools.partial(build, GPT2, compiled), 2, missing=no_transformers))
     for fp8, word in ((False, "16-bit"), (True, "FP8")):
-        for output in dict.fromkeys((dtype, config.amp_dtype)):
+        for output in dict.fromkeys((dtype, config.amp_dtype or dtype)):
             layer = functools.partial(TransformerLayer, output_dtype=output, fp8=fp8)
             found.append(case(f"te.TransformerLayer {word}, y in {dtype_name(output)}",
                               functools.partial(build, layer, False), 4 if fp8 else 2,
@@ -266,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
     with command.shown_to_a_person("peers", options.output), machine.alone(options.device, "peers"):
         harness.use_private_caches()
         study = Study("peers", options)
-        for dtype in (torch.float32, options.config.amp_dtype):
+        for dtype in dict.fromkeys((torch.float32, options.config.amp_dtype or torch.float32)):
             for case in cases(options.config, dtype, options.device):
                 if case.claims is not None or case.name in wanted:
                     study.prepare(case)

@@ -119,6 +119,19 @@ def alone(device: torch.device, name: str):
         os.close(lock)
 
 
+def amp_default(device: torch.device) -> tuple[torch.dtype | None, str]:
+    """(autocast's dtype where none is asked for, why it is None).
+
+    float16 on a GPU, bfloat16 on a CPU that multiplies it: on one that does not (no AVX-512), PyTorch's own loops take
+    a hundred times as long as FP32 for some layouts.
+    """
+    if device.type == "cuda":
+        return torch.float16, ""
+    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.bfloat16, ""
+    return None, "this CPU has no fast 16-bit matmuls; --amp-dtype bfloat16 takes the slow ones"
+
+
 def compiler_missing(device: torch.device) -> str | None:
     """Why torch.compile can't generate code for `device`, or None. Both backends need a compiler on the host.
 

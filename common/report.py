@@ -69,6 +69,7 @@ class Report:
     engine: str = "PyTorch"
     emulated: bool = False
     residual: str = "float32"
+    autocast_off: str = ""                 # why it is, where the step would have it on
     peaks: str = "n/a"
     errors: dict[str, tuple[float, float | None]] = field(default_factory=dict)   # what -> (error, gate)
     worst_parameter: str = ""              # whose gradient is furthest off
@@ -106,8 +107,8 @@ def card(r: Report) -> str:
         ("torch", "torch"), ("CUDA", "cuda"), ("cuDNN", "cudnn"), ("triton", "triton"),
         ("Transformer Engine", "transformer_engine"))))
     line("shape", f"{r.config}, causal, dropout {r.config.dropout:g}")
-    line("precision", f"matmuls {r.matmul or 'n/a'}; x, y and parameters {r.parameter_dtype}; autocast {r.autocast}; "
-                      f"residual {r.residual}")
+    line("precision", f"matmuls {r.matmul or 'n/a'}; x, y and parameters {r.parameter_dtype}; autocast {r.autocast}"
+                      f"{f' ({r.autocast_off})' if r.autocast_off else ''}; residual {r.residual}")
     line("engine", r.engine)
     attention = r.evidence["forward+backward"].attention if "forward+backward" in r.evidence else "n/a"
     line("attention", attention)

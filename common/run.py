@@ -35,6 +35,8 @@ def main(script: Path, argv: list[str] | None = None) -> int:
     try:
         result = Report(script.stem, config, str(options.parameter_dtype).removeprefix("torch."),
                         machine.facts(options.device))
+        if step and options.amp_dtype == "auto":
+            result.autocast_off = options.autocast_off
         with (machine.alone(options.device, script.name),
               harness.judged(result, lambda: _out_of_memory(step, options, config))):
             _run(step, options, config, result, output)
@@ -76,7 +78,8 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
     shape_arguments(parser)
     parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="on the attention weights, in training")
     parser.add_argument("--amp-dtype", choices=("auto", "float16", "bfloat16", "none"), default="auto",
-                        help="autocast's dtype; auto: float16 on a GPU, bfloat16 on a CPU; none: no autocast, no FP8")
+                        help="autocast's dtype; auto: float16 on a GPU, bfloat16 on a CPU that multiplies it, or none; "
+                             "none: no autocast, no FP8")
     parser.add_argument("--param-dtype", choices=("float32", "amp"), default="float32",
                         help="amp: parameters, x and y in 16 bits too; compare it with its like only")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run")
@@ -103,7 +106,10 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
         _usage(script, f"--max-seconds {options.max_seconds:g}: give a positive number of seconds")
     if abs(options.seed) >= 10**18:
         _usage(script, f"--seed {options.seed}: give a number of at most 18 digits")
-    amp = {"auto": torch.float16 if on_gpu else torch.bfloat16, "none": None}
+    auto, options.autocast_off = machine.amp_default(options.device)
+    if step == 4 and not on_gpu:
+        auto, options.autocast_off = torch.bfloat16, ""        # the emulation multiplies in FP32
+    amp = {"auto": auto, "none": None}
     try:
         config = config_of(options).replace(
             dropout=options.dropout, fp8_weights=getattr(options, "fp8_weights", "per-call"),
@@ -114,7 +120,8 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
     except ValueError as error:
         _usage(script, str(error))
     if options.param_dtype == "amp" and config.amp_dtype is None:
-        _usage(script, "--param-dtype amp: there is no 16-bit dtype with --amp-dtype none")
+        _usage(script, f"--param-dtype amp: there is no 16-bit dtype with --amp-dtype {options.amp_dtype}"
+                       + (f" ({options.autocast_off})" if options.amp_dtype == "auto" else ""))
     options.parameter_dtype = config.amp_dtype if options.param_dtype == "amp" else torch.float32
     try:
         output = report.Output(options.json)

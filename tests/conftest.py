@@ -24,6 +24,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from common import device as machine
 from common import harness, oracle, parameters, roofline, steps, timing
 from common.config import BlockConfig
 from common.device import compiler_missing
@@ -81,6 +82,18 @@ def fp8_missing() -> str | None:
         return f"it does not import ({TE_MISSING})"
     available, reason = te.is_fp8_available(return_reason=True)
     return None if available else reason
+
+
+@pytest.fixture(autouse=True)
+def a_cpu_that_multiplies_bfloat16(monkeypatch):
+    """Whatever this machine's CPU does: what a test in this process claims of steps must not depend on it."""
+    monkeypatch.setattr(machine, "amp_default", lambda device: (
+        torch.float16 if device.type == "cuda" else torch.bfloat16, ""))
+
+
+@pytest.fixture
+def a_cpu_without_bfloat16(monkeypatch, a_cpu_that_multiplies_bfloat16):
+    monkeypatch.setattr(machine, "amp_default", lambda device: (None, "this CPU has no fast 16-bit matmuls"))
 
 
 @pytest.fixture(autouse=True)

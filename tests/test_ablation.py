@@ -19,6 +19,7 @@ def test_every_combination_that_exists_is_there_once():
     assert len([some for some in ALL if "FP8" not in some]) == 16
     assert all("autocast" in some and "compile" not in some for some in ALL if "FP8" in some)
     assert len(ablation.combinations(tf32=False, fp8=False)) == 8
+    assert len(ablation.combinations(tf32=False, fp8=False, autocast=False)) == 4
 
 
 @pytest.mark.parametrize("some", ALL, ids=ablation.name_of)

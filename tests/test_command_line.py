@@ -450,3 +450,20 @@ def test_all_16_bit_passes_its_check_on_a_cpu_at_a_real_sequence(main, quick, st
     assert status == 0 and re.search(r"^parameter gradient +\S+ +4.8e-02", out, re.MULTILINE)
     status, out, _ = main(step, *TINY, "--param-dtype", "amp")
     assert status == 0 and re.search(r"^parameter gradient +\S+ +2.4e-02", out, re.MULTILINE)
+
+
+@no_gpu
+def test_a_cpu_without_16_bit_matmuls_runs_without_autocast_and_says_why(main, quick, a_cpu_without_bfloat16):
+    """PyTorch's loops there take a hundred times as long; FP8 is emulated, which multiplies in FP32."""
+    _, out, _ = main(2, *TINY)
+    assert re.search(r"^precision +matmuls float32; .* autocast off \(this CPU has no fast", out, re.MULTILINE)
+    _, out, _ = main(0, *TINY)
+    assert "this CPU" not in out                                  # step 0 would have none anyway
+    _, out, _ = main(2, *TINY, "--amp-dtype", "none")
+    assert "autocast off" in out and "this CPU has" not in out    # as asked for
+    _, out, _ = main(2, *TINY, "--amp-dtype", "bfloat16")
+    assert "autocast bfloat16" in out
+    _, out, _ = main(4, *TINY)
+    assert "matmuls float8" in out and "autocast bfloat16" in out
+    status, _, err = main(2, *TINY, "--param-dtype", "amp")
+    assert status == 2 and "no 16-bit dtype with --amp-dtype auto (this CPU has no" in one_line(err)

@@ -411,3 +411,10 @@ def test_a_graph_and_its_eager_run_are_timed_in_the_same_rounds(tmp_path, studie
             assert all(len(run.samples(mode, launch)) == 10 for launch in report.LAUNCHES)
             assert run.value(mode, "peak memory", "eager") > 0
             assert run.parts(mode)["GEMM"] > 0
+
+
+@unit
+def test_a_cpu_without_16_bit_matmuls_has_one_row_of_step_1():
+    config = GPU_CONFIG.replace(amp_dtype=None)
+    assert [case.name for case in ladder.cases(config, torch.device("cpu"))] == [
+        "0_baseline", "1_cublas", "2_sdpa", "3_compile", "4_transformer_engine"]

@@ -96,3 +96,15 @@ def test_only_some_peers_beside_our_steps(study_main, monkeypatch):
                             "nn.TransformerEncoderLayer, compiled"]
     status, _, err = study_main(peers, "--only", "llama")
     assert status == 2 and "no such peer; give a part of GPT2Block, " in err and err.count("\n") == 1
+
+
+def test_a_cpu_without_16_bit_matmuls_has_one_setting(study_main, monkeypatch, a_cpu_without_bfloat16):
+    prepared = []
+    monkeypatch.setattr(peers.Study, "prepare", lambda self, case: prepared.append((case.name, case.parameter_dtype)))
+    monkeypatch.setattr(peers.Study, "time", lambda self, mode: None)
+    monkeypatch.setattr(peers.Study, "show", lambda self, *_: 0)
+    assert study_main(peers)[0] == 0
+    assert len(prepared) == len(set(prepared)) and {dtype for _, dtype in prepared} == {torch.float32}
+    config = BlockConfig(2, 16, 32, 2, amp_dtype=None)
+    values, x, dy = case(config)
+    assert max(worst(errors(peers.build(peers.EncoderLayer, False, config, values, "cpu"), values, x, dy))) < 1e-5
