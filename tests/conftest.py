@@ -22,6 +22,9 @@ except Exception as error:      # an incomplete installation raises nearly anyth
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"             # before Triton is imported, as the next line does
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from common import device as machine

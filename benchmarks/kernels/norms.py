@@ -1,0 +1,208 @@
+"""LayerNorm and RMSNorm in one kernel with what stands around them, forward and backward, in Triton.
+
+    y = layer_norm_gelu(x, weight, bias)
+    y = rms_norm(x, weight)
+    y, total = residual_layer_norm(x, residual, weight, bias)
+
+Memory is what such an operation waits for. Eager PyTorch reads and writes the whole tensor once per operation; here a
+program takes a row, reads it once, keeps it in registers in FP32, and writes it once. The backward reads x and dy and
+computes what the forward had in registers anew, from the mean and the reciprocal deviation of the row. The gradients of
+weight and bias are sums over all rows: each program adds up its own rows, and the programs' sums are added in a fixed
+order, so that every run gives the same bits.
+"""
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+WIDEST = 65536                    # elements of a row: what the registers of one program hold
+PROGRAMS = 264                    # of the backward: two for each multiprocessor of an H200; fixed, so that sums are
+
+
+@triton.jit
+def _gelu(h):
+    """The tanh form: 0.5 (1 + tanh z) is sigmoid 2z."""
+    return h * tl.sigmoid(1.5957691216057308 * (h + 0.044715 * h * h * h))           # 2 sqrt(2 / pi)
+
+
+@triton.jit
+def _gelu_slope(h):
+    gate = tl.sigmoid(1.5957691216057308 * (h + 0.044715 * h * h * h))
+    return gate + h * gate * (1 - gate) * 1.5957691216057308 * (1 + 3 * 0.044715 * h * h)
+
+
+@triton.jit
+def _forward(x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr, width, eps,
+             RESIDUAL: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)                       # 2^31 elements are reached before 2^31 rows
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    here = row * width + columns
+    x = tl.load(x_ptr + here, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        x += tl.load(residual_ptr + here, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(total_ptr.dtype.element_ty).to(tl.float32)   # what the next layer sees is what is normalised
+        tl.store(total_ptr + here, x, mask=inside)
+    mean = 0.0 if RMS else tl.sum(x, axis=0) / width
+    centred = tl.where(inside, x - mean, 0.0)
+    rstd = 1 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
+    h = centred * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        h += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    y = _gelu(h) if GELU else h
+    tl.store(y_ptr + here, y, mask=inside)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+
+
+@triton.jit
+def _backward(x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dy_ptr, dtotal_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+              rows, width, RESIDUAL: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
+              BLOCK: tl.constexpr):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK,), tl.float32)
+    dbias = tl.zeros((BLOCK,), tl.float32)
+    row = program
+    while row < rows:                                        # a range over a tensor is more than some interpreters take
+        here = tl.cast(row, tl.int64) * width + columns
+        x = tl.load(x_ptr + here, mask=inside, other=0.0).to(tl.float32)
+        dh = tl.load(dy_ptr + here, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row)
+        mean = 0.0 if RMS else tl.load(mean_ptr + row)
+        normal = tl.where(inside, (x - mean) * rstd, 0.0)
+        if GELU:
+            h = normal * weight
+            if BIAS:
+                h += bias
+            dh *= _gelu_slope(h)
+        dweight += dh * normal
+        dbias += dh
+        dnormal = dh * weight
+        dx = dnormal - normal * (tl.sum(dnormal * normal, axis=0) / width)
+        if not RMS:
+            dx -= tl.sum(dnormal, axis=0) / width
+        dx *= rstd
+        if RESIDUAL:
+            dx += tl.load(dtotal_ptr + here, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + here, dx, mask=inside)
+        row += programs
+    tl.store(dweight_ptr + program * width + columns, dweight, mask=inside)
+    tl.store(dbias_ptr + program * width + columns, dbias, mask=inside)
+
+
+def _launchable(kernel):
+    """The kernel as torch.compile can see it; Triton's interpreter, which older torch can't wrap, takes it as it is."""
+    return kernel if triton.knobs.runtime.interpret else wrap_triton(kernel)
+
+
+def _warps(block: int) -> int:
+    """Sixteen elements a thread or so: enough loads in flight, and no spills."""
+    return min(16, max(1, block // 512))
+
+
+@triton_op("transformer_block::norm", mutates_args={})
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, rms: bool, gelu: bool
+          ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, x + residual (empty without one), mean [rows], rstd [rows]); all inputs contiguous, x [rows, width]."""
+    rows, width = x.shape
+    y = torch.empty_like(x)
+    total = torch.empty_like(x) if residual is not None else x.new_empty(0)
+    mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    block = triton.next_power_of_2(width)
+    if rows:
+        _launchable(_forward)[(rows,)](
+            x, x if residual is None else residual, weight, weight if bias is None else bias, y,
+            y if residual is None else total, mean, rstd, width, eps, RESIDUAL=residual is not None, RMS=rms,
+            BIAS=bias is not None, GELU=gelu, BLOCK=block, num_warps=_warps(block))
+    return y, total, mean, rstd
+
+
+@triton_op("transformer_block::norm_backward", mutates_args={})
+def _norm_backward(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor, dy: Tensor,
+                   dtotal: Tensor | None, rms: bool, gelu: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight [width], dbias [width]); x is what was normalised, residual included."""
+    rows, width = x.shape
+    dx, programs = torch.empty_like(x), min(rows, PROGRAMS)
+    dweight, dbias = (torch.empty(programs, width, dtype=torch.float32, device=x.device) for _ in range(2))
+    block = triton.next_power_of_2(width)
+    if rows:
+        _launchable(_backward)[(programs,)](
+            x, weight, weight if bias is None else bias, mean, rstd, dy, dy if dtotal is None else dtotal, dx, dweight,
+            dbias, rows, width, RESIDUAL=dtotal is not None, RMS=rms, BIAS=bias is not None, GELU=gelu, BLOCK=block,
+            num_warps=_warps(block))
+    return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0).to(weight.dtype)
+
+
+def _save(ctx, inputs, output):
+    x, residual, weight, bias, _, ctx.rms, ctx.gelu = inputs
+    _, total, mean, rstd = output
+    ctx.residual = residual is not None
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.save_for_backward(total if ctx.residual else x, weight, bias, mean, rstd)
+
+
+def _differentiate(ctx, dy, dtotal, *_):
+    x, weight, bias, mean, rstd = ctx.saved_tensors
+    dy = torch.zeros_like(x) if dy is None else dy.contiguous()
+    dtotal = dtotal.contiguous() if ctx.residual and dtotal is not None else None
+    dx, dweight, dbias = _norm_backward(x, weight, bias, mean, rstd, dy, dtotal, ctx.rms, ctx.gelu)
+    return dx, dx if ctx.residual else None, dweight, None if bias is None else dbias, None, None, None
+
+
+_norm.register_autograd(_differentiate, setup_context=_save)
+
+
+def layer_norm_gelu(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """GELU (tanh form) of LayerNorm over the last dimension.
+
+    x [..., E], weight and bias [E], all of one dtype (float16, bfloat16, float32) on one GPU; the result is like x.
+    Arithmetic is in FP32. Raises ValueError for anything else.
+    """
+    _checked(x, weight=weight, bias=bias)
+    return _norm(_rows(x), None, weight.contiguous(), bias.contiguous(), eps, False, True)[0].view(x.shape)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; shapes, dtypes and errors as `layer_norm_gelu`'s."""
+    _checked(x, weight=weight)
+    return _norm(_rows(x), None, weight.contiguous(), None, eps, True, False)[0].view(x.shape)
+
+
+def residual_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
+                        ) -> tuple[Tensor, Tensor]:
+    """(LayerNorm(x + residual), x + residual), both [..., E] like x.
+
+    The sum is rounded to its dtype before it is normalised, as in eager PyTorch; dtypes and errors as
+    `layer_norm_gelu`'s, and residual must be like x.
+    """
+    _checked(x, weight=weight, bias=bias)
+    if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
+        raise ValueError(f"residual is {tuple(residual.shape)} {residual.dtype} on {residual.device}, x "
+                         f"{tuple(x.shape)} {x.dtype} on {x.device}: they must be alike")
+    y, total, *_ = _norm(_rows(x), _rows(residual), weight.contiguous(), bias.contiguous(), eps, False, False)
+    return y.view(x.shape), total.view(x.shape)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[rows, width], contiguous: a copy where x is not."""
+    return x.contiguous().view(-1, x.size(-1))
+
+
+def _checked(x: Tensor, **vectors: Tensor) -> None:
+    """Raise ValueError, naming what is wrong, for what the kernels can't take."""
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"x is {x.dtype}: give float16, bfloat16 or float32")
+    if not x.ndim or not 0 < x.size(-1) <= WIDEST:
+        raise ValueError(f"x is {tuple(x.shape)}: give [..., E] with E from 1 to {WIDEST}")
+    if not (x.is_cuda or triton.knobs.runtime.interpret):
+        raise ValueError(f"x is on {x.device}: a Triton kernel needs a GPU (with TRITON_INTERPRET=1 it runs on a CPU)")
+    for name, vector in vectors.items():
+        if vector.shape != x.shape[-1:] or vector.dtype != x.dtype or vector.device != x.device:
+            raise ValueError(f"{name} is {tuple(vector.shape)} {vector.dtype} on {vector.device}: give "
+                             f"{tuple(x.shape[-1:])} {x.dtype} on {x.device}, as x has it")

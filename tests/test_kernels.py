@@ -1,0 +1,172 @@
+"""Kernels written by hand against FP64: every output and gradient, odd shapes, strange values, bad input.
+
+Without a GPU they run through Triton's interpreter, which conftest.py switches on, on small shapes.
+"""
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+from benchmarks.kernels import norms
+from common import oracle
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GATES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+DTYPES = tuple(GATES)
+SHAPES = [(3, 1), (3, 1000), (3, 4097), (2, 5, 64), (1, 1), (7,)]
+pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:invalid value encountered")]
+
+
+def layer_norm_gelu(x, weight, bias):
+    return F.gelu(F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5), approximate="tanh")
+
+
+def rms_norm(x, weight):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def residual_layer_norm(x, residual, weight, bias):
+    total = x + residual
+    return F.layer_norm(total, total.shape[-1:], weight, bias, 1e-5), total
+
+
+# kernel -> (what it computes, which of its arguments have x's shape, which are [E])
+KERNELS = {
+    "layer_norm_gelu": (norms.layer_norm_gelu, layer_norm_gelu, 1, 2),
+    "rms_norm": (norms.rms_norm, rms_norm, 1, 1),
+    "residual_layer_norm": (norms.residual_layer_norm, residual_layer_norm, 2, 2),
+}
+each_kernel = pytest.mark.parametrize("name", KERNELS)
+
+
+def arguments(name, shape, dtype=torch.float32, scale=1.0, seed=0):
+    _, _, full, vectors = KERNELS[name]
+    generator = torch.Generator().manual_seed(seed)
+    found = [scale * torch.randn(shape, generator=generator) for _ in range(full)]
+    found += [1 + 0.3 * torch.randn(shape[-1:], generator=generator) for _ in range(vectors)]
+    return [t.to(DEVICE, dtype).requires_grad_() for t in found]
+
+
+def outputs(function, given, seed=1):
+    """Outputs and gradients of all arguments, for a random cotangent of each output."""
+    found = function(*given)
+    found = found if isinstance(found, tuple) else (found,)
+    generator = torch.Generator().manual_seed(seed)
+    cotangents = [torch.randn(y.shape, generator=generator).to(y) for y in found]
+    return [*(y.detach() for y in found), *torch.autograd.grad(found, given, cotangents)]
+
+
+def errors(name, given):
+    kernel, truth, *_ = KERNELS[name]
+    exact = outputs(truth, [t.detach().double().requires_grad_() for t in given])
+    return [oracle.relative_error(value, right) for value, right in zip(outputs(kernel, given), exact, strict=True)]
+
+
+@each_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_outputs_and_gradients_are_right(name, shape, dtype):
+    given = arguments(name, shape, dtype)
+    found = errors(name, given)
+    if shape[-1] == 1:                     # nothing depends on x then: its gradient is rounding and nothing else
+        found = [found[0], found[-1]]
+    assert max(found) < 3 * GATES[dtype], found
+
+
+@each_kernel
+@pytest.mark.parametrize("scale", [1e-3, 1e4])
+def test_small_and_large_numbers(name, scale):
+    assert max(errors(name, arguments(name, (4, 100), scale=scale))) < 1e-5
+
+
+@each_kernel
+def test_inputs_that_are_not_contiguous(name):
+    _, _, full, _ = KERNELS[name]
+    given = arguments(name, (6, 40))
+    turned = [t.detach().t().contiguous().t().requires_grad_() for t in given[:full]] + [
+        torch.stack([t.detach()] * 2, 1)[:, 0].requires_grad_() for t in given[full:]]
+    assert not any(t.is_contiguous() for t in turned)
+    for a, b in zip(outputs(KERNELS[name][0], given), outputs(KERNELS[name][0], turned), strict=True):
+        assert torch.equal(a, b)
+
+
+@each_kernel
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_passes_through_its_row_alone(name, bad):
+    given = [t.detach() for t in arguments(name, (4, 33))]
+    given[0][2, 5] = bad
+    found, eager = (function(*given) for function in KERNELS[name][:2])
+    for value, right in zip(*(t if isinstance(t, tuple) else (t,) for t in (found, eager)), strict=True):
+        assert torch.equal(value.isnan(), right.isnan()) and torch.equal(value.isinf(), right.isinf())
+        assert value[[0, 1, 3]].isfinite().all()
+
+
+@each_kernel
+def test_no_rows_at_all(name):
+    given = arguments(name, (0, 8))
+    first, *_, last = outputs(KERNELS[name][0], given)
+    assert first.shape == (0, 8) and last.shape == (8,) and not last.any()
+
+
+@each_kernel
+def test_every_run_gives_the_same_bits(name, monkeypatch):
+    monkeypatch.setattr(norms, "PROGRAMS", 3)               # fewer than rows: each adds up several
+    given = arguments(name, (8, 24), torch.float16)
+    assert max(errors(name, given)) < 3 * GATES[torch.float16]
+    for a, b in zip(outputs(KERNELS[name][0], given), outputs(KERNELS[name][0], given), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_sum_is_the_sum_that_eager_makes():
+    x, residual, weight, bias = arguments("residual_layer_norm", (5, 70), torch.float16)
+    assert torch.equal(norms.residual_layer_norm(x, residual, weight, bias)[1], x + residual)
+
+
+def test_a_gradient_of_one_output_alone():
+    given = arguments("residual_layer_norm", (3, 20))
+    for pick in (0, 1):
+        found = torch.autograd.grad(norms.residual_layer_norm(*given)[pick].sum(), given[:2])
+        exact = torch.autograd.grad(residual_layer_norm(*given)[pick].sum(), given[:2])
+        for a, b in zip(found, exact, strict=True):
+            assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("call, said", [
+    (lambda x, w: norms.rms_norm(x.double(), w.double()), "x is torch.float64: give float16, bfloat16 or float32"),
+    (lambda x, w: norms.rms_norm(x.long(), w), "x is torch.int64"),
+    (lambda x, w: norms.rms_norm(x[:, :0], w[:0]), r"x is \(4, 0\): give \[..., E\] with E from 1"),
+    (lambda x, w: norms.rms_norm(x.new_empty(2, norms.WIDEST + 1), w), r"x is \(2, 65537\)"),
+    (lambda x, w: norms.rms_norm(x[0, 0], w), r"x is \(\): give"),
+    (lambda x, w: norms.rms_norm(x, w[1:]), r"weight is \(7,\) torch.float32 on .*: give \(8,\)"),
+    (lambda x, w: norms.rms_norm(x, w.half()), r"weight is \(8,\) torch.float16"),
+    (lambda x, w: norms.layer_norm_gelu(x, w, w.to("meta")), r"bias is \(8,\) torch.float32 on meta"),
+    (lambda x, w: norms.residual_layer_norm(x, x[:2], w, w), r"residual is \(2, 8\) .* they must be alike"),
+])
+def test_bad_input_is_named(call, said):
+    with pytest.raises(ValueError, match=said):
+        call(torch.randn(4, 8, device=DEVICE), torch.ones(8, device=DEVICE))
+
+
+def test_a_cpu_without_the_interpreter_is_named(monkeypatch):
+    monkeypatch.setattr(norms.triton.knobs.runtime, "interpret", False)
+    with pytest.raises(ValueError, match="needs a GPU"):
+        norms.rms_norm(torch.randn(2, 4), torch.ones(4))
+
+
+@pytest.mark.gpu
+@each_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(16384, 4096), (4096, 16384), (100_000, 96)], ids=str)
+def test_sizes_of_a_transformer(name, shape, dtype):
+    assert max(errors(name, arguments(name, shape, dtype))) < 3 * GATES[dtype]
+
+
+@pytest.mark.gpu
+@each_kernel
+def test_under_the_compiler(name, fresh_dynamo):
+    kernel = KERNELS[name][0]
+    given = arguments(name, (16, 256), torch.float16)
+    for a, b in zip(outputs(torch.compile(kernel, fullgraph=True), given), outputs(kernel, given), strict=True):
+        assert torch.equal(a, b)
