@@ -67,8 +67,7 @@ def build(some: Combination, config: BlockConfig, values: dict[str, Tensor], dev
     uncovered = type(block).__call__.__wrapped__                       # without the step's own TF32 switch
     block.__class__ = type("Block", (type(block),), {"__call__": precision(uncovered)})
     if "compile" in some:
-        torch._dynamo.config.recompile_limit = 1024
-        block.compile(fullgraph=True, dynamic=False)
+        harness.compile_in_place(block)
     return block
 
 

@@ -3,7 +3,6 @@
     from benchmarks.study import compare
     print(compare({"eager": norm, "compiled": torch.compile(norm)}, (x,), reference=norm))
 """
-import contextlib
 import copy
 import math
 import statistics
@@ -33,6 +32,10 @@ class Compared:
     samples: dict[tuple[str, str], list[float]] = field(default_factory=dict)      # ms, one a round
     no_graph: dict[str, str] = field(default_factory=dict)                         # pass -> why there is no replay
     kernels: dict[str, dict[str, int]] = field(default_factory=dict)               # pass -> name -> launches
+
+    def gate_of(self, what: str) -> float:
+        """Of the output, or of a gradient, which passes through more roundings."""
+        return self.gate if what == "output" else 3 * self.gate
 
     def best(self, mode: str) -> str | None:
         """The faster way of launching; None where it was not timed."""
@@ -150,7 +153,7 @@ def _check(one: Compared, inputs: tuple[Tensor, ...], truth: dict[str, Tensor], 
     found = _gradients(one.module, leaves, y, dy.to(y.dtype))
     one.errors = {what: oracle.relative_error(found[what], truth[what]) for what in truth if what in found}
     for what, error in one.errors.items():
-        gate = one.gate if what == "output" else 3 * one.gate
+        gate = one.gate_of(what)
         if not math.isfinite(error):
             raise harness.Failed(f"the {what} is missing or not finite")
         if error > gate:
@@ -165,49 +168,41 @@ def _time(results: dict[str, Compared], inputs: tuple[Tensor, ...], dy: Tensor, 
             continue
         say(f"warming up {name}, {mode}")
         with harness.judged(one, lambda: "it does not fit beside the others"):
-            iteration, clear, leaves = _iteration(one.module, inputs, dy, mode == "forward+backward")
+            iteration, clear, leaves, own = _iteration(one.module, inputs, dy, mode == "forward+backward")
             for _ in range(3):
                 clear()
                 iteration()
             one.kernels[mode] = dict(evidence.observe(lambda i=iteration, c=clear: (c(), i()), device))
             runs[name, "eager"], between[name, "eager"] = iteration, clear
-            if device.type == "cuda" and (replay := _captured(one, mode, iteration, clear, leaves)):
+            if device.type == "cuda" and (replay := _captured(one, mode, iteration, clear, leaves, own)):
                 runs[name, "graph"] = replay
         if one.status != "ok":
             runs = {where: call for where, call in runs.items() if where[0] != name}
     say(f"sampling {mode}")
-    clock, compiled = timing.clock_for(device), [one for one in results.values() if _compiled(one.module)]
-    stance = torch.compiler.set_stance("fail_on_recompile") if compiled else contextlib.nullcontext()
+    clock, timed = timing.clock_for(device), [one for one in results.values() if one.status == "ok"]
     try:
-        with stance:
+        with harness.compiled_for_good(*(one.module for one in timed)):
             timing.interleaved(runs, clock, 2, between, seed)
             taken = timing.interleaved(runs, clock, rounds, between, seed)
-    except RuntimeError as error:
-        if "recompile" not in str(error):
-            raise
-        for one in compiled:
-            one.status, one.reason = "failed", "a module was compiled again after warm-up: these timings are void"
+    except harness.Failed as error:                           # time the others without those that may be compiled again
+        for one in timed:
+            if harness.compiled(one.module):
+                one.status, one.reason = "failed", str(error)
         return _time(results, inputs, dy, mode, device, rounds, seed, say)
     for (name, launch), some in taken.items():
         results[name].samples[mode, launch] = some
         between[name, "eager"]()                              # leave no gradients behind
 
 
-def _compiled(module: Callable) -> bool:
-    """Whether it went through torch.compile, in place or not."""
-    return (getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_torchdynamo_orig_callable")
-            or isinstance(module, torch._dynamo.eval_frame.OptimizedModule))
-
-
 def _iteration(module: Callable, inputs: tuple[Tensor, ...], dy: Tensor, backward: bool):
-    """(one iteration, what clears its gradients, the tensors it is called on)."""
+    """(one iteration, what clears its gradients, the tensors it is called on and then those that get gradients)."""
     if not backward:
         leaves = [t.detach().clone() for t in inputs]
 
         def forward():
             with torch.no_grad():
                 return module(*leaves)
-        return forward, timing.nothing, leaves
+        return forward, timing.nothing, leaves, []
     leaves = _leaves(inputs)
     own = [*leaves, *(module.parameters() if isinstance(module, nn.Module) else ())]
     cotangent: list[Tensor] = []
@@ -222,10 +217,11 @@ def _iteration(module: Callable, inputs: tuple[Tensor, ...], dy: Tensor, backwar
     def clear():
         for tensor in own:
             tensor.grad = None
-    return forward_backward, clear, leaves
+    return forward_backward, clear, leaves, own
 
 
-def _captured(one: Compared, mode: str, iteration: Callable, clear: Callable, leaves: list[Tensor]) -> Callable | None:
+def _captured(one: Compared, mode: str, iteration: Callable, clear: Callable, leaves: list[Tensor], own: list[Tensor]
+              ) -> Callable | None:
     """The iteration as a CUDA graph that gives what an eager call gives on changed inputs; None with the reason."""
     static, kept = {}, [t.detach().clone() for t in leaves]
     try:
@@ -238,9 +234,9 @@ def _captured(one: Compared, mode: str, iteration: Callable, clear: Callable, le
             torch.cuda.manual_seed(0)                     # the same dropout mask, should there be dropout
             y = call()
             y = static["y"] if call is replay else y
-            found.append([t.double() for t in (y, *(leaf.grad for leaf in leaves if leaf.grad is not None))])
+            found.append([t.double() for t in (y, *(tensor.grad for tensor in own if tensor.grad is not None))])
             clear()
-        if any(oracle.relative_error(a, b) > 3 * one.gate for a, b in zip(*found, strict=True)):
+        if any(oracle.relative_error(a, b) > one.gate_of("gradient") for a, b in zip(*found, strict=True)):
             raise RuntimeError("its replay on changed inputs differs from an eager run")
         return replay
     except torch.OutOfMemoryError:

@@ -196,8 +196,7 @@ def modules(part: str, config: BlockConfig, values: dict[str, Tensor], device: t
     with torch.device(device):
         found = {"naive": naive(part, config), "tuned": tuned(part, config), "compiled": tuned(part, config)}
     found = {way: load(module.to(dtype), own) for way, module in found.items()}
-    torch._dynamo.config.recompile_limit = 1024
-    found["compiled"].compile(fullgraph=True, dynamic=False)
+    harness.compile_in_place(found["compiled"])
     typed = {name: value.to(dtype) for name, value in values.items()}
     te, engine = te_emulation.choose(config, typed, device)
     if engine.startswith("emulated"):
@@ -225,13 +224,14 @@ def measure(study: Study, part: str, values: dict[str, Tensor]) -> None:
     gates = {"best known": oracle.GATES["float8"][0]} if part != "LayerNorm" else {}
     result = compare(found, (x,), reference, options.rounds, gates, options.seed,
                      lambda what: study.say(f"{what}, {part}"))
+    state = study.look({"tuned": lambda: found["tuned"](x)})
     kinds = roofline.arithmetic(config, 2, dtype, device)
     if kinds.matmul not in study.peaks.flops:
         study.say("peaks of this machine")
         study.peaks = roofline.measure_peaks(config, kinds, device)
     for way in WAYS:
         one = result.results.get(way) or Compared(way, nn.Identity(), 0.0, "skipped", missing)
-        study.write(_records(study, part, one, kinds if way != "best known" else None))
+        study.write(_records(study, part, one, kinds if way != "best known" else None, state))
 
 
 def _calibrate(module: nn.Module, x: Tensor) -> None:
@@ -241,14 +241,14 @@ def _calibrate(module: nn.Module, x: Tensor) -> None:
     module.zero_grad(set_to_none=True)
 
 
-def _records(study: Study, part: str, one: Compared, kinds: roofline.Arithmetic | None) -> list[dict]:
+def _records(study: Study, part: str, one: Compared, kinds: roofline.Arithmetic | None, state: dict) -> list[dict]:
     config = study.options.config
     dtype = config.amp_dtype or torch.float32
     r = report.Report(f"{part}, {one.name}", config, str(dtype).removeprefix("torch."), study.facts, one.status,
                       one.reason, kinds.matmul if kinds else "float8", study=study.name, run=study.run,
-                      neighbours=study.neighbours, state=machine.state(study.device))
+                      neighbours=study.neighbours, state=state)
     study.reports[r.step], r.residual = r, r.parameter_dtype
-    r.errors = {what: (error, one.gate if what == "output" else 3 * one.gate) for what, error in one.errors.items()}
+    r.errors = {what: (error, one.gate_of(what)) for what, error in one.errors.items()}
     lines = report.check_records(r)
     names, count = PARTS[part]
     for mode in report.MODES:

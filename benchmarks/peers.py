@@ -144,8 +144,7 @@ def build(kind, compiled: bool, config: BlockConfig, values: dict[str, Tensor], 
     with torch.device(device):
         block = kind(config, values["mlp.fc.weight"].dtype)
     if compiled:
-        torch._dynamo.config.recompile_limit = 1024
-        block.compile(fullgraph=True, dynamic=False)
+        harness.compile_in_place(block)
     return parameters.load(block, values, device)
 
 
@@ -154,8 +153,7 @@ def build_torchao(recipe: str, config: BlockConfig, values: dict[str, Tensor], d
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     block = steps.load(2).build(config, values, device)
     convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(recipe))
-    torch._dynamo.config.recompile_limit = 1024
-    block.compile(fullgraph=True, dynamic=False)
+    harness.compile_in_place(block)
     block.residual_dtype = values["mlp.fc.weight"].dtype
     return block
 

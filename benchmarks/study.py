@@ -150,7 +150,7 @@ class Study:
             for key in [key for key, subject in self.subjects.items() if harness.compiled(subject.block)]:
                 self._fail(key, mode, "failed", again)
             return self.time(mode, attribute)
-        state = self._look(runs)
+        state = self.look(runs)
         calibration = {name: samples.pop((None, name)) for name in calibrations}
         for (key, launch), taken in samples.items():
             row = self.reports[key].rows[mode, launch]
@@ -266,7 +266,7 @@ class Study:
         clear()
         return peak
 
-    def _look(self, runs: dict) -> dict:
+    def look(self, runs: dict) -> dict:
         """The machine's state under load: an idle GPU is never throttled."""
         if self.device.type == "cuda":
             for iteration in list(runs.values())[:3]:

@@ -122,8 +122,8 @@ def alone(device: torch.device, name: str):
 def amp_default(device: torch.device) -> tuple[torch.dtype | None, str]:
     """(autocast's dtype where none is asked for, why it is None).
 
-    float16 on a GPU, bfloat16 on a CPU that multiplies it: on one that does not (no AVX-512), PyTorch's own loops take
-    a hundred times as long as FP32 for some layouts.
+    float16 on a GPU, bfloat16 on a CPU that multiplies it: on one that does not (no AVX-512), PyTorch's own loops are
+    so much slower than FP32 that a default run would not end.
     """
     if device.type == "cuda":
         return torch.float16, ""

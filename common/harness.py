@@ -101,9 +101,16 @@ def judged(result: Report, out_of_memory: Callable[[], str]):
         result.status, result.reason = "oom", out_of_memory()
 
 
-def compiled(block: torch.nn.Module) -> bool:
-    """Whether the block has been compiled in place."""
-    return block._compiled_call_impl is not None
+def compile_in_place(block: torch.nn.Module) -> None:
+    """As step 3 does it: the whole graph, static shapes."""
+    torch._dynamo.config.recompile_limit = 1024              # its 8 count over all blocks of a process
+    block.compile(fullgraph=True, dynamic=False)
+
+
+def compiled(module: Callable) -> bool:
+    """Whether a module or function went through torch.compile, in place or not."""
+    return (getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_torchdynamo_orig_callable")
+            or isinstance(module, torch._dynamo.eval_frame.OptimizedModule))
 
 
 def iterations(block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, backward: bool):
@@ -272,7 +279,7 @@ def captured(block: torch.nn.Module, x: torch.Tensor, iteration: Callable, betwe
 
 
 @contextlib.contextmanager
-def compiled_for_good(*blocks: torch.nn.Module):
+def compiled_for_good(*blocks: Callable):
     """Raise Failed where one of these is compiled again meanwhile: what was timed would hold a compilation."""
     stance = torch.compiler.set_stance("fail_on_recompile") if any(map(compiled, blocks)) else contextlib.nullcontext()
     with stance:

@@ -242,7 +242,8 @@ def row_records(r: Report, mode: str) -> list[dict]:
                             p80=t.quantile(0.8), settled=t.settled, clock=t.clock, emulated=r.emulated,
                             calibration=t.calibration))
         metrics = {"throughput": ("tokens/s", 1e3 * row.tokens / t.median),
-                   "rate": ("FLOP/s", 1e3 * row.flops / t.median), "limit": ("ms", row.limit_ms),
+                   "rate": ("FLOP/s", 1e3 * row.flops / t.median if row.flops else None),
+                   "limit": ("ms", row.limit_ms),
                    "percent of limit": ("%", row.percent_of_limit), "peak memory": ("bytes", row.peak_bytes),
                    "enqueue": ("ms", row.enqueue_ms)}
         lines += [record(r, name, unit, [value], mode, launch=launch, emulated=r.emulated,

@@ -454,7 +454,7 @@ def test_all_16_bit_passes_its_check_on_a_cpu_at_a_real_sequence(main, quick, st
 
 @no_gpu
 def test_a_cpu_without_16_bit_matmuls_runs_without_autocast_and_says_why(main, quick, a_cpu_without_bfloat16):
-    """PyTorch's loops there take a hundred times as long; FP8 is emulated, which multiplies in FP32."""
+    """PyTorch's own loops would take minutes; FP8 is emulated, which multiplies in FP32."""
     _, out, _ = main(2, *TINY)
     assert re.search(r"^precision +matmuls float32; .* autocast off \(this CPU has no fast", out, re.MULTILINE)
     _, out, _ = main(0, *TINY)

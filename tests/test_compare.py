@@ -8,7 +8,7 @@ from made_records import CPU_CONFIG, FACTS, both, made
 
 from benchmarks import compare
 from benchmarks.attribution import PARTS
-from common import PRESETS, report
+from common import PRESETS, report, timing
 
 pytestmark = pytest.mark.unit
 STEPS = ("0_baseline", "1_cublas", "2_sdpa", "3_compile")
@@ -190,7 +190,7 @@ def test_samples_of_another_way_are_compared_as_they_are():
     for line in new:
         if line["metric"]["name"] == "latency":
             extra = line["metric"]["extra_info"]
-            extra["clock"] = "CUDA events, behind 100 ms of the same work"
+            extra["clock"] = timing.EventClock.in_rounds
             extra["calibration"] = {name: [1.2 * ms for ms in taken] for name, taken in extra["calibration"].items()}
     assert set(verdicts(old, new)) == {"SAME"}
     assert any(line.startswith("clock: ") and line.endswith("of the same work") for line in compare.versions(old, new))

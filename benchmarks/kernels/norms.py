@@ -102,7 +102,7 @@ def _launchable(kernel):
 
 
 def _warps(block: int) -> int:
-    """Sixteen elements a thread or so: enough loads in flight, and no spills."""
+    """About sixteen elements a thread."""
     return min(16, max(1, block // 512))
 
 
