@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from common import BlockConfig, parameters, te_emulation
 from common.config import LAYER_NORM_EPS
-from common.precision import float32_matmul_precision
+from common.precision import compile_gradient_casts, float32_matmul_precision
 from common.run import run
 
 
@@ -81,10 +81,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = self.amp_dtype if self.amp_dtype and x.dtype == torch.float32 else x.dtype    # the residual, in 16 bits
-        if dtype != x.dtype and torch.is_grad_enabled():
-            h, branch = self.fork(x, dtype)
-        else:
-            h = branch = x.to(dtype)
+        narrows = dtype != x.dtype and torch.is_grad_enabled()
+        h, branch = self.fork(x, dtype) if narrows else (x.to(dtype),) * 2
         h = h + self.attn(branch, self.fresh)
         return self.add(h, self.mlp(h, is_first_microbatch=self.fresh), x.dtype)
 
@@ -103,6 +101,8 @@ def build(config: BlockConfig, values: dict[str, Tensor], device: torch.device |
     on_gpu = torch.device(device).type == "cuda"
     torch._dynamo.config.recompile_limit = 1024              # its 8 count over all blocks of a process
     block.fork, block.add = (torch.compile(f, dynamic=False) if on_gpu else f for f in (fork, add))
+    if on_gpu:
+        compile_gradient_casts(block)
     return parameters.load(block, values, device)
 
 

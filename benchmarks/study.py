@@ -116,8 +116,7 @@ class Study:
     def _measure_peaks(self, case: Case, subject: harness.Subject) -> None:
         if not {subject.kinds.matmul, subject.kinds.attention} <= self.peaks.flops.keys():
             self.say("peaks of this machine")
-            found = roofline.measure_peaks(case.config, subject.kinds, self.device)
-            self.peaks = roofline.Peaks(self.peaks.flops | found.flops, max(self.peaks.bandwidth, found.bandwidth))
+            self.peaks = roofline.measure_peaks(case.config, subject.kinds, self.device, self.peaks)
 
     def time(self, mode: str, attribute: bool = False) -> None:
         """Time every prepared case, all ways of launching in the same rounds; writes the records of each.

@@ -1,4 +1,4 @@
-"""Which arithmetic FP32 matmuls use, for one block's forward and for its backward.
+"""Which arithmetic FP32 matmuls use in one block's forward and backward, and how its gradients become FP32.
 
 torch.set_float32_matmul_precision is one switch for the whole process, and cuBLAS reads it at every matmul, those of
 the backward included. A block that sets it around its forward alone computes its gradients in whatever another block
@@ -7,7 +7,7 @@ set last.
 import functools
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _outside: str | None = None       # what the caller had set, while a backward is running
 
@@ -54,3 +54,24 @@ class _Restore:
             _outside = None
 
     __del__ = __call__
+
+
+def compile_gradient_casts(block: nn.Module) -> None:
+    """Let compiled code cast the 16-bit gradients of the block's FP32 matrices to FP32.
+
+    Under autocast a matmul leaves its weight's gradient in 16 bits. Autograd casts it by a general kernel that takes
+    more than twice as long as the memory needs; here it hands the gradient on as it is, and a hook casts it.
+    After backward() the gradients are what they were, bit for bit; torch.autograd.grad returns these in 16 bits.
+    Does nothing where torch has no Tensor.grad_dtype, and to weights that are kept in FP8.
+    """
+    to_float32 = torch.compile(Tensor.float, dynamic=False)
+
+    def cast(parameter: nn.Parameter) -> None:
+        if parameter.grad.dtype != torch.float32:            # a sum with an earlier gradient is already
+            parameter.grad = to_float32(parameter.grad)
+
+    for parameter in block.parameters():
+        if (hasattr(parameter, "grad_dtype") and parameter.dtype == torch.float32 and parameter.ndim == 2
+                and type(parameter) is nn.Parameter):
+            parameter.grad_dtype = None
+            parameter.register_post_accumulate_grad_hook(cast)

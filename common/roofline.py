@@ -104,17 +104,20 @@ def flop_bound(config: BlockConfig, a: Arithmetic, peaks: Peaks, backward: bool)
     return sum(work for work, moved in sides if work >= moved) / sum(max(pair) for pair in sides)
 
 
-def measure_peaks(config: BlockConfig, a: Arithmetic, device: torch.device) -> Peaks:
+def measure_peaks(config: BlockConfig, a: Arithmetic, device: torch.device, known: Peaks = Peaks({}, 0.0)) -> Peaks:
     """The best matmul rate per dtype over the block's own shapes and a large square, and the copy bandwidth.
 
+    What `known` holds already is taken from there.
     Best rates, each after a short rest: a GPU at its power limit multiplies an eighth slower, and how warm the last
     matmul left it must not decide what the next one is credited with. Random operands: zeros run faster than data.
     """
     side = 8192 if device.type == "cuda" else 1024
     E, F = config.hidden_size, config.ffn_hidden_size
     shapes = {(config.tokens, E, 3 * E), (config.tokens, E, F), (config.tokens, F, E), (side, side, side)}
-    rates = {name: max(_matmul_rate(*shape, name, device) for shape in sorted(shapes))
-             for name in sorted({a.matmul, a.attention})}
+    rates = known.flops | {name: max(_matmul_rate(*shape, name, device) for shape in sorted(shapes))
+                           for name in sorted({a.matmul, a.attention} - known.flops.keys())}
+    if known.bandwidth:
+        return Peaks(rates, known.bandwidth)
     source = torch.randn(2**28 if device.type == "cuda" else 2**26, device=device)      # far beyond any cache
     target = torch.empty_like(source)
     return Peaks(rates, 2 * source.nbytes / _best_seconds(lambda: target.copy_(source), device))

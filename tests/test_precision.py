@@ -292,3 +292,36 @@ def test_decorated_call_keeps_its_name_and_docstring():
     def call(block, x):
         """What it does."""
     assert (call.__name__, call.__doc__) == ("call", "What it does.")
+
+
+class HalfGradient(torch.autograd.Function):
+    """x @ w.T in BF16, as a library's own matmul under autocast: its gradients are in BF16."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x.bfloat16() @ w.bfloat16().T
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        return dy @ w.bfloat16(), dy.T @ x.bfloat16()
+
+
+@pytest.mark.unit
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no Tensor.grad_dtype")
+def test_gradients_cast_by_compiled_code_are_the_same(uncompiled):
+    """The first, the sum with a second, and those of the next iteration; biases are left to autograd."""
+    x, layers = torch.randn(5, 8), [torch.nn.Linear(8, 3) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    precision.compile_gradient_casts(layers[1])
+    assert layers[1].weight.grad_dtype is None and layers[1].bias.grad_dtype == torch.float32
+    for scale in (1.0, 0.3, None, 0.7):
+        for layer in layers:
+            if scale is None:
+                layer.weight.grad = None
+            else:
+                (scale * HalfGradient.apply(x, layer.weight)).sum().backward()
+        if scale is not None:
+            assert layers[1].weight.grad.dtype == torch.float32
+            assert torch.equal(layers[0].weight.grad, layers[1].weight.grad)

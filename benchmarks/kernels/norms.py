@@ -33,8 +33,9 @@ def _gelu_slope(h):
 
 
 @triton.jit
-def _forward(x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr, width, eps,
-             RESIDUAL: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _forward(x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr, eps,
+             width: tl.constexpr, RESIDUAL: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
+             BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)                       # 2^31 elements are reached before 2^31 rows
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -58,8 +59,8 @@ def _forward(x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_p
 
 @triton.jit
 def _backward(x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dy_ptr, dtotal_ptr, dx_ptr, dweight_ptr, dbias_ptr,
-              rows, width, RESIDUAL: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
-              BLOCK: tl.constexpr):
+              rows, width: tl.constexpr, RESIDUAL: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr,
+              GELU: tl.constexpr, BLOCK: tl.constexpr):
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -118,7 +119,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | Non
     if rows:
         _launchable(_forward)[(rows,)](
             x, x if residual is None else residual, weight, weight if bias is None else bias, y,
-            y if residual is None else total, mean, rstd, width, eps, RESIDUAL=residual is not None, RMS=rms,
+            y if residual is None else total, mean, rstd, eps, width=width, RESIDUAL=residual is not None, RMS=rms,
             BIAS=bias is not None, GELU=gelu, BLOCK=block, num_warps=_warps(block))
     return y, total, mean, rstd
 
@@ -134,8 +135,8 @@ def _norm_backward(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor,
     if rows:
         _launchable(_backward)[(programs,)](
             x, weight, weight if bias is None else bias, mean, rstd, dy, dy if dtotal is None else dtotal, dx, dweight,
-            dbias, rows, width, RESIDUAL=dtotal is not None, RMS=rms, BIAS=bias is not None, GELU=gelu, BLOCK=block,
-            num_warps=_warps(block))
+            dbias, rows, width=width, RESIDUAL=dtotal is not None, RMS=rms, BIAS=bias is not None, GELU=gelu,
+            BLOCK=block, num_warps=_warps(block))
     return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0).to(weight.dtype)
 
 
