@@ -258,7 +258,12 @@ def _bars(lines: list[dict]) -> dict[str, list[tuple[str, float, float, float]]]
 def main(argv: list[str] | None = None) -> int:
     parser = command.parser("peers", __doc__)
     parser.add_argument("--only", metavar="TEXT", help="beside our steps only the peers whose name holds TEXT")
+    parser.add_argument("--param-dtype", choices=("float32", "amp"),
+                        help="only this setting: FP32 parameters under autocast, or everything in 16 bits")
     options = command.parse(parser, argv)
+    settings = {"float32": torch.float32, "amp": options.config.amp_dtype or torch.float32}
+    if options.param_dtype:
+        settings = {options.param_dtype: settings[options.param_dtype]}
     names = {case.name for case in cases(options.config, torch.float32, options.device) if case.claims is None}
     wanted = {name for name in names if (options.only or "").casefold() in name.casefold()}
     if not wanted:
@@ -266,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
     with command.shown_to_a_person("peers", options.output), machine.alone(options.device, "peers"):
         harness.use_private_caches()
         study = Study("peers", options)
-        for dtype in dict.fromkeys((torch.float32, options.config.amp_dtype or torch.float32)):
+        for dtype in dict.fromkeys(settings.values()):
             for case in cases(options.config, dtype, options.device):
                 if case.claims is not None or case.name in wanted:
                     study.prepare(case)

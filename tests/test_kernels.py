@@ -169,4 +169,4 @@ def test_under_the_compiler(name, fresh_dynamo):
     kernel = KERNELS[name][0]
     given = arguments(name, (16, 256), torch.float16)
     for a, b in zip(outputs(torch.compile(kernel, fullgraph=True), given), outputs(kernel, given), strict=True):
-        assert torch.equal(a, b)
+        assert oracle.relative_error(a, b.double()) < 1e-3          # its sums over the rows are in an order of its own

@@ -94,6 +94,8 @@ def test_only_some_peers_beside_our_steps(study_main, monkeypatch):
     assert study_main(peers, "--only", "encoder")[0] == 0
     assert prepared == 2 * ["3_compile", "4_transformer_engine", "nn.TransformerEncoderLayer",
                             "nn.TransformerEncoderLayer, compiled"]
+    prepared.clear()
+    assert study_main(peers, "--only", "encoder", "--param-dtype", "amp")[0] == 0 and len(prepared) == 4
     status, _, err = study_main(peers, "--only", "llama")
     assert status == 2 and "no such peer; give a part of GPT2Block, " in err and err.count("\n") == 1
 
