@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import triton_op
+
+from .launch import launchable, require_float, require_like
 
 WIDEST = 65536                    # elements of a row: what the registers of one program hold
 PROGRAMS = 264                    # of the backward: two for each multiprocessor of an H200; fixed, so that sums are
@@ -97,11 +99,6 @@ def _backward(x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dy_ptr, dtotal_pt
     tl.store(dbias_ptr + program * width + columns, dbias, mask=inside)
 
 
-def _launchable(kernel):
-    """The kernel as torch.compile can see it; Triton's interpreter, which older torch can't wrap, takes it as it is."""
-    return kernel if triton.knobs.runtime.interpret else wrap_triton(kernel)
-
-
 def _warps(block: int) -> int:
     """About sixteen elements a thread."""
     return min(16, max(1, block // 512))
@@ -117,7 +114,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | Non
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
     block = triton.next_power_of_2(width)
     if rows:
-        _launchable(_forward)[(rows,)](
+        launchable(_forward)[(rows,)](
             x, x if residual is None else residual, weight, weight if bias is None else bias, y,
             y if residual is None else total, mean, rstd, eps, width=width, RESIDUAL=residual is not None, RMS=rms,
             BIAS=bias is not None, GELU=gelu, BLOCK=block, num_warps=_warps(block))
@@ -133,7 +130,7 @@ def _norm_backward(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor,
     dweight, dbias = (torch.empty(programs, width, dtype=torch.float32, device=x.device) for _ in range(2))
     block = triton.next_power_of_2(width)
     if rows:
-        _launchable(_backward)[(programs,)](
+        launchable(_backward)[(programs,)](
             x, weight, weight if bias is None else bias, mean, rstd, dy, dy if dtotal is None else dtotal, dx, dweight,
             dbias, rows, width=width, RESIDUAL=dtotal is not None, RMS=rms, BIAS=bias is not None, GELU=gelu,
             BLOCK=block, num_warps=_warps(block))
@@ -183,9 +180,7 @@ def residual_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tenso
     `layer_norm_gelu`'s, and residual must be like x.
     """
     _checked(x, weight=weight, bias=bias)
-    if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
-        raise ValueError(f"residual is {tuple(residual.shape)} {residual.dtype} on {residual.device}, x "
-                         f"{tuple(x.shape)} {x.dtype} on {x.device}: they must be alike")
+    require_like("residual", residual, x)
     y, total, *_ = _norm(_rows(x), _rows(residual), weight.contiguous(), bias.contiguous(), eps, False, False)
     return y.view(x.shape), total.view(x.shape)
 
@@ -197,13 +192,8 @@ def _rows(x: Tensor) -> Tensor:
 
 def _checked(x: Tensor, **vectors: Tensor) -> None:
     """Raise ValueError, naming what is wrong, for what the kernels can't take."""
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise ValueError(f"x is {x.dtype}: give float16, bfloat16 or float32")
+    require_float("x", x)
     if not x.ndim or not 0 < x.size(-1) <= WIDEST:
         raise ValueError(f"x is {tuple(x.shape)}: give [..., E] with E from 1 to {WIDEST}")
-    if not (x.is_cuda or triton.knobs.runtime.interpret):
-        raise ValueError(f"x is on {x.device}: a Triton kernel needs a GPU (with TRITON_INTERPRET=1 it runs on a CPU)")
     for name, vector in vectors.items():
-        if vector.shape != x.shape[-1:] or vector.dtype != x.dtype or vector.device != x.device:
-            raise ValueError(f"{name} is {tuple(vector.shape)} {vector.dtype} on {vector.device}: give "
-                             f"{tuple(x.shape[-1:])} {x.dtype} on {x.device}, as x has it")
+        require_like(name, vector, x, x.shape[-1:])

@@ -1,0 +1,34 @@
+"""What all Triton kernels here share: how they are launched, and one line for input that they can't take."""
+import torch
+import triton
+from torch import Tensor
+from torch.library import wrap_triton
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def launchable(kernel):
+    """The kernel as torch.compile can see it; Triton's interpreter, which older torch can't wrap, takes it as it is."""
+    return kernel if triton.knobs.runtime.interpret else wrap_triton(kernel)
+
+
+def described(tensor: Tensor) -> str:
+    """Shape, dtype and device, for a message."""
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
+def require_float(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
+    """Raise ValueError unless `tensor` has one of `dtypes` and is where Triton runs: a GPU, or its interpreter."""
+    if tensor.dtype not in dtypes:
+        *some, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} is {tensor.dtype}: give {', '.join(some)} or {last}")
+    if not (tensor.is_cuda or triton.knobs.runtime.interpret):
+        raise ValueError(f"{name} is on {tensor.device}: a Triton kernel needs a GPU (with TRITON_INTERPRET=1 it runs "
+                         "on a CPU)")
+
+
+def require_like(name: str, tensor: Tensor, x: Tensor, shape: tuple[int, ...] | None = None) -> None:
+    """Raise ValueError unless `tensor` has x's dtype and device, and `shape` (x's where none is given)."""
+    shape = tuple(x.shape if shape is None else shape)
+    if tensor.shape != shape or tensor.dtype != x.dtype or tensor.device != x.device:
+        raise ValueError(f"{name} is {described(tensor)}: give {shape} {x.dtype} on {x.device}, as x has it")
