@@ -1,12 +1,15 @@
 """Where the milliseconds of an iteration go: profiled kernels by what they do, and the gaps between them.
 
 Iterations are profiled as they are timed, in interleaved rounds, with a marker kernel before and behind each. The
-timeline of one is the time between its markers; idle is the timeline less the union of its kernels' intervals. On a CPU
-operators stand for kernels: an operator's own time, without that of the operators it calls.
+timeline of one is the time between its markers; idle is the timeline less the union of its kernels' intervals. Between
+two of them one is timed by the clock: what the kernels don't explain is told apart from what the profiler, or a GPU at
+its power cap, changes from one round to another. On a CPU operators stand for kernels: an operator's own time, without
+that of the operators it calls.
 """
 import re
 import statistics
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch.autograd import DeviceType
@@ -53,17 +56,28 @@ def credit(intervals: Iterable[tuple[float, float, str]], start: float, end: flo
     return parts
 
 
-def middle(iterations: list[dict[str, float]]) -> dict[str, float]:
-    """The mean over the middle three fifths of the iterations by length: what was disturbed is left out."""
-    ordered = sorted(iterations, key=lambda parts: sum(parts.values()))
-    cut = len(ordered) // 5
-    kept = ordered[cut:len(ordered) - cut]
-    return {part: statistics.mean(parts[part] for parts in kept) for part in PARTS}
+@dataclass
+class Profiled:
+    """What was seen of one case under the profiler, in ms: of profiled iterations, and of those timed in between."""
+    parts: list[dict[str, float]] = field(default_factory=list)
+    clocked: list[float] = field(default_factory=list)
+
+    def middle(self) -> tuple[dict[str, float], float]:
+        """(ms by part, ms by the clock), each the mean over its middle three fifths by length: without the disturbed.
+        """
+        kept = _middle(self.parts, lambda parts: sum(parts.values()))
+        return ({part: statistics.mean(parts[part] for parts in kept) for part in PARTS},
+                statistics.mean(_middle(self.clocked)))
+
+
+def _middle(values: list, length: Callable | None = None) -> list:
+    cut = len(values) // 5
+    return sorted(values, key=length)[cut:len(values) - cut]
 
 
 def profiled(runs: dict, between: dict, expected: dict, device: torch.device, rounds: int, say: Callable[[str], None],
-             seed: int = 0) -> dict[object, list[dict[str, float]]]:
-    """`rounds` bursts of each of `runs` (key -> callable) under the profiler, interleaved; key -> their parts, ms.
+             seed: int = 0) -> dict[object, Profiled]:
+    """`rounds` bursts of each of `runs` (key -> callable) under the profiler, interleaved; key -> what was seen.
 
     `between` (key -> callable) runs before each iteration; `expected` (key -> ms of one) makes the bursts as long as
     those of the clock, but for a cap on the iterations that the profiler must keep. `say` is told when they are over.
@@ -78,18 +92,19 @@ def profiled(runs: dict, between: dict, expected: dict, device: torch.device, ro
     found = sampler.iterations(profiler)
     if len(found) != len(sampler.order):
         raise RuntimeError(f"the profiler saw {len(found)} of {len(sampler.order)} iterations")
-    by_key: dict = {key: [] for key in runs}
-    for key, parts in zip(sampler.order, found, strict=True):
-        by_key[key].append(parts)
+    by_key = {key: Profiled() for key in runs}
+    for (key, clocked), parts in zip(sampler.order, found, strict=True):
+        by_key[key].parts.append(parts)
+        by_key[key].clocked.append(clocked)
     return by_key
 
 
 class _Gpu(timing.EventClock):
-    """In the place of the clock: runs (key, iteration) between two marker kernels."""
-    MOST = 120, 10                                   # untimed and timed iterations: the profiler keeps all kernels
+    """In the place of the clock: runs (key, iteration) by turns between two events and two marker kernels."""
+    MOST = 120, 10                                   # iterations before them, and pairs: the profiler keeps all kernels
 
     def __init__(self):
-        self.order = []
+        self.order: list[tuple[object, float]] = []                        # key, ms of the iteration before by events
 
     def sample(self, run: tuple[object, Callable], between: Callable, count: int, lead_in: int = 1) -> list[float]:
         key, iteration = run
@@ -97,14 +112,20 @@ class _Gpu(timing.EventClock):
         for _ in range(lead_in):
             between()
             iteration()
-        for _ in range(count):
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        for start, end in pairs:
+            between()
+            start.record()
+            iteration()
+            end.record()
             between()
             torch.cuda._sleep(1)
             iteration()
             torch.cuda._sleep(1)
         torch.cuda.synchronize()
-        self.order += [key] * count
-        return [0.0]                                                       # the profiler knows
+        taken = [start.elapsed_time(end) for start, end in pairs]
+        self.order += [(key, ms) for ms in taken]
+        return taken
 
     def iterations(self, profiler) -> list[dict[str, float]]:
         """Milliseconds by part of every iteration, in the order they ran."""
@@ -118,19 +139,20 @@ class _Gpu(timing.EventClock):
 
 
 class _Cpu(timing.HostClock):
-    """In the place of the clock: runs (key, iteration) inside a named range of the profiler."""
+    """In the place of the clock: runs (key, iteration) once by the clock, once in a named range of the profiler."""
     _RANGE = "one iteration"
 
     def __init__(self):
-        self.order = []
+        self.order: list[tuple[object, float]] = []                        # key, ms of the iteration before
 
     def sample(self, run: tuple[object, Callable], between: Callable, count: int, lead_in: int = 0) -> list[float]:
         key, iteration = run
+        taken = super().sample(iteration, between, 1)
         between()
         with record_function(self._RANGE):
             iteration()
-        self.order.append(key)
-        return [0.0]
+        self.order.append((key, *taken))
+        return taken
 
     def iterations(self, profiler) -> list[dict[str, float]]:
         ranges = (e for e in profiler.events() if e.name == self._RANGE)

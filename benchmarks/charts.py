@@ -104,7 +104,8 @@ def _waterfall(axis, before, after, labelled: bool) -> None:
     (a, parts_a), (b, parts_b) = before, after
     start, end = a.profiled_ms(MODE), b.profiled_ms(MODE)
     changes = [(part, parts_b[part] - parts_a[part]) for part in PARTS]
-    changes.append(("unexplained", end - start - sum(change for _, change in changes)))
+    watched = b.clocked_ms(MODE) - a.clocked_ms(MODE)
+    changes += [("profiler", end - start - watched), ("unexplained", watched - sum(change for _, change in changes))]
     axis.barh(0, start, color="#444444")
     at = furthest = start
     for place, (part, change) in enumerate(changes, 1):

@@ -29,6 +29,7 @@ def scripts_table(lines: list[dict]) -> str:
     """A row per script's run: both passes in both launch modes, times the first and the previous, limit, memory, error.
     """
     found, rows = records.latest(lines), []
+    found = {name: found[name] for name in sorted(found, key=lambda name: (name[0], "TF32" not in name, name))}
     plain = {name[0]: run.best_ms("forward+backward") for name, run in found.items() if "," not in name}
     first = next(iter(found.values()), None)
     for name, run in found.items():

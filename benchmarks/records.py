@@ -136,6 +136,10 @@ class Run:
         """Its median by the clock, from the rounds that were not profiled."""
         return self.median(mode, self.profiled(mode))
 
+    def clocked_ms(self, mode: str) -> float:
+        """The same by the clock while the profiler ran; where that was not taken, without the profiler."""
+        return self.find(mode, "time by part")["metric"]["extra_info"].get("clocked") or self.profiled_ms(mode)
+
     def launch_bound(self, mode: str) -> bool | None:
         """Whether the host holds the GPU up where kernels are launched one by one; None where that is unknown."""
         enqueue, eager = self.value(mode, "enqueue", "eager"), self.median(mode, "eager")
@@ -200,6 +204,10 @@ def paired(a: Run, b: Run, mode: str) -> tuple[float, float, float] | None:
     return timing.paired_ratio(first, second)
 
 
+def _short(commit: str | None) -> str:
+    return commit[:7] + "+" * commit.endswith("+") if commit else "not recorded"
+
+
 def provenance(lines: list[dict]) -> str:
     """One sentence: the machine, the versions and the commit of a set of records."""
     first = lines[0]
@@ -207,7 +215,7 @@ def provenance(lines: list[dict]) -> str:
                          if name not in ("transformer_engine", "python"))
     engines = sorted({line["dependencies"]["transformer_engine"]["version"] for line in lines
                       if "transformer_engine" in line["dependencies"]})
-    commits = dict.fromkeys(line["benchmark"]["extra_info"]["git"] or "not recorded" for line in lines)
+    commits = dict.fromkeys(_short(line["benchmark"]["extra_info"]["git"]) for line in lines)
     driver = first["runners"][0]["extra_info"]["driver"]
     shapes = list(dict.fromkeys(line["model"]["name"] for line in lines))
     shape = shapes[0] if len(shapes) == 1 else f"{len(shapes)} shapes"

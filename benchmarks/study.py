@@ -22,6 +22,7 @@ from common.report import Report, Row
 from common.run import EXIT
 
 from . import attribution
+from .attribution import Profiled
 from .comparison import compare as compare  # for a user's own modules: study.compare
 
 WARM_UP_ROUNDS = 2
@@ -132,7 +133,7 @@ class Study:
         self.say(f"warming up, {mode}")
         expected = self._warm_up(mode, runs, between, clock)
         samples: dict = {where: [] for where in runs}
-        parts: dict[str, list[dict]] = {key: [] for key in self.subjects}
+        seen: dict[str, Profiled] = {key: Profiled() for key in self.subjects}
         chosen: dict = {}
         again = ""
         try:
@@ -141,7 +142,7 @@ class Study:
                     self._sample(mode, runs, between, clock, rounds, block, samples, expected)
                     if attribute:
                         chosen = chosen or self._faster(samples)
-                        self._profile(mode, chosen, runs, between, samples, rounds, block, parts)
+                        self._profile(mode, chosen, runs, between, samples, rounds, block, seen)
         except harness.Failed as error:
             again = str(error)
         if again:                                             # compiled again: time the others without those that were
@@ -158,10 +159,10 @@ class Study:
         self.say(f"observing which kernels run, {mode}")
         for key in list(self.subjects):
             self._observe(key, mode)
-            if parts[key]:
-                middle = attribution.middle(parts[key])
-                self.write([report.record(self.reports[key], "time by part", "ms", [sum(middle.values())], mode,
-                                          parts=middle, of=chosen[key])])
+            if seen[key].parts:
+                parts, clocked = seen[key].middle()
+                self.write([report.record(self.reports[key], "time by part", "ms", [sum(parts.values())], mode,
+                                          parts=parts, clocked=clocked, of=chosen[key])])
             if self.reports[key].status != "ok":
                 self._drop(key)
 
@@ -223,7 +224,7 @@ class Study:
                          if (key, launch) in samples)[1] for key in self.subjects}
 
     def _profile(self, mode: str, chosen: dict, runs: dict, between: dict, samples: dict, rounds: int, block: int,
-                 parts: dict) -> None:
+                 seen: dict[str, Profiled]) -> None:
         self.say(f"sampling under the profiler, {mode}")
         try:
             found = attribution.profiled({key: runs[key, launch] for key, launch in chosen.items()},
@@ -235,8 +236,9 @@ class Study:
                 for key in chosen:
                     self.write([report.record(self.reports[key], "time by part", "ms", [], mode, reason=str(error))])
             return
-        for key, iterations in found.items():
-            parts[key] += iterations
+        for key, more in found.items():
+            seen[key].parts += more.parts
+            seen[key].clocked += more.clocked
 
     def _observe(self, key: str, mode: str) -> None:
         """Which kernels ran, and the records of the pass."""

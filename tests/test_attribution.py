@@ -2,6 +2,7 @@
 import json
 import random
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,7 +43,8 @@ def test_parts_always_add_up_to_the_timeline():
 
 def test_the_middle_leaves_out_what_disturbed_an_iteration():
     iterations = [parts(GEMM=1.0), parts(GEMM=1.0), parts(GEMM=1.1), parts(GEMM=0.2), parts(GEMM=9.0, idle=50.0)]
-    assert attribution.middle(iterations) == parts(GEMM=pytest.approx(3.1 / 3))
+    by_part, clocked = attribution.Profiled(iterations, [2.0, 0.1, 2.3, 99.0, 2.0]).middle()
+    assert by_part == parts(GEMM=pytest.approx(3.1 / 3)) and clocked == pytest.approx(6.3 / 3)
 
 
 @pytest.mark.parametrize("name, category", [
@@ -98,46 +100,50 @@ def test_a_profiled_block_is_taken_apart_on_a_cpu():
     between = {step: clear for step, (_, clear) in pairs.items()}
     said = []
     found = attribution.profiled(runs, between, {}, torch.device("cpu"), 5, said.append)
-    assert said == ["attributing"] and {step: len(iterations) for step, iterations in found.items()} == {0: 5, 2: 5}
-    by_hand, fused = (attribution.middle(found[step]) for step in (0, 2))
+    assert said == ["attributing"]
+    assert all(len(found[step].parts) == 5 and min(found[step].clocked) > 0 for step in (0, 2))
+    by_hand, fused = (found[step].middle()[0] for step in (0, 2))
     assert by_hand["softmax and mask"] > 0 and by_hand["attention"] == 0
     assert fused["softmax and mask"] == 0 and fused["attention"] > 0
     assert all(some["GEMM"] > 0 and some[IDLE] > 0 for some in (by_hand, fused))
 
 
-def test_a_profiled_burst_is_marked_iteration_by_iteration(monkeypatch):
+def test_a_profiled_burst_is_timed_and_marked_by_turns(monkeypatch):
     calls = []
+    event = SimpleNamespace(record=lambda: calls.append("event"), elapsed_time=lambda end: 7.0)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("mark"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     sampler = attribution._Gpu()
     sampler.sample(("a", lambda: calls.append("run")), lambda: calls.append("clear"), 2, 3)
-    assert calls == 3 * ["clear", "run"] + 2 * ["clear", "mark", "run", "mark"] + ["wait"]
-    assert sampler.order == ["a", "a"]
+    assert calls == 3 * ["clear", "run"] + 2 * ["clear", "event", "run", "event", "clear", "mark", "run", "mark"
+                                                ] + ["wait"]
+    assert sampler.order == [("a", 7.0), ("a", 7.0)]
     calls.clear()
     sampler.sample(("b", lambda: calls.append("run")), lambda: None, 100, 500)     # the profiler keeps all it sees
-    assert (calls.count("run"), sampler.order.count("b")) == (sum(sampler.MOST), sampler.MOST[1])
+    assert calls.count("run") == sampler.MOST[0] + 2 * sampler.MOST[1]
+    assert len(sampler.order) == 2 + sampler.MOST[1]
 
 
 @pytest.mark.gpu
 def test_kernels_between_the_markers_add_up_to_what_events_measure():
     a = torch.randn(8192, 8192, device="cuda")                 # long kernels: the host's pace does not matter
     runs = {"matmul": lambda: a @ a, "softmax": lambda: a.softmax(-1), "both": lambda: (a @ a).softmax(-1)}
-    clock = timing.EventClock()
-    timing.interleaved(runs, clock, 2)
-    timed = timing.interleaved(runs, clock, 10)
+    timed = timing.interleaved(runs, timing.EventClock(), 2)
     expected = {key: statistics.median(some) for key, some in timed.items()}
-    found = {key: attribution.middle(some) for key, some in
-             attribution.profiled(runs, {}, expected, torch.device("cuda"), 10, print).items()}
+    seen = attribution.profiled(runs, {}, expected, torch.device("cuda"), 10, print)
+    found = {key: some.middle()[0] for key, some in seen.items()}
     assert found["matmul"]["GEMM"] > 0.9 * sum(found["matmul"].values())
     assert found["softmax"]["softmax and mask"] > 0 and found["softmax"]["GEMM"] == 0
     assert found["both"]["GEMM"] > 0 and found["both"]["softmax and mask"] > 0 and found["both"]["attention"] == 0
     for key, parts_ in found.items():
-        assert sum(parts_.values()) == pytest.approx(statistics.median(timed[key]), rel=0.1, abs=0.05)
+        assert sum(parts_.values()) == pytest.approx(seen[key].middle()[1], rel=0.03, abs=0.02)
 
 
 @pytest.mark.gpu
 def test_graph_replay_shows_its_kernels_too():
     a = torch.randn(1024, 1024, device="cuda")
     replay = timing.capture(lambda: (a @ a).softmax(-1), timing.nothing)
-    (parts_, *_) = attribution.profiled({"graph": replay}, {}, {"graph": 1.0}, torch.device("cuda"), 10, print)["graph"]
+    seen = attribution.profiled({"graph": replay}, {}, {"graph": 1.0}, torch.device("cuda"), 10, print)["graph"]
+    parts_, _ = seen.middle()
     assert parts_["GEMM"] > 0 and parts_["softmax and mask"] > 0

@@ -97,6 +97,16 @@ def test_attribution_adds_up_and_shows_what_it_can_not_explain():
 
 
 @unit
+def test_what_profiling_changes_is_told_apart_from_what_the_kernels_do_not_explain():
+    lines = (made("1_cublas", both([10.0] * 6, []), parts={"forward": parts(GEMM=10.4)}, clocked=10.5)
+             + made("2_sdpa", both([9.0] * 6, []), parts={"forward": parts(GEMM=9.19)}, clocked=9.2))
+    rows, headers = ladder.attribution(lines, "forward")
+    row = dict(zip(headers, rows[0], strict=True))
+    assert [row[name] for name in ("gained ms", "GEMM", "profiler", "unexplained", "bound")] == [
+        "+1.00", "+1.21", "-0.300", "+0.090", "0.065 EXCEEDED"]
+
+
+@unit
 def test_a_table_is_split_where_the_terminal_is_narrow():
     rows, headers = [["a step", "1" * 30, "2" * 30, "3" * 30]], ["step", "one", "two", "three"]
     assert len(command.table(rows, headers, 200).split("\n\n")) == 1
