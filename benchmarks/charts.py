@@ -151,6 +151,34 @@ def lines_chart(series: dict[str, list[tuple[float, float]]], stem: str, recorde
         save(figure, stem, recorded)
 
 
+def panels_chart(panels: dict[str, dict[str, list[tuple[float, float]]]], stem: str, recorded: list[dict], x: str,
+                 y: str) -> None:
+    """STEM: a panel for each of `panels` (title -> name -> [(x, y), ...]), x logarithmic; "copy" is dashed."""
+    names = list(dict.fromkeys(name for curves in panels.values() for name in curves if name != "copy"))
+    with plt.rc_context(STYLE):
+        rows = math.ceil(len(panels) / 2)
+        figure, axes = plt.subplots(rows, 2, figsize=(8, 0.5 + 2.2 * rows), layout="constrained", squeeze=False)
+        for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
+            for name, colour, marker in zip(names, COLOURS * 2, "osD^vPX*" * 2, strict=False):
+                if points := curves.get(name):
+                    axis.plot(*zip(*sorted(points), strict=True), marker=marker, color=colour, label=name, markersize=4)
+            if points := curves.get("copy"):
+                axis.plot(*zip(*sorted(points), strict=True), color="black", linestyle="--", linewidth=1,
+                          label="copy of this machine")
+            axis.set_xscale("log", base=2)
+            axis.set_ylim(bottom=0)
+            axis.set_xticks(sorted({at for points in curves.values() for at, _ in points}))
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.tick_params(labelsize=7)
+            axis.set_title(title, fontsize=9)
+            axis.set_xlabel(x, fontsize=8)
+            axis.set_ylabel(y, fontsize=8)
+        for axis in list(axes.flat)[len(panels):]:
+            axis.axis("off")
+        axes.flat[0].legend(frameon=False, fontsize=7)
+        save(figure, stem, recorded)
+
+
 def bars_chart(groups: dict[str, list[tuple[str, float, float, float]]], stem: str, recorded: list[dict],
                x: str, digits: int, line_at: float | None = None) -> None:
     """STEM: a panel for each group of (name, value, low, high), as horizontal bars with their intervals.
