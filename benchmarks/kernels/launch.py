@@ -1,4 +1,4 @@
-"""What all Triton kernels here share: how they are launched, and one line for input that they can't take."""
+"""What the kernels here share: how Triton's are launched, and one line for input that they can't take."""
 import torch
 import triton
 from torch import Tensor
@@ -17,18 +17,24 @@ def described(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
-def require_float(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
-    """Raise ValueError unless `tensor` has one of `dtypes` and is where Triton runs: a GPU, or its interpreter."""
+def require_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
+    """Raise ValueError unless `tensor` has one of `dtypes`."""
     if tensor.dtype not in dtypes:
         *some, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name} is {tensor.dtype}: give {', '.join(some)} or {last}")
+
+
+def require_float(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
+    """Raise ValueError unless `tensor` has one of `dtypes` and is where Triton runs: a GPU, or its interpreter."""
+    require_dtype(name, tensor, dtypes)
     if not (tensor.is_cuda or triton.knobs.runtime.interpret):
         raise ValueError(f"{name} is on {tensor.device}: a Triton kernel needs a GPU (with TRITON_INTERPRET=1 it runs "
                          "on a CPU)")
 
 
-def require_like(name: str, tensor: Tensor, x: Tensor, shape: tuple[int, ...] | None = None) -> None:
+def require_like(name: str, tensor: Tensor, x: Tensor, shape: tuple[int, ...] | None = None, *, name_of_x: str = "x"
+                 ) -> None:
     """Raise ValueError unless `tensor` has x's dtype and device, and `shape` (x's where none is given)."""
     shape = tuple(x.shape if shape is None else shape)
     if tensor.shape != shape or tensor.dtype != x.dtype or tensor.device != x.device:
-        raise ValueError(f"{name} is {described(tensor)}: give {shape} {x.dtype} on {x.device}, as x has it")
+        raise ValueError(f"{name} is {described(tensor)}: give {shape} {x.dtype} on {x.device}, as {name_of_x} has it")

@@ -23,15 +23,15 @@ PROGRAMS = 264                    # of the backward: two for each multiprocessor
 
 
 @triton.jit
-def _gelu(h):
-    """The tanh form: 0.5 (1 + tanh z) is sigmoid 2z."""
-    return h * tl.sigmoid(1.5957691216057308 * (h + 0.044715 * h * h * h))           # 2 sqrt(2 / pi)
+def gelu(h):
+    """The tanh form: 0.5 h (1 + tanh z) is h sigmoid 2z; 2z is 2 sqrt(2 / pi) (h + 0.044715 h^3), here times log2 e."""
+    return h / (1 + tl.exp2(h * (-2.302208198144325 - 0.1029432395800235 * h * h)))
 
 
 @triton.jit
-def _gelu_slope(h):
-    gate = tl.sigmoid(1.5957691216057308 * (h + 0.044715 * h * h * h))
-    return gate + h * gate * (1 - gate) * 1.5957691216057308 * (1 + 3 * 0.044715 * h * h)
+def gelu_slope(h):
+    gate = 1 / (1 + tl.exp2(h * (-2.302208198144325 - 0.1029432395800235 * h * h)))
+    return gate + h * gate * (1 - gate) * (1.5957691216057308 + 0.21406444881780076 * h * h)
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _forward(x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_p
     h = centred * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         h += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    y = _gelu(h) if GELU else h
+    y = gelu(h) if GELU else h
     tl.store(y_ptr + here, y, mask=inside)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
@@ -83,7 +83,7 @@ def _backward(x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dy_ptr, dtotal_pt
             h = normal * weight
             if BIAS:
                 h += bias
-            dh *= _gelu_slope(h)
+            dh *= gelu_slope(h)
         dweight += dh * normal
         dbias += dh
         dnormal = dh * weight
@@ -122,8 +122,8 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | Non
 
 
 @triton_op("transformer_block::norm_backward", mutates_args={})
-def _norm_backward(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor, dy: Tensor,
-                   dtotal: Tensor | None, rms: bool, gelu: bool) -> tuple[Tensor, Tensor, Tensor]:
+def norm_backward(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor, dy: Tensor,
+                  dtotal: Tensor | None, rms: bool, gelu: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight [width], dbias [width]); x is what was normalised, residual included."""
     rows, width = x.shape
     dx, programs = torch.empty_like(x), min(rows, PROGRAMS)
@@ -149,7 +149,7 @@ def _differentiate(ctx, dy, dtotal, *_):
     x, weight, bias, mean, rstd = ctx.saved_tensors
     dy = torch.zeros_like(x) if dy is None else dy.contiguous()
     dtotal = dtotal.contiguous() if ctx.residual and dtotal is not None else None
-    dx, dweight, dbias = _norm_backward(x, weight, bias, mean, rstd, dy, dtotal, ctx.rms, ctx.gelu)
+    dx, dweight, dbias = norm_backward(x, weight, bias, mean, rstd, dy, dtotal, ctx.rms, ctx.gelu)
     return dx, dx if ctx.residual else None, dweight, None if bias is None else dbias, None, None, None
 
 
@@ -162,14 +162,14 @@ def layer_norm_gelu(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) 
     x [..., E], weight and bias [E], all of one dtype (float16, bfloat16, float32) on one GPU; the result is like x.
     Arithmetic is in FP32. Raises ValueError for anything else.
     """
-    _checked(x, weight=weight, bias=bias)
-    return _norm(_rows(x), None, weight.contiguous(), bias.contiguous(), eps, False, True)[0].view(x.shape)
+    require_rows(x, weight=weight, bias=bias)
+    return _norm(as_rows(x), None, weight.contiguous(), bias.contiguous(), eps, False, True)[0].view(x.shape)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; shapes, dtypes and errors as `layer_norm_gelu`'s."""
-    _checked(x, weight=weight)
-    return _norm(_rows(x), None, weight.contiguous(), None, eps, True, False)[0].view(x.shape)
+    require_rows(x, weight=weight)
+    return _norm(as_rows(x), None, weight.contiguous(), None, eps, True, False)[0].view(x.shape)
 
 
 def residual_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
@@ -179,18 +179,18 @@ def residual_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tenso
     The sum is rounded to its dtype before it is normalised, as in eager PyTorch; dtypes and errors as
     `layer_norm_gelu`'s, and residual must be like x.
     """
-    _checked(x, weight=weight, bias=bias)
+    require_rows(x, weight=weight, bias=bias)
     require_like("residual", residual, x)
-    y, total, *_ = _norm(_rows(x), _rows(residual), weight.contiguous(), bias.contiguous(), eps, False, False)
+    y, total, *_ = _norm(as_rows(x), as_rows(residual), weight.contiguous(), bias.contiguous(), eps, False, False)
     return y.view(x.shape), total.view(x.shape)
 
 
-def _rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """[rows, width], contiguous: a copy where x is not."""
     return x.contiguous().view(-1, x.size(-1))
 
 
-def _checked(x: Tensor, **vectors: Tensor) -> None:
+def require_rows(x: Tensor, **vectors: Tensor) -> None:
     """Raise ValueError, naming what is wrong, for what the kernels can't take."""
     require_float("x", x)
     if not x.ndim or not 0 < x.size(-1) <= WIDEST:

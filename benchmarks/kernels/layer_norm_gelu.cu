@@ -1,0 +1,159 @@
+// LayerNorm, then GELU in its tanh form: y = gelu(n * weight + bias) with n = (x - mean) * rstd, each row on its own.
+//
+// Forward: one block a row, as in rms_norm.cu: one read of x into registers, two sums over the block, one write of y.
+// The second sum is of squares around the mean: mean(x^2) - mean(x)^2 would cancel where the mean is large.
+//
+// Backward: with h = n * weight + bias, dh = dy * gelu'(h) and g = dh * weight,
+//     dx = rstd * (g - mean(g) - n * mean(g * n)),    dweight = sum over rows of dh * n,    dbias = sum of dh.
+// h is computed anew from x: to store it would cost a write and a read of a whole tensor. Who sums what, and in which
+// order: see rms_norm.cu.
+#include "rows.cuh"
+
+namespace {
+
+constexpr float SLOPE = 1.5957691216057308f;                 // 2 sqrt(2 / pi): 0.5 (1 + tanh z) is sigmoid(2 z)
+constexpr float CUBIC = 0.044715f;
+
+__device__ float gelu(float h) {
+    return __fdividef(h, 1.0f + exp2_approximate(-LOG2_E * SLOPE * h * (1.0f + CUBIC * h * h)));
+}
+
+__device__ float gelu_slope(float h) {
+    const float gate = sigmoid(SLOPE * h * (1.0f + CUBIC * h * h));
+    return gate + h * gate * (1.0f - gate) * SLOPE * (1.0f + 3.0f * CUBIC * h * h);
+}
+
+template <typename L>
+__global__ void __launch_bounds__(MAX_THREADS)
+forward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ weight,
+        const typename L::T* __restrict__ bias, typename L::T* __restrict__ y, float* __restrict__ means,
+        float* __restrict__ rstds, int width, float eps) {
+    const int64_t start = static_cast<int64_t>(blockIdx.x) * width;
+    typename L::Row x_row;
+    L::load(x_row, x + start, width);
+    float sum = 0.0f, squares = 0.0f;
+#pragma unroll
+    for (int v = 0; v < L::VECTORS; ++v)
+#pragma unroll
+        for (int i = 0; i < L::N; ++i)
+            sum += x_row[v][i];
+    const float mean = reduce_block<Sum>(sum) / width;
+#pragma unroll
+    for (int v = 0; v < L::VECTORS; ++v)
+        if (L::column(v) < width)
+#pragma unroll
+            for (int i = 0; i < L::N; ++i)
+                squares += (x_row[v][i] - mean) * (x_row[v][i] - mean);
+    const float rstd = rsqrtf(reduce_block<Sum>(squares) / width + eps);
+#pragma unroll
+    for (int v = 0; v < L::VECTORS; ++v) {
+        const int column = L::column(v);
+        if (column >= width)
+            break;
+        Vector<typename L::T, L::N> w, b, out;
+        w.read(weight + column);
+        b.read(bias + column);
+        float values[L::N];
+#pragma unroll
+        for (int i = 0; i < L::N; ++i)
+            values[i] = gelu((x_row[v][i] - mean) * rstd * w[i] + b[i]);
+        out.set(values);
+        out.stream_out(y + start + column);
+    }
+    if (threadIdx.x == 0) {
+        means[blockIdx.x] = mean;
+        rstds[blockIdx.x] = rstd;
+    }
+}
+
+template <typename L>
+__global__ void __launch_bounds__(MAX_THREADS)
+backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ weight,
+         const typename L::T* __restrict__ bias, const float* __restrict__ means, const float* __restrict__ rstds,
+         const typename L::T* __restrict__ dy, typename L::T* __restrict__ dx, float* __restrict__ dweight,
+         float* __restrict__ dbias, int64_t rows, int width) {
+    constexpr bool KEEP = L::VECTORS * L::N == FEW_ITEMS;    // g in registers; wide rows have none left, and repeat it
+    float dweight_row[L::VECTORS][L::N] = {}, dbias_row[L::VECTORS][L::N] = {};
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        typename L::Row x_row, dy_row;
+        L::load(x_row, x + row * width, width);
+        L::load(dy_row, dy + row * width, width);
+        const float mean = means[row], rstd = rstds[row];
+        float g[L::VECTORS][L::N], sums[2] = {};
+        Vector<typename L::T, L::N> w, b;
+#pragma unroll
+        for (int v = 0; v < L::VECTORS; ++v) {
+            if (L::column(v) >= width)
+                break;
+            w.read(weight + L::column(v));
+            b.read(bias + L::column(v));
+#pragma unroll
+            for (int i = 0; i < L::N; ++i) {
+                const float normal = (x_row[v][i] - mean) * rstd;
+                const float dh = dy_row[v][i] * gelu_slope(normal * w[i] + b[i]);
+                dweight_row[v][i] += dh * normal;
+                dbias_row[v][i] += dh;
+                g[v][i] = dh * w[i];
+                sums[0] += g[v][i];
+                sums[1] += g[v][i] * normal;
+            }
+        }
+        reduce_block<Sum>(sums);
+#pragma unroll
+        for (int v = 0; v < L::VECTORS; ++v) {
+            const int column = L::column(v);
+            if (column >= width)
+                break;
+            if (!KEEP) {
+                x_row[v].stream_in(x + row * width + column);
+                dy_row[v].stream_in(dy + row * width + column);
+                w.read(weight + column);
+                b.read(bias + column);
+            }
+            float values[L::N];
+#pragma unroll
+            for (int i = 0; i < L::N; ++i) {
+                const float normal = (x_row[v][i] - mean) * rstd;
+                const float gradient = KEEP ? g[v][i] : dy_row[v][i] * gelu_slope(normal * w[i] + b[i]) * w[i];
+                values[i] = rstd * (gradient - (sums[0] + normal * sums[1]) / width);
+            }
+            Vector<typename L::T, L::N> out;
+            out.set(values);
+            out.stream_out(dx + row * width + column);
+        }
+    }
+#pragma unroll
+    for (int v = 0; v < L::VECTORS; ++v)
+        if (L::column(v) < width)
+#pragma unroll
+            for (int i = 0; i < L::N; ++i) {
+                const int64_t here = static_cast<int64_t>(blockIdx.x) * width + L::column(v) + i;
+                dweight[here] = dweight_row[v][i];
+                dbias[here] = dbias_row[v][i];
+            }
+}
+
+}  // namespace
+
+void layer_norm_gelu_forward(Float type, const void* x, const void* weight, const void* bias, void* y, float* mean,
+                             float* rstd, int64_t rows, int width, float eps, cudaStream_t stream) {
+    with_layout(type, width, aligned(x, weight, bias, y), [&](auto layout, int threads) {
+        using L = decltype(layout);
+        using T = typename L::T;
+        forward<L><<<rows, threads, 0, stream>>>(static_cast<const T*>(x), static_cast<const T*>(weight),
+                                                 static_cast<const T*>(bias), static_cast<T*>(y), mean, rstd, width,
+                                                 eps);
+    });
+}
+
+void layer_norm_gelu_backward(Float type, const void* x, const void* weight, const void* bias, const float* mean,
+                              const float* rstd, const void* dy, void* dx, float* dweight, float* dbias, int64_t rows,
+                              int width, int blocks, cudaStream_t stream) {
+    with_layout(type, width, aligned(x, weight, bias, dy, dx), [&](auto layout, int threads) {
+        using L = decltype(layout);
+        using T = typename L::T;
+        backward<L><<<blocks, threads, 0, stream>>>(static_cast<const T*>(x), static_cast<const T*>(weight),
+                                                    static_cast<const T*>(bias), mean, rstd, static_cast<const T*>(dy),
+                                                    static_cast<T*>(dx), dweight, dbias, rows, width);
+    });
+}

@@ -1,0 +1,104 @@
+"""LayerNorm that writes FP8 and the largest value it saw, in one kernel in Triton: what stands before a product in FP8.
+
+    y, amax, mean, rstd = layer_norm_fp8(x, weight, bias, scale)
+    dx, dweight, dbias = layer_norm_fp8_backward(x, weight, mean, rstd, dy)
+
+Apart, the LayerNorm would be written in 16 bits and read twice, for its largest value and to be rounded. The largest is
+a maximum of the programs' maxima, so it has the same bits in every run.
+
+There are two functions and no autograd between them. Autograd gives a gradient the dtype of its tensor, here FP8, which
+no gradient survives, and who multiplies y has a gradient in x's dtype in hand: backward() through y raises an error.
+The gradient passes straight through the rounding: y / scale stands for the LayerNorm that it approximates.
+"""
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op
+
+from .launch import described, launchable, require_like
+from .norms import as_rows, norm_backward, require_rows
+
+PROGRAMS = 264                    # two for each multiprocessor of an H200
+PER_THREAD = 16                   # elements
+
+
+@triton.jit
+def _forward(x_ptr, weight_ptr, bias_ptr, scale_ptr, y_ptr, amax_ptr, mean_ptr, rstd_ptr, rows, eps,
+             width: tl.constexpr, BLOCK: tl.constexpr):
+    row, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    scale = tl.load(scale_ptr)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.zeros((BLOCK,), tl.int32)
+    ahead = tl.load(x_ptr + row * width + columns, mask=inside, other=0.0)
+    while row < rows:
+        x = ahead.to(tl.float32)
+        following = row + programs                           # on its way while this row is computed
+        ahead = tl.load(x_ptr + tl.minimum(following, rows - 1) * width + columns, mask=inside, other=0.0)
+        mean = tl.sum(x, axis=0) / width
+        centred = tl.where(inside, x - mean, 0.0)
+        rstd = 1 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
+        h = centred * rstd * weight + bias
+        # As integers, floats without a sign are in order, and NaN is above infinity: a maximum of floats would drop it.
+        largest = tl.maximum(largest, tl.abs(h).to(tl.int32, bitcast=True))
+        y = tl.clamp(h * scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(y_ptr + row * width + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(mean_ptr + row, mean)
+        tl.store(rstd_ptr + row, rstd)
+        row = following
+    tl.store(amax_ptr + tl.program_id(0), tl.max(largest, axis=0).to(tl.float32, bitcast=True))
+
+
+@triton_op("transformer_block::layer_norm_fp8", mutates_args={})
+def _layer_norm_fp8(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, eps: float
+                    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, amax [], mean [rows], rstd [rows]); all inputs contiguous, x [rows, width]."""
+    rows, width = x.shape
+    # Triton's interpreter rounds to FP8 wrongly and loses NaN: there PyTorch rounds.
+    y = torch.empty_like(x, dtype=torch.float32 if triton.knobs.runtime.interpret else torch.float8_e4m3fn)
+    mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    if not rows:
+        return y.to(torch.float8_e4m3fn), mean.new_zeros(()), mean, rstd
+    block = triton.next_power_of_2(width)
+    amax = mean.new_empty(min(rows, PROGRAMS))
+    launchable(_forward)[(amax.numel(),)](x, weight, bias, scale, y, amax, mean, rstd, rows, eps, width=width,
+                                          BLOCK=block, num_warps=min(16, max(1, block // (32 * PER_THREAD))))
+    return y.to(torch.float8_e4m3fn), amax.amax(), mean, rstd
+
+
+def layer_norm_fp8(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, eps: float = 1e-5
+                   ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, amax, mean, rstd): y is LayerNorm over the last dimension, times `scale`, in float8_e4m3fn.
+
+    x [..., E], weight and bias [E], all of one dtype (float16, bfloat16, float32) on one GPU that knows FP8 (compute
+    capability 8.9 or more); scale is one float32 element beside them. y [..., E] is rounded to nearest, and what is
+    beyond +-448 becomes that; NaN stays NaN. amax [] is the largest |LayerNorm| before scaling, in float32; mean and
+    rstd [rows], float32, are for the backward. Arithmetic is in FP32. Raises ValueError for anything else.
+    """
+    require_rows(x, weight=weight, bias=bias)
+    if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != x.device:
+        raise ValueError(f"scale is {described(scale)}: give one float32 element on {x.device}")
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
+        raise ValueError(f"x is on {torch.cuda.get_device_name(x.device)}: FP8 needs compute capability 8.9 or more")
+    y, amax, mean, rstd = _layer_norm_fp8(as_rows(x), weight.contiguous(), bias.contiguous(), scale, eps)
+    return y.view(x.shape), amax, mean, rstd
+
+
+def layer_norm_fp8_backward(x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, dy: Tensor
+                            ) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx [..., E], dweight [E], dbias [E]) from dy [..., E], the gradient of y / scale in x's dtype.
+
+    mean and rstd are `layer_norm_fp8`'s. Rounding and saturation count as the identity. Raises ValueError for anything
+    else.
+    """
+    require_rows(x, weight=weight)
+    require_like("dy", dy, x)
+    for name, numbers in {"mean": mean, "rstd": rstd}.items():
+        if numbers.shape != (x.numel() // x.size(-1),) or numbers.dtype != torch.float32 or numbers.device != x.device:
+            raise ValueError(f"{name} is {described(numbers)}: give what layer_norm_fp8 returned for x")
+    dx, dweight, dbias = norm_backward(as_rows(x), weight.contiguous(), None, mean.contiguous(), rstd.contiguous(),
+                                       as_rows(dy), None, False, False)
+    return dx.view(x.shape), dweight, dbias

@@ -1,0 +1,118 @@
+// RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight, each row of x on its own.
+//
+// Forward: one block a row. Each thread reads its part of the row once, in 16-byte vectors, and keeps it in registers;
+// the block adds up the squares (shuffles in a warp, then shared memory between warps), and each thread scales and
+// writes its part. So memory sees one read and one write of x, which is all the time that the kernel needs.
+//
+// Backward: with n = x * rstd and g = dy * weight,
+//     dx = rstd * (g - n * mean(g * n)),    dweight = sum over rows of dy * n.
+// A fixed number of blocks share the rows. Each thread sums dweight for its own columns in registers and writes it
+// once; the blocks' sums are added afterwards in a fixed order, so that each run gives the same bits; with
+// atomics the order, and so the bits, would change.
+#include "rows.cuh"
+
+namespace {
+
+template <typename L>
+__global__ void __launch_bounds__(MAX_THREADS)
+forward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ weight, typename L::T* __restrict__ y,
+        float* __restrict__ rstds, int width, float eps) {
+    const int64_t start = static_cast<int64_t>(blockIdx.x) * width;
+    typename L::Row x_row;
+    L::load(x_row, x + start, width);
+    float squares = 0.0f;
+#pragma unroll
+    for (int v = 0; v < L::VECTORS; ++v)
+#pragma unroll
+        for (int i = 0; i < L::N; ++i)
+            squares += x_row[v][i] * x_row[v][i];
+    const float rstd = rsqrtf(reduce_block<Sum>(squares) / width + eps);
+#pragma unroll
+    for (int v = 0; v < L::VECTORS; ++v) {
+        const int column = L::column(v);
+        if (column >= width)
+            break;
+        Vector<typename L::T, L::N> w, out;
+        w.read(weight + column);
+        float values[L::N];
+#pragma unroll
+        for (int i = 0; i < L::N; ++i)
+            values[i] = x_row[v][i] * rstd * w[i];
+        out.set(values);
+        out.stream_out(y + start + column);
+    }
+    if (threadIdx.x == 0)
+        rstds[blockIdx.x] = rstd;
+}
+
+template <typename L>
+__global__ void __launch_bounds__(MAX_THREADS)
+backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ weight, const float* __restrict__ rstds,
+         const typename L::T* __restrict__ dy, typename L::T* __restrict__ dx, float* __restrict__ dweight,
+         int64_t rows, int width) {
+    float dweight_row[L::VECTORS][L::N] = {};
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        typename L::Row x_row, dy_row;
+        L::load(x_row, x + row * width, width);
+        L::load(dy_row, dy + row * width, width);
+        const float rstd = rstds[row];
+        Vector<typename L::T, L::N> w;
+        float dot = 0.0f;
+#pragma unroll
+        for (int v = 0; v < L::VECTORS; ++v) {
+            if (L::column(v) >= width)
+                break;
+            w.read(weight + L::column(v));
+#pragma unroll
+            for (int i = 0; i < L::N; ++i) {
+                const float normal = x_row[v][i] * rstd;
+                dweight_row[v][i] += dy_row[v][i] * normal;
+                dot += dy_row[v][i] * w[i] * normal;
+            }
+        }
+        const float mean = reduce_block<Sum>(dot) / width;
+#pragma unroll
+        for (int v = 0; v < L::VECTORS; ++v) {
+            const int column = L::column(v);
+            if (column >= width)
+                break;
+            w.read(weight + column);
+            float values[L::N];
+#pragma unroll
+            for (int i = 0; i < L::N; ++i)
+                values[i] = rstd * (dy_row[v][i] * w[i] - x_row[v][i] * rstd * mean);
+            Vector<typename L::T, L::N> out;
+            out.set(values);
+            out.stream_out(dx + row * width + column);
+        }
+    }
+#pragma unroll
+    for (int v = 0; v < L::VECTORS; ++v)
+        if (L::column(v) < width)
+#pragma unroll
+            for (int i = 0; i < L::N; ++i)
+                dweight[static_cast<int64_t>(blockIdx.x) * width + L::column(v) + i] = dweight_row[v][i];
+}
+
+}  // namespace
+
+void rms_norm_forward(Float type, const void* x, const void* weight, void* y, float* rstd, int64_t rows, int width,
+                      float eps, cudaStream_t stream) {
+    with_layout(type, width, aligned(x, weight, y), [&](auto layout, int threads) {
+        using L = decltype(layout);
+        using T = typename L::T;
+        forward<L><<<rows, threads, 0, stream>>>(static_cast<const T*>(x), static_cast<const T*>(weight),
+                                                 static_cast<T*>(y), rstd, width, eps);
+    });
+}
+
+void rms_norm_backward(Float type, const void* x, const void* weight, const float* rstd, const void* dy, void* dx,
+                       float* dweight, int64_t rows, int width, int blocks, cudaStream_t stream) {
+    with_layout(type, width, aligned(x, weight, dy, dx), [&](auto layout, int threads) {
+        using L = decltype(layout);
+        using T = typename L::T;
+        backward<L><<<blocks, threads, 0, stream>>>(static_cast<const T*>(x), static_cast<const T*>(weight), rstd,
+                                                    static_cast<const T*>(dy), static_cast<T*>(dx), dweight, rows,
+                                                    width);
+    });
+}

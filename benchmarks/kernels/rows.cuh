@@ -1,0 +1,176 @@
+// What the memory-bound kernels share: 16-byte accesses, conversion to FP32, reductions over a block, and the choice of
+// a kernel's template arguments by dtype and width.
+#pragma once
+#include <cstdint>
+#include <type_traits>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "launchers.h"
+
+// Tunables: the threads of the largest block, and the elements of a row that one thread holds in registers.
+constexpr int MAX_THREADS = 512;
+constexpr int FEW_ITEMS = 16;
+constexpr int MANY_ITEMS = 32;                               // of rows wider than MAX_THREADS * FEW_ITEMS
+constexpr float LOG2_E = 1.4426950408889634f;
+
+__device__ inline float to_float(float value) { return value; }
+__device__ inline float to_float(__half value) { return __half2float(value); }
+__device__ inline float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+// Two values in one instruction, where the hardware has one.
+__device__ inline void round_pair(float* to, float low, float high) { to[0] = low, to[1] = high; }
+__device__ inline void round_pair(__half* to, float low, float high) {
+    *reinterpret_cast<__half2*>(to) = __floats2half2_rn(low, high);
+}
+__device__ inline void round_pair(__nv_bfloat16* to, float low, float high) {
+    *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(low, high);
+}
+__device__ inline void round_one(float* to, float value) { *to = value; }
+__device__ inline void round_one(__half* to, float value) { *to = __float2half_rn(value); }
+__device__ inline void round_one(__nv_bfloat16* to, float value) { *to = __float2bfloat16_rn(value); }
+
+// N neighbouring elements that one instruction moves: 16 bytes, or a single element where rows are not so aligned.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Vector {
+    using Bits = std::conditional_t<sizeof(T) * N == 16, uint4,
+                                    std::conditional_t<sizeof(T) == 4, unsigned, unsigned short>>;
+    T values[N];
+
+    __device__ float operator[](int i) const { return to_float(values[i]); }
+
+    __device__ void set(const float (&from)[N]) {
+        if constexpr (N == 1)
+            round_one(values, from[0]);
+        else
+            for (int i = 0; i < N; i += 2)
+                round_pair(values + i, from[i], from[i + 1]);
+    }
+
+    __device__ void fill(float value) {
+        for (int i = 0; i < N; ++i)
+            round_one(values + i, value);
+    }
+
+    // Data that is read or written once passes through the caches and drives out nothing that is read again.
+    __device__ void stream_in(const T* from) {
+        *reinterpret_cast<Bits*>(this) = __ldcs(reinterpret_cast<const Bits*>(from));
+    }
+    __device__ void stream_out(T* to) const {
+        __stcs(reinterpret_cast<Bits*>(to), *reinterpret_cast<const Bits*>(this));
+    }
+    // Data that every block reads (weights) stays in the L1 cache.
+    __device__ void read(const T* from) {
+        *reinterpret_cast<Bits*>(this) = __ldg(reinterpret_cast<const Bits*>(from));
+    }
+};
+
+// How a block holds a row: thread t has the vectors t, t + blockDim.x, t + 2 blockDim.x, ...: neighbouring threads read
+// neighbouring addresses, and a warp's access is one contiguous stretch of memory.
+template <typename T_, int N_, int ITEMS>
+struct Layout {
+    using T = T_;
+    static constexpr int N = N_, VECTORS = ITEMS / N_;
+    using Row = Vector<T, N>[VECTORS];
+
+    __device__ static int column(int v) { return (v * blockDim.x + threadIdx.x) * N; }
+
+    // All loads are issued before the first value is needed. What is beyond `width` is `filler`.
+    __device__ static void load(Row& row, const T* from, int width, float filler = 0.0f) {
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v)
+            if (column(v) < width)
+                row[v].stream_in(from + column(v));
+            else
+                row[v].fill(filler);
+    }
+};
+
+__device__ inline float exp2_approximate(float x) {          // within 2 units in the last place; exp2f adds denormals
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 1 / (1 + exp(-x)).
+__device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exp2_approximate(-LOG2_E * x)); }
+
+struct Sum {
+    static constexpr float neutral = 0.0f;
+    __device__ static float of(float a, float b) { return a + b; }
+};
+struct Max {                                                 // of numbers: NaN is left to the sum that follows
+    static constexpr float neutral = -INFINITY;
+    __device__ static float of(float a, float b) { return fmaxf(a, b); }
+};
+
+// Each lane gets the same bits: at every step both partners combine the same two values.
+template <typename Op>
+__device__ float reduce_warp(float value) {
+    for (int distance = 16; distance; distance /= 2)
+        value = Op::of(value, __shfl_xor_sync(~0u, value, distance));
+    return value;
+}
+
+// COUNT values over all threads of the block; every thread gets the results, in an order that never changes.
+template <typename Op, int COUNT>
+__device__ void reduce_block(float (&values)[COUNT]) {
+    __shared__ float of_warp[COUNT][32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    for (float& value : values)
+        value = reduce_warp<Op>(value);
+    if (warps == 1)
+        return;
+    __syncthreads();                                         // the results before these have been read by all
+    if (lane == 0)
+        for (int i = 0; i < COUNT; ++i)
+            of_warp[i][warp] = values[i];
+    __syncthreads();
+    for (int i = 0; i < COUNT; ++i)
+        values[i] = reduce_warp<Op>(lane < warps ? of_warp[i][lane] : Op::neutral);
+}
+
+template <typename Op>
+__device__ float reduce_block(float value) {
+    float values[1] = {value};
+    reduce_block<Op>(values);
+    return values[0];
+}
+
+// The rest runs on the CPU.
+
+template <typename... Pointers>
+bool aligned(Pointers... pointers) {
+    return ((reinterpret_cast<uintptr_t>(pointers) | ...) % 16) == 0;
+}
+
+// body(T()) for the C++ type T of `type`.
+template <typename Body>
+void with_type(Float type, Body body) {
+    switch (type) {
+        case Float::half: return body(__half());
+        case Float::bfloat16: return body(__nv_bfloat16());
+        case Float::single: return body(float());
+    }
+}
+
+// body(Layout(), threads) for rows of `width` elements; `vectors` says whether their addresses allow 16-byte accesses.
+template <typename Body>
+void with_layout(Float type, int width, bool vectors, Body body) {
+    const auto sized = [&](auto zero, auto n) {
+        using T = decltype(zero);
+        constexpr int N = decltype(n)::value;
+        const auto threads = [&](int items) { return (width + items * 32 - 1) / (items * 32) * 32; };
+        if (width <= MAX_THREADS * FEW_ITEMS)
+            body(Layout<T, N, FEW_ITEMS>(), threads(FEW_ITEMS));
+        else
+            body(Layout<T, N, MANY_ITEMS>(), threads(MANY_ITEMS));
+    };
+    with_type(type, [&](auto zero) {
+        constexpr int N = 16 / sizeof(zero);
+        if (vectors && width % N == 0)
+            sized(zero, std::integral_constant<int, N>());
+        else
+            sized(zero, std::integral_constant<int, 1>());
+    });
+}
