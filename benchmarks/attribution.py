@@ -6,6 +6,7 @@ two of them one is timed by the clock: what the kernels don't explain is told ap
 its power cap, changes from one round to another. On a CPU operators stand for kernels: an operator's own time, without
 that of the operators it calls.
 """
+import itertools
 import re
 import statistics
 from collections.abc import Callable, Iterable
@@ -58,21 +59,21 @@ def credit(intervals: Iterable[tuple[float, float, str]], start: float, end: flo
 
 @dataclass
 class Profiled:
-    """What was seen of one case under the profiler, in ms: of profiled iterations, and of those timed in between."""
-    parts: list[dict[str, float]] = field(default_factory=list)
-    clocked: list[float] = field(default_factory=list)
+    """What was seen of one case under the profiler, in ms, a value for each burst."""
+    parts: list[dict[str, float]] = field(default_factory=list)            # of the profiled iterations, their middle
+    clocked: list[float] = field(default_factory=list)                     # of those between, their median by the clock
 
     def middle(self) -> tuple[dict[str, float], float]:
-        """(ms by part, ms by the clock), each the mean over its middle three fifths by length: without the disturbed.
-        """
-        kept = _middle(self.parts, lambda parts: sum(parts.values()))
-        return ({part: statistics.mean(parts[part] for parts in kept) for part in PARTS},
-                statistics.mean(_middle(self.clocked)))
+        """(ms by part, ms by the clock) over all bursts."""
+        return middle(self.parts), statistics.median(self.clocked)
 
 
-def _middle(values: list, length: Callable | None = None) -> list:
-    cut = len(values) // 5
-    return sorted(values, key=length)[cut:len(values) - cut]
+def middle(iterations: list[dict[str, float]]) -> dict[str, float]:
+    """The mean over the middle three fifths by length: what was disturbed is left out, and the parts still add up."""
+    ordered = sorted(iterations, key=lambda parts: sum(parts.values()))
+    cut = len(ordered) // 5
+    kept = ordered[cut:len(ordered) - cut]
+    return {part: statistics.mean(parts[part] for parts in kept) for part in PARTS}
 
 
 def profiled(runs: dict, between: dict, expected: dict, device: torch.device, rounds: int, say: Callable[[str], None],
@@ -89,13 +90,13 @@ def profiled(runs: dict, between: dict, expected: dict, device: torch.device, ro
         timing.interleaved({key: (key, call) for key, call in runs.items()}, sampler, rounds, between, seed,
                            expected=expected)
     say("attributing")
-    found = sampler.iterations(profiler)
-    if len(found) != len(sampler.order):
-        raise RuntimeError(f"the profiler saw {len(found)} of {len(sampler.order)} iterations")
-    by_key = {key: Profiled() for key in runs}
-    for (key, clocked), parts in zip(sampler.order, found, strict=True):
-        by_key[key].parts.append(parts)
-        by_key[key].clocked.append(clocked)
+    found, expected = sampler.iterations(profiler), sum(len(taken) for _, taken in sampler.bursts)
+    if len(found) != expected:
+        raise RuntimeError(f"the profiler saw {len(found)} of {expected} iterations")
+    by_key, found = {key: Profiled() for key in runs}, iter(found)
+    for key, taken in sampler.bursts:
+        by_key[key].parts.append(middle(list(itertools.islice(found, len(taken)))))
+        by_key[key].clocked.append(statistics.median(taken))
     return by_key
 
 
@@ -104,7 +105,7 @@ class _Gpu(timing.EventClock):
     MOST = 120, 10                                   # iterations before them, and pairs: the profiler keeps all kernels
 
     def __init__(self):
-        self.order: list[tuple[object, float]] = []                        # key, ms of the iteration before by events
+        self.bursts: list[tuple[object, list[float]]] = []                 # key, ms by events
 
     def sample(self, run: tuple[object, Callable], between: Callable, count: int, lead_in: int = 1) -> list[float]:
         key, iteration = run
@@ -113,18 +114,20 @@ class _Gpu(timing.EventClock):
             between()
             iteration()
         pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-        for start, end in pairs:
-            between()
-            start.record()
-            iteration()
-            end.record()
-            between()
-            torch.cuda._sleep(1)
-            iteration()
-            torch.cuda._sleep(1)
+        for number, (start, end) in enumerate(pairs):
+            for profiled_now in (False, True) if number % 2 else (True, False):    # neither is always the second
+                between()
+                if profiled_now:
+                    torch.cuda._sleep(1)
+                    iteration()
+                    torch.cuda._sleep(1)
+                else:
+                    start.record()
+                    iteration()
+                    end.record()
         torch.cuda.synchronize()
         taken = [start.elapsed_time(end) for start, end in pairs]
-        self.order += [(key, ms) for ms in taken]
+        self.bursts.append((key, taken))
         return taken
 
     def iterations(self, profiler) -> list[dict[str, float]]:
@@ -143,7 +146,7 @@ class _Cpu(timing.HostClock):
     _RANGE = "one iteration"
 
     def __init__(self):
-        self.order: list[tuple[object, float]] = []                        # key, ms of the iteration before
+        self.bursts: list[tuple[object, list[float]]] = []                 # key, ms by the clock
 
     def sample(self, run: tuple[object, Callable], between: Callable, count: int, lead_in: int = 0) -> list[float]:
         key, iteration = run
@@ -151,7 +154,7 @@ class _Cpu(timing.HostClock):
         between()
         with record_function(self._RANGE):
             iteration()
-        self.order.append((key, *taken))
+        self.bursts.append((key, taken))
         return taken
 
     def iterations(self, profiler) -> list[dict[str, float]]:

@@ -104,8 +104,7 @@ def _waterfall(axis, before, after, labelled: bool) -> None:
     (a, parts_a), (b, parts_b) = before, after
     start, end = a.profiled_ms(MODE), b.profiled_ms(MODE)
     changes = [(part, parts_b[part] - parts_a[part]) for part in PARTS]
-    watched = b.clocked_ms(MODE) - a.clocked_ms(MODE)
-    changes += [("profiler", end - start - watched), ("unexplained", watched - sum(change for _, change in changes))]
+    changes.append(("unexplained", end - start - sum(change for _, change in changes)))
     axis.barh(0, start, color="#444444")
     at = furthest = start
     for place, (part, change) in enumerate(changes, 1):
@@ -175,7 +174,9 @@ def panels_chart(panels: dict[str, dict[str, list[tuple[float, float]]]], stem: 
             axis.set_ylabel(y, fontsize=8)
         for axis in list(axes.flat)[len(panels):]:
             axis.axis("off")
-        axes.flat[0].legend(frameon=False, fontsize=7)
+        drawn = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(),
+                                                                               strict=True)}
+        figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=7)
         save(figure, stem, recorded)
 
 

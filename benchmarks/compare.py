@@ -11,7 +11,7 @@ benchmarks.ladder --processes 5`): in the files themselves, in --noise, or recor
 taken in different ways (a script's, and those of interleaved rounds on a GPU) times are compared as they are. Verdicts:
 
     FASTER, SLOWER   the difference is beyond the noise
-    SAME             it is not, and a difference of 5 % would have been
+    SAME             it is not, and the noise is at most 5 %: what is larger would have been seen
     UNSURE           it is not, and the noise is too large to say more
     LOST             ok in the old file, and in the new one it failed
 
@@ -31,7 +31,7 @@ from common.run import EXIT
 from . import command, records
 from .records import Run
 
-RESOLUTION = 0.05                     # a difference that SAME excludes
+RESOLUTION = 0.05                     # the noise that SAME allows; the difference is known to within that
 NO_FLOOR = 0.10                       # what is assumed of processes where fewer than five have been recorded
 PROCESSES = 5                         # of the same code, at the least, for a floor
 REACH = 2.5                           # standard deviations of one process: at 2, one row in twenty would be called
@@ -118,11 +118,14 @@ def clock(gemm: float, copy: float, share: float | None) -> float:
 def floors(lines: list[dict]) -> dict[What, float]:
     """What was measured -> the floor between processes, from records that hold at least five of them.
 
-    Five processes tell a row's own spread badly: none is taken for less than the median of all rows of the file.
+    Five processes tell a row's own spread badly: none is taken for less than the median of all rows of its shape.
     """
-    found = {where: measured(where, runs).between for where, runs in rows(lines).items()}
-    found = {where: floor for where, floor in found.items() if floor is not None}
-    return {where: max(floor, statistics.median(found.values())) for where, floor in found.items()}
+    found: dict[str, dict[What, float]] = {}
+    for where, runs in rows(lines).items():
+        if (floor := measured(where, runs).between) is not None:
+            found.setdefault(where.shape, {})[where] = floor
+    return {where: max(floor, statistics.median(alike.values())) for alike in found.values()
+            for where, floor in alike.items()}
 
 
 def noise_of(side: Measured, floor: float) -> float:
@@ -235,6 +238,20 @@ def unmatched(old: list[dict], new: list[dict], force: bool) -> tuple[list[str],
     return alone, lost
 
 
+def summary(found: list[list]) -> str:
+    """How many rows got which verdict."""
+    words = [row[-1] for row in found]
+    return ", ".join(f"{words.count(word)} {word}" for word in ("FASTER", "SLOWER", "SAME", "UNSURE") if word in words)
+
+
+def text(old: list[dict], new: list[dict], found: list[list], headers: list[str], width: int | None = None) -> str:
+    """The table, how many rows got which verdict, and what differs besides."""
+    lines = [command.table(found, headers, width, keys=headers.index("old ms")), "", summary(found)]
+    if any("?" in str(cell) for row in found for cell in row):
+        lines.append(f"?: fewer than {PROCESSES} processes of the same code recorded: {100 * NO_FLOOR:.0f} % assumed")
+    return "\n".join([*lines, *(f"differs: {line}" for line in versions(old, new))])
+
+
 def fraction(text: str) -> float:
     """5% or 0.05 -> 0.05. Raises argparse.ArgumentTypeError."""
     try:
@@ -272,14 +289,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         command.usage(parser, str(error))
     with command.shown_to_a_person("compare"):
-        print(command.table(found, headers, keys=headers.index("old ms")))
-        words = [row[-1] for row in found]
-        print("\n" + ", ".join(f"{words.count(word)} {word}" for word in ("FASTER", "SLOWER", "SAME", "UNSURE")
-                               if word in words))
-        if any("?" in str(cell) for row in found for cell in row):
-            print(f"?: fewer than {PROCESSES} processes of the same code recorded: {100 * NO_FLOOR:.0f} % is assumed")
-        for line in (*lost, *alone, *(f"differs: {line}" for line in versions(old, new))):
-            print(line)
+        print("\n".join([text(old, new, found, headers), *lost, *alone]))
+    words = [row[-1] for row in found]
     limit = options.fail_above
     if limit is None:
         return EXIT["ok"]

@@ -186,7 +186,7 @@ def _time(results: dict[str, Compared], inputs: tuple[Tensor, ...], dy: Tensor, 
             taken = timing.interleaved(runs, clock, rounds, between, seed)
     except harness.Failed as error:                           # time the others without those that may be compiled again
         for one in timed:
-            if harness.compiled(one.module):
+            if harness.holds_compiled(one.module):
                 one.status, one.reason = "failed", str(error)
         return _time(results, inputs, dy, mode, device, rounds, seed, say)
     for (name, launch), some in taken.items():

@@ -157,25 +157,26 @@ def bound_by(run: Run, mode: str) -> str:
 def attribution(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
     """(rows, headers): for each pair of neighbours, how many ms each part gave, what the profile leaves unexplained.
 
-    Positive: the later step spends that much less. Under the profiler iterations by the clock and profiled ones take
-    turns. Unexplained is what the two sorts differ by; its bound is the larger of 5 % of the difference and 0.5 % of
-    the slower step. "profiler" is what the clock's difference changes by when the profiler runs: what profiling costs,
-    and how the machine drifts between the rounds with and without. All parts and these two add up to what was gained.
+    Positive: the later step spends that much less. Unexplained is the difference of the two medians less that of the
+    two profiled timelines; its bound is the larger of 5 % of the difference and 0.5 % of the slower step. "of it by
+    profiling" is what the difference by the clock changes by when the profiler runs: what profiling costs, and how the
+    machine drifts between the rounds with and without.
     """
     timed = [run for run in of_steps(lines) if run.parts(mode)]
     rows = []
     for a, b in itertools.pairwise(timed):
         before, after = a.parts(mode), b.parts(mode)
         gained = a.profiled_ms(mode) - b.profiled_ms(mode)
-        watched = a.clocked_ms(mode) - b.clocked_ms(mode)
-        bound = max(0.05 * abs(watched), 0.005 * max(a.clocked_ms(mode), b.clocked_ms(mode)))
-        unexplained = watched - (sum(before.values()) - sum(after.values()))
+        watched = [run.clocked_ms(mode) for run in (a, b)]
+        bound = max(0.05 * abs(gained), 0.005 * max(a.profiled_ms(mode), b.profiled_ms(mode)))
+        unexplained = gained - (sum(before.values()) - sum(after.values()))
         rows.append([f"{_short(a)} -> {_short(b)}", f"{a.profiled(mode)}, {b.profiled(mode)}",
                      command.figures(gained, "+"),
                      *(command.figures(before[part] - after[part], "+") for part in PARTS),
-                     command.figures(gained - watched, "+"), command.figures(unexplained, "+"),
+                     command.figures(unexplained, "+"),
+                     "n/a" if None in watched else command.figures(gained - (watched[0] - watched[1]), "+"),
                      command.figures(bound) + ("" if abs(unexplained) <= bound else " EXCEEDED")])
-    return rows, ["pair", "launch", "gained ms", *PARTS, "profiler", "unexplained", "bound"]
+    return rows, ["pair", "launch", "gained ms", *PARTS, "unexplained", "of it by profiling", "bound"]
 
 
 def of_steps(lines: list[dict]) -> list[Run]:

@@ -10,8 +10,8 @@ Missing packages are rows with their reason. Exit status: 0 ok, 1 failed, 2 usag
 With FP32 parameters te.TransformerLayer returns y in 16 bits; it is timed as it is and with y cast to FP32 as in every
 step. It runs as it comes, so its GELU is a kernel of its own, where step 4 has it ride on the matmul. Its residual is
 in 16 bits, as step 4's is; torchao's, whose block is step 2's, is in the dtype of the parameters. Autograd casts its
-weights' gradients to FP32, where step 4 has compiled code do it. All FP8 blocks of Transformer Engine in a process
-share the update of their scales, which costs each of them a little more than alone.
+weights' gradients to FP32, where step 4 has compiled code do it; in one row of its own it gets that too. All FP8 blocks
+of Transformer Engine in a process share the update of their scales, which costs each of them a little more than alone.
 """
 import functools
 import importlib.util
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from common import BlockConfig, harness, parameters, report, steps, te_emulation
 from common import device as machine
 from common.config import LAYER_NORM_EPS, PRESETS, dtype_name
-from common.precision import float32_matmul_precision
+from common.precision import compile_gradient_casts, float32_matmul_precision
 
 from . import charts, command, records
 from .study import Case, Study
@@ -140,12 +140,15 @@ class TransformerLayer(Peer):
         return y.to(self.output_dtype)
 
 
-def build(kind, compiled: bool, config: BlockConfig, values: dict[str, Tensor], device) -> nn.Module:
-    """A peer with the canonical parameters, compiled in place as step 3 is where `compiled`."""
+def build(kind, compiled: bool, config: BlockConfig, values: dict[str, Tensor], device, casts: bool = False
+          ) -> nn.Module:
+    """A peer with the canonical parameters, compiled in place as step 3 is where `compiled`; `casts`: as in step 4."""
     with torch.device(device):
         block = kind(config, values["mlp.fc.weight"].dtype)
     if compiled:
         harness.compile_in_place(block)
+    if casts:
+        compile_gradient_casts(block)
     return parameters.load(block, values, device)
 
 
@@ -185,6 +188,10 @@ def cases(config: BlockConfig, dtype: torch.dtype, device: torch.device) -> list
             found.append(case(f"te.TransformerLayer {word}, y in {dtype_name(output)}",
                               functools.partial(build, layer, False), 4 if fp8 else 2,
                               missing=no_te or (no_fp8 if fp8 else "")))
+    if dtype == torch.float32:             # how much of step 4's lead is its cast of the weights' gradients
+        layer = functools.partial(TransformerLayer, output_dtype=dtype, fp8=True)
+        found.append(case("te.TransformerLayer FP8, casts compiled", functools.partial(build, layer, False, casts=True),
+                          4, missing=no_te or no_fp8))
     for recipe in ("tensorwise", "rowwise"):
         found.append(case(f"torchao float8 {recipe}, compiled", functools.partial(build_torchao, recipe), 4,
                           missing=no_torchao or no_fp8))

@@ -10,14 +10,14 @@ from tabulate import tabulate
 
 from common import report, steps
 
-from . import ablation, charts, components, ladder, peers, records, sweep
+from . import ablation, charts, compare, components, fusions, ladder, peers, records, sweep
 from .records import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 WIDTH = 120                            # characters of a table that README shows
 STUDIES = {"ladder": ladder, "ablation": ablation, "sweep": sweep, "peers": peers,     # file stem begins with the name
-           "components": components}
+           "components": components, "fusions": fusions}
 
 
 def recorded(study: str) -> list[Path]:
@@ -76,6 +76,18 @@ def studies(name: str) -> str:
     return "\n\n".join(blocks) or "Not recorded yet."
 
 
+def comparisons() -> str:
+    """Recorded runs of the same code on two machines of one kind, the later one in second-<stem>.jsonl: compared."""
+    blocks = []
+    for path in sorted(RESULTS.glob("*/second-*.jsonl")):
+        old, new = records.read(path.with_name(path.name.removeprefix("second-"))), records.read(path)
+        found, headers, _ = compare.compare(old, new, compare.recorded_noise(new), force=False)
+        table = compare.text(old, new, found, headers, WIDTH)
+        blocks.append(f"{records.provenance(new)}\n\n<details><summary>{compare.summary(found)}</summary>\n\n"
+                      f"```\n{table}\n```\n\n</details>")
+    return "\n\n".join(blocks) or "Not recorded yet."
+
+
 def diff(a: int, b: int) -> str:
     """The lines that differ between two steps, as a unified diff without context."""
     names = steps.path(a), steps.path(b)
@@ -93,6 +105,7 @@ def parts() -> dict[str, str]:
         lines = records.read(h200 / f"{preset}.jsonl")
         found[f"scripts {preset}"] = records.provenance(lines) + "\n\n" + scripts_table(lines)
     found |= {name: studies(name) for name in STUDIES}
+    found["compare"] = comparisons()
     found["card"] = f"```\n{(h200 / '2_sdpa.txt').read_text().rstrip()}\n```"
     return found
 

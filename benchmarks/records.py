@@ -136,9 +136,9 @@ class Run:
         """Its median by the clock, from the rounds that were not profiled."""
         return self.median(mode, self.profiled(mode))
 
-    def clocked_ms(self, mode: str) -> float:
-        """The same by the clock while the profiler ran; where that was not taken, without the profiler."""
-        return self.find(mode, "time by part")["metric"]["extra_info"].get("clocked") or self.profiled_ms(mode)
+    def clocked_ms(self, mode: str) -> float | None:
+        """The same by the clock while the profiler ran; None where that was not taken."""
+        return self.find(mode, "time by part")["metric"]["extra_info"].get("clocked")
 
     def launch_bound(self, mode: str) -> bool | None:
         """Whether the host holds the GPU up where kernels are launched one by one; None where that is unknown."""

@@ -147,7 +147,7 @@ class Study:
             again = str(error)
         if again:                                             # compiled again: time the others without those that were
             del runs, between
-            for key in [key for key, subject in self.subjects.items() if harness.compiled(subject.block)]:
+            for key in [key for key, subject in self.subjects.items() if harness.holds_compiled(subject.block)]:
                 self._fail(key, mode, "failed", again)
             return self.time(mode, attribute)
         state = self.look(runs)

@@ -113,6 +113,11 @@ def compiled(module: Callable) -> bool:
             or isinstance(module, torch._dynamo.eval_frame.OptimizedModule))
 
 
+def holds_compiled(module: Callable) -> bool:
+    """Whether it was compiled, or has a compiled function among its attributes, as step 4 has."""
+    return compiled(module) or any(map(compiled, getattr(module, "__dict__", {}).values()))
+
+
 def iterations(block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, backward: bool):
     """(one iteration, what happens between two): forward under no_grad, or forward+backward with the input's gradient.
 
@@ -281,8 +286,8 @@ def captured(block: torch.nn.Module, x: torch.Tensor, iteration: Callable, betwe
 @contextlib.contextmanager
 def compiled_for_good(*blocks: Callable):
     """Raise Failed where one of these is compiled again meanwhile: what was timed would hold a compilation."""
-    stance = torch.compiler.set_stance("fail_on_recompile") if any(map(compiled, blocks)) else contextlib.nullcontext()
-    with stance:
+    stance = torch.compiler.set_stance("fail_on_recompile") if any(map(holds_compiled, blocks)) else None
+    with stance or contextlib.nullcontext():
         try:
             yield
         except RuntimeError as error:

@@ -59,16 +59,17 @@ class _Restore:
 def compile_gradient_casts(block: nn.Module) -> None:
     """Let compiled code cast the 16-bit gradients of the block's FP32 matrices to FP32.
 
-    Under autocast a matmul leaves its weight's gradient in 16 bits. Autograd casts it by a general kernel that takes
-    more than twice as long as the memory needs; here it hands the gradient on as it is, and a hook casts it.
-    After backward() the gradients are what they were, bit for bit; torch.autograd.grad returns these in 16 bits.
-    Does nothing where torch has no Tensor.grad_dtype, and to weights that are kept in FP8.
+    Under autocast a matmul leaves its weight's gradient in 16 bits, and autograd casts it by a general kernel that does
+    not reach the memory's speed. Here it hands the gradient on as it is, and a hook casts it. After backward() the
+    gradients are the same, bit for bit, where each weight is used once; the gradients of several uses in one backward
+    are added in 16 bits, and torch.autograd.grad returns these. Does nothing where torch has no Tensor.grad_dtype, and
+    to weights that are kept in FP8.
     """
-    to_float32 = torch.compile(Tensor.float, dynamic=False)
+    block.to_float32 = torch.compile(Tensor.float, dynamic=False)
 
     def cast(parameter: nn.Parameter) -> None:
         if parameter.grad.dtype != torch.float32:            # a sum with an earlier gradient is already
-            parameter.grad = to_float32(parameter.grad)
+            parameter.grad = block.to_float32(parameter.grad)
 
     for parameter in block.parameters():
         if (hasattr(parameter, "grad_dtype") and parameter.dtype == torch.float32 and parameter.ndim == 2

@@ -241,7 +241,7 @@ def row_records(r: Report, mode: str) -> list[dict]:
         lines.append(record(r, "latency", "ms", t.samples, mode, launch=launch, median=t.median, p20=t.quantile(0.2),
                             p80=t.quantile(0.8), settled=t.settled, clock=t.clock, emulated=r.emulated,
                             calibration=t.calibration))
-        metrics = {"throughput": ("tokens/s", 1e3 * row.tokens / t.median),
+        metrics = {"throughput": ("tokens/s", 1e3 * row.tokens / t.median if row.tokens else None),
                    "rate": ("FLOP/s", 1e3 * row.flops / t.median if row.flops else None),
                    "limit": ("ms", row.limit_ms),
                    "percent of limit": ("%", row.percent_of_limit), "peak memory": ("bytes", row.peak_bytes),

@@ -237,24 +237,24 @@ def enqueue_ms(iteration: Callable, between: Callable, budget_s: float = 0.5) ->
     return statistics.median(times)
 
 
-def capture(iteration: Callable, between: Callable) -> Callable:
+def capture(iteration: Callable, between: Callable, stream: torch.cuda.Stream | None = None) -> Callable:
     """One whole iteration as a CUDA graph; the result replays it. Raises RuntimeError where it can't be captured.
 
     `between` runs once before the capture: gradients that are None then are allocated inside the graph and overwritten
-    by every replay.
+    by every replay. `stream` is where to capture: that of the forward, where the iteration is its backward alone.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):             # warm-up off the default stream, as capture needs
+    aside = stream or torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):              # warm-up off the default stream, as capture needs
         for _ in range(3):
             between()
             iteration()
-    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.current_stream().wait_stream(aside)
     torch.cuda.synchronize()
     between()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             iteration()
     except RuntimeError:        # leaves the random generator capturing: any later torch.randn would fail
         generator = torch.cuda.default_generators[torch.cuda.current_device()]

@@ -42,9 +42,9 @@ def test_parts_always_add_up_to_the_timeline():
 
 
 def test_the_middle_leaves_out_what_disturbed_an_iteration():
-    iterations = [parts(GEMM=1.0), parts(GEMM=1.0), parts(GEMM=1.1), parts(GEMM=0.2), parts(GEMM=9.0, idle=50.0)]
-    by_part, clocked = attribution.Profiled(iterations, [2.0, 0.1, 2.3, 99.0, 2.0]).middle()
-    assert by_part == parts(GEMM=pytest.approx(3.1 / 3)) and clocked == pytest.approx(6.3 / 3)
+    bursts = [parts(GEMM=1.0), parts(GEMM=1.0), parts(GEMM=1.1), parts(GEMM=0.2), parts(GEMM=9.0, idle=50.0)]
+    assert attribution.middle(bursts) == parts(GEMM=pytest.approx(3.1 / 3))
+    assert attribution.Profiled(bursts, [2.0, 0.1, 2.3]).middle() == (parts(GEMM=pytest.approx(3.1 / 3)), 2.0)
 
 
 @pytest.mark.parametrize("name, category", [
@@ -116,13 +116,13 @@ def test_a_profiled_burst_is_timed_and_marked_by_turns(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     sampler = attribution._Gpu()
     sampler.sample(("a", lambda: calls.append("run")), lambda: calls.append("clear"), 2, 3)
-    assert calls == 3 * ["clear", "run"] + 2 * ["clear", "event", "run", "event", "clear", "mark", "run", "mark"
-                                                ] + ["wait"]
-    assert sampler.order == [("a", 7.0), ("a", 7.0)]
+    clocked, marked = ["clear", "event", "run", "event"], ["clear", "mark", "run", "mark"]
+    assert calls == 3 * ["clear", "run"] + marked + clocked + clocked + marked + ["wait"]
+    assert sampler.bursts == [("a", [7.0, 7.0])]
     calls.clear()
     sampler.sample(("b", lambda: calls.append("run")), lambda: None, 100, 500)     # the profiler keeps all it sees
     assert calls.count("run") == sampler.MOST[0] + 2 * sampler.MOST[1]
-    assert len(sampler.order) == 2 + sampler.MOST[1]
+    assert len(sampler.bursts[1][1]) == sampler.MOST[1]
 
 
 @pytest.mark.gpu

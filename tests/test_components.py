@@ -186,5 +186,5 @@ def test_the_best_known_part_passes_its_check(part):
     own = {name: value.to(device, torch.float64) for name, value in components.values_of(part, values).items()}
     reference = components.load(components.tuned(part, config.replace(amp_dtype=None)).to(device, torch.float64), own)
     results = compare({"best known": found["best known"]}, (x,), reference, 6,
-                      {"best known": 2e-3 if part == "LayerNorm" else components.FP8_GATE}).results
+                      {"best known": components.FP8_GATES.get(part, 2e-3)}).results
     assert results["best known"].status == "ok", results["best known"].reason

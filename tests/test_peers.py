@@ -78,7 +78,7 @@ def test_missing_packages_are_rows_with_their_reason(monkeypatch):
     found = {case.name: case.missing for case in peers.cases(PRESETS["tiny"], torch.float32, torch.device("cpu"))}
     assert found["GPT2Block"] == found["GPT2Block, compiled"] == "transformers is not installed"
     assert "GPU" in found["torchao float8 rowwise, compiled"] and found["te.TransformerLayer FP8, y in float32"]
-    assert found["nn.TransformerEncoderLayer"] == "" and len(found) == 12
+    assert found["nn.TransformerEncoderLayer"] == "" and len(found) == 13
 
 
 def test_published_figures_stand_beside_as_published():

@@ -18,7 +18,7 @@ from torch.library import triton_op
 
 from .launch import launchable, require_float, require_like
 
-WIDEST = 65536                    # elements of a row: what the registers of one program hold
+WIDEST = 65536                    # elements of a row; a multiprocessor's registers hold one such, and the widest spill
 PROGRAMS = 264                    # of the backward: two for each multiprocessor of an H200; fixed, so that sums are
 
 
@@ -85,7 +85,8 @@ def _backward(x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dy_ptr, dtotal_pt
                 h += bias
             dh *= gelu_slope(h)
         dweight += dh * normal
-        dbias += dh
+        if not RMS:
+            dbias += dh
         dnormal = dh * weight
         dx = dnormal - normal * (tl.sum(dnormal * normal, axis=0) / width)
         if not RMS:
@@ -96,7 +97,8 @@ def _backward(x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dy_ptr, dtotal_pt
         tl.store(dx_ptr + here, dx, mask=inside)
         row += programs
     tl.store(dweight_ptr + program * width + columns, dweight, mask=inside)
-    tl.store(dbias_ptr + program * width + columns, dbias, mask=inside)
+    if not RMS:
+        tl.store(dbias_ptr + program * width + columns, dbias, mask=inside)
 
 
 def _warps(block: int) -> int:
@@ -124,17 +126,18 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | Non
 @triton_op("transformer_block::norm_backward", mutates_args={})
 def norm_backward(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor, dy: Tensor,
                   dtotal: Tensor | None, rms: bool, gelu: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight [width], dbias [width]); x is what was normalised, residual included."""
+    """(dx, dweight [width], dbias [width], empty for RMSNorm); x is what was normalised, residual included."""
     rows, width = x.shape
     dx, programs = torch.empty_like(x), min(rows, PROGRAMS)
-    dweight, dbias = (torch.empty(programs, width, dtype=torch.float32, device=x.device) for _ in range(2))
+    dweight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    dbias = dweight.new_empty(0) if rms else torch.empty_like(dweight)
     block = triton.next_power_of_2(width)
     if rows:
         launchable(_backward)[(programs,)](
             x, weight, weight if bias is None else bias, mean, rstd, dy, dy if dtotal is None else dtotal, dx, dweight,
-            dbias, rows, width=width, RESIDUAL=dtotal is not None, RMS=rms, BIAS=bias is not None, GELU=gelu,
-            BLOCK=block, num_warps=_warps(block))
-    return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0).to(weight.dtype)
+            dweight if rms else dbias, rows, width=width, RESIDUAL=dtotal is not None, RMS=rms, BIAS=bias is not None,
+            GELU=gelu, BLOCK=block, num_warps=_warps(block))
+    return dx, dweight.sum(0).to(weight.dtype), dbias if rms else dbias.sum(0).to(weight.dtype)
 
 
 def _save(ctx, inputs, output):
