@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import STEPS, case, collect, decibels, differences, on_each_device, results, worst
 
-from common import BlockConfig, oracle, parameters, precision, steps
+from common import BlockConfig, harness, oracle, parameters, precision, steps, timing
 from common.config import dtype_name
 from common.harness import calibrate
 from common.roofline import arithmetic
@@ -325,3 +325,34 @@ def test_gradients_cast_by_compiled_code_are_the_same(uncompiled):
         if scale is not None:
             assert layers[1].weight.grad.dtype == torch.float32
             assert torch.equal(layers[0].weight.grad, layers[1].weight.grad)
+
+
+@pytest.mark.integration
+@pytest.mark.transformer_engine
+def test_step_4s_gradients_are_the_same_with_and_without_compiled_casts(monkeypatch):
+    """Eager, a sum of two, and replayed from a graph."""
+    config = BlockConfig(2, 128, 256, 4, amp_dtype=torch.float16)
+    values, x, dy = case(config, "cuda")
+    found = []
+    for casts in (True, False):
+        module = steps.load(4)
+        with monkeypatch.context() as patched:
+            if not casts:
+                patched.setattr(module, "compile_gradient_casts", lambda block: None)
+            block = module.build(config, values, "cuda")
+        assert (block.attn.qkv.weight.grad_dtype is None) == casts
+        calibrate(block, x, dy)
+        iteration, clear = harness.iterations(block, x, dy, True)
+        taken = []
+        for clean in (True, False):
+            if clean:
+                clear()
+            iteration()
+            taken.append([gradient.clone() for gradient in parameters.gradients(block).values()])
+        replay = timing.capture(iteration, clear)
+        replay()
+        found.append([*taken, [gradient.clone() for gradient in parameters.gradients(block).values()]])
+    for with_, without in zip(*found, strict=True):
+        for a, b in zip(with_, without, strict=True):
+            assert a.dtype == b.dtype == torch.float32
+            assert oracle.relative_error(a, b.double()) < 2e-2         # cuDNN's attention adds up in any order
