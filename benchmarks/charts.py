@@ -165,9 +165,10 @@ def panels_chart(panels: dict[str, dict[str, list[tuple[float, float]]]], stem: 
                 axis.plot(*zip(*sorted(points), strict=True), color="black", linestyle="--", linewidth=1,
                           label="copy of this machine")
             axis.set_xscale("log", base=2)
+            axis.margins(y=0.1)
             axis.set_ylim(bottom=0)
             axis.set_xticks(sorted({at for points in curves.values() for at, _ in points}))
-            axis.xaxis.set_major_formatter("{x:g}")
+            axis.xaxis.set_major_formatter("{x:.2g}")
             axis.tick_params(labelsize=7)
             axis.set_title(title, fontsize=9)
             axis.set_xlabel(x, fontsize=8)

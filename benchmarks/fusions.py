@@ -37,7 +37,6 @@ from common.evidence import judge, observe
 
 from . import charts, command, records
 from .comparison import GATES
-from .kernels import extension
 from .study import Study
 
 MODES = ("forward", "backward")
@@ -183,8 +182,8 @@ def levels(experiment: Experiment, device: torch.device) -> dict[str, Callable |
         missing = "" if device.type == "cuda" else "it needs a GPU"
         if level == "Liger" and not importlib.util.find_spec("liger_kernel"):
             missing = missing or "liger_kernel is not installed"
-        if level == "CUDA C++":
-            missing = missing or extension.missing()
+        if level == "CUDA C++" and not missing:
+            missing = importlib.import_module(f"{__package__}.kernels.extension").missing()
         found[level] = missing or load()
     return found
 
