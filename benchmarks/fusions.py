@@ -2,6 +2,7 @@
 
     python -m benchmarks.fusions --json fusions.jsonl --chart fusions
     python -m benchmarks.fusions --experiment RMSNorm --rows 64,16384
+    python -m benchmarks.fusions --capture DIR && python -m benchmarks.fusions --explain DIR     # see capture.py
 
 What stands between a block's matmuls, and attention itself, at five levels: eager PyTorch, TorchScript (which torch
 deprecates), torch.compile, Triton and CUDA C++, beside what libraries have. Each is held against FP64, then all of a
@@ -23,6 +24,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch._functorch.config
@@ -34,8 +36,9 @@ from common import BlockConfig, harness, oracle, report, roofline, timing
 from common import device as machine
 from common.config import dtype_name
 from common.evidence import judge, observe
+from common.run import EXIT
 
-from . import charts, command, records
+from . import capture, charts, command, records
 from .comparison import GATES
 from .study import Study
 
@@ -134,32 +137,34 @@ class Experiment:
                                        # "heads" [B, H, S, D]
     moved: tuple[float, float | None]  # times x's bytes read and written, forward and backward; None: not measured
     by_hand: dict[str, Callable[[], Callable]]           # level -> what imports it
+    module: str                        # of benchmarks/kernels: where its Triton kernels are
     gate: float | None = None          # of the outputs, where it is not the dtype's
 
 
 DROPOUT = {"p": 0.1, "seed": 1, "causal": True}
 EXPERIMENTS = {
     "LayerNorm+GELU": Experiment(layer_norm_gelu, "xww", "hidden", (2, 3), {
-        "Triton": _kernel("norms.layer_norm_gelu"), "CUDA C++": _kernel("cuda.layer_norm_gelu")}),
+        "Triton": _kernel("norms.layer_norm_gelu"), "CUDA C++": _kernel("cuda.layer_norm_gelu")}, "norms"),
     "RMSNorm": Experiment(rms_norm, "xw", "hidden", (2, 3), {
-        "Triton": _kernel("norms.rms_norm"), "CUDA C++": _kernel("cuda.rms_norm"), "Liger": _liger_rms_norm}),
+        "Triton": _kernel("norms.rms_norm"), "CUDA C++": _kernel("cuda.rms_norm"), "Liger": _liger_rms_norm}, "norms"),
     "residual+LayerNorm": Experiment(residual_layer_norm, "xxww", "hidden", (4, 4), {
-        "Triton": _kernel("norms.residual_layer_norm")}),
+        "Triton": _kernel("norms.residual_layer_norm")}, "norms"),
     "LayerNorm to FP8": Experiment(layer_norm_fp8, "xww1", "hidden", (1.5, None), {
-        "Triton": _two(_kernel("quantize.layer_norm_fp8"))}, 4e-2),
-    "SiLU": Experiment(silu, "x", "ffn", (2, 3), {"Triton": _kernel("activations.silu")}),
+        "Triton": _two(_kernel("quantize.layer_norm_fp8"))}, "quantize", 4e-2),
+    "SiLU": Experiment(silu, "x", "ffn", (2, 3), {"Triton": _kernel("activations.silu")}, "activations"),
     "SwiGLU": Experiment(swiglu, "xx", "ffn", (3, 5), {
         "Triton": _kernel("activations.swiglu"), "CUDA C++": _kernel("cuda.swiglu"),
-        "Liger": _liger_swiglu}),
-    "bias+GELU": Experiment(bias_gelu, "xw", "ffn", (2, 3), {"Triton": _kernel("activations.bias_gelu")}),
+        "Liger": _liger_swiglu}, "activations"),
+    "bias+GELU": Experiment(bias_gelu, "xw", "ffn", (2, 3), {
+        "Triton": _kernel("activations.bias_gelu")}, "activations"),
     # What is beyond the diagonal is written and not read.
     "softmax+dropout": Experiment(softmax_dropout, "x", "scores", (1.5, 2), {
         "Triton": _kernel("softmax.softmax_dropout", **DROPOUT),
-        "CUDA C++": _kernel("cuda.softmax_dropout", **DROPOUT)}),
+        "CUDA C++": _kernel("cuda.softmax_dropout", **DROPOUT)}, "softmax"),
     "attention": Experiment(attention, "xxx", "heads", (4, 8), {
         "Triton": _kernel("attention.attention"), "CUDA C++": _forward_only(_kernel("cuda.attention")),
         "PyTorch's FlashAttention": lambda: _library_attention(SDPBackend.FLASH_ATTENTION),
-        "cuDNN": lambda: _library_attention(SDPBackend.CUDNN_ATTENTION)}),
+        "cuDNN": lambda: _library_attention(SDPBackend.CUDNN_ATTENTION)}, "attention"),
 }
 
 
@@ -412,6 +417,19 @@ def _time(study: Study, mode: str, calls: dict[str, Callable], reports: dict, se
                                    flops=work.flops, copies=len(sets))])
 
 
+def save(study: Study, name: str, size: tuple[int, ...]) -> None:
+    """Capture an experiment that has been measured at that size."""
+    options, experiment = study.options, EXPERIMENTS[name]
+    given = tensors(experiment, size, options.config.amp_dtype or torch.float32, study.device, options.seed)
+    label = f"{name}, {' x '.join(map(str, size))}, "
+    runs = {run.info["step"].removeprefix(label): run for run in records.runs(study.lines)
+            if run.info["step"].startswith(label)}
+    least = {mode: moved * given[0].nbytes for mode, moved in zip(MODES, experiment.moved, strict=True) if moved}
+    module = sys.modules.get(f"{__package__}.kernels.{experiment.module}")           # where a kernel of it has run
+    if runs:
+        capture.save(options.capture, name, experiment.plain, given, least, runs, module)
+
+
 def text(lines: list[dict], width: int | None = None) -> str:
     """Everything the command prints, from records."""
     runs = {run.info["step"]: run for run in records.runs(lines) if run.info["step"] != "fusions"}
@@ -494,7 +512,20 @@ def main(argv: list[str] | None = None) -> int:
     parser = command.parser("fusions", __doc__)
     parser.add_argument("--experiment", choices=EXPERIMENTS, action="append", help="only this one; may be repeated")
     parser.add_argument("--rows", type=rows_of, metavar="LIST", help="sizes (default: up to the tokens of the shape)")
+    parser.add_argument("--capture", type=Path, metavar="DIR", help="save what the compiler made of each")
+    parser.add_argument("--explain", type=Path, metavar="DIR", help="measure nothing: tell what --capture saved")
     options = command.parse(parser, argv)
+    if options.explain:
+        try:
+            print(capture.explain(options.explain))
+        except (ValueError, OSError) as error:
+            command.usage(parser, f"--explain: {error}")
+        return EXIT["ok"]
+    if options.capture:
+        try:
+            options.capture.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            command.usage(parser, f"--capture {options.capture}: {error.strerror}; give a folder that can be written")
     on_gpu = options.device.type == "cuda"
     options.config = options.config.replace(amp_dtype=torch.bfloat16 if on_gpu else None)
     parts = (256, 64, 16, 4, 1) if on_gpu else (1,) if options.quick else (16, 1)
@@ -515,6 +546,9 @@ def main(argv: list[str] | None = None) -> int:
                 found = levels(EXPERIMENTS[name], options.device)        # anew: TorchScript specializes for what it saw
                 measure(study, name, {level: call for level, call in found.items() if not isinstance(call, str)}, size)
                 study.release()
+            if options.capture:
+                study.say(f"capturing {name}")
+                save(study, name, size)
         return study.show(text, draw)
 
 

@@ -1,0 +1,109 @@
+"""What a compiler made of a fusion: taken from sources, saved, told; what is not there is one line."""
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import capture, fusions
+from common.device import compiler_missing
+
+unit = pytest.mark.unit
+pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit.script")]
+
+# As torch 2.11 writes one for a GPU, and torch 2.15 for a CPU.
+GPU_SOURCE = '''
+def call(args):
+    primals_1, primals_2 = args
+    args.clear()
+    assert_size_stride(primals_1, (16, 64), (64, 1), 'torch.ops')
+    assert_size_stride(primals_2, (64, ), (1, ), 'torch.ops')
+    with torch.cuda._DeviceGuard(0):
+        buf0 = empty_strided_cuda((16, 1), (1, 16), torch.float32)
+        buf1 = reinterpret_tensor(buf0, (16, 1), (1, 1), 0); del buf0  # reuse
+        buf2 = empty_strided_cuda((16, 64), (64, 1), torch.bfloat16)
+        stream0 = get_raw_stream(0)
+        triton_red_fused_gelu_native_layer_norm_0.run(buf1, primals_1, primals_2, buf2, 16, 64, stream=stream0)
+        triton_poi_fused_add_1.run(buf2, primals_1, 1024, stream=stream0)
+        del primals_2
+    return (buf2, primals_1, buf1, )
+'''
+CPU_SOURCE = '''
+def call(self, args):
+    primals_1, primals_2 = args
+    assert_size_stride_grouped((primals_1, primals_2), ((8, 4), (4, )), ((4, 1), (1, )), 'input')
+    buf4 = empty_strided_cpu((8, 4), (4, 1), torch.float32)
+    buf5 = buf4; del buf4  # reuse
+    cpp_fused_silu_0(buf5, primals_1, primals_2)
+    return (buf5, )
+'''
+
+
+@unit
+@pytest.mark.parametrize("source, itemsize, expected", [
+    (GPU_SOURCE, 2, [("triton_red_fused_gelu_native_layer_norm_0", 64 + 2048 + 128 + 2048),
+                     ("triton_poi_fused_add_1", 2048 + 2048)]),
+    (CPU_SOURCE, 4, [("cpp_fused_silu_0", 128 + 128 + 16)]),
+    ("x = 1", 4, []),
+])
+def test_kernels_and_their_bytes_are_read_from_a_source(source, itemsize, expected):
+    assert capture.kernels_of(source, itemsize) == expected
+
+
+@unit
+def test_traffic_counts_what_operators_read_and_write():
+    x = torch.randn(8, 4)
+    with capture.Traffic() as traffic:
+        y = x.t().relu() + 1.0                                            # a view moves nothing
+    assert (traffic.count, traffic.bytes) == (2, 4 * x.nbytes) and y.shape == (4, 8)
+
+
+@unit
+def test_statistics_of_compiled_kernels():
+    compiled = SimpleNamespace(n_regs=40, n_spills=0, metadata=SimpleNamespace(shared=1024, num_warps=4), asm={})
+    module = SimpleNamespace(_forward=SimpleNamespace(device_caches={0: ({"key": compiled}, None)}), other=3)
+    ((name, found),) = capture.triton_kernels(module)
+    assert (name, capture.statistics(found)) == (
+        "forward", {"registers": 40, "spills": 0, "shared bytes": 1024, "warps": 4})
+    assert capture.triton_kernels(None) == []
+    assert set(capture.statistics(object()).values()) == {None}
+
+
+@pytest.mark.integration
+def test_an_experiment_is_saved_and_explained(study_main, tmp_path, fresh_dynamo):
+    if reason := compiler_missing(torch.device("cpu")):
+        pytest.skip(reason)
+    folder = tmp_path / "captured"
+    status, _, err = study_main(fusions, "--experiment", "SwiGLU", "--rows", "2,4", "--rounds", 6, "--capture", folder)
+    assert status == 0, err
+    place = folder / "swiglu"
+    assert {path.name for path in place.iterdir()} == {"metadata.json", "inductor_forward.py", "inductor_backward.py"}
+    found = json.loads((place / "metadata.json").read_text())
+    assert found["shapes"] == [[4, 256], [4, 256]] and found["levels"]["eager"]["forward"]["rate"] > 0
+    status, out, _ = study_main(fusions, "--explain", folder)
+    rows = {tuple(line.split()[:2]): line.split()[2:5] for line in out.splitlines() if "ward " in line}
+    assert status == 0 and rows["forward", "eager"] == ["2", "20.0", "12.0"]         # silu, then times b
+    assert rows["forward", "torch.compile"] == ["1", "12.0", "12.0"] and "forward, kernel 1: mul_silu" in out
+    assert rows["backward", "torch.compile"] == ["1", "20.0", "20.0"]
+
+
+@unit
+@pytest.mark.parametrize("text, said", [
+    (None, "holds no metadata.json: give a folder that --capture wrote"),
+    ("{", "is not what --capture writes"),
+    ("[]", "is not what --capture writes"),
+    ("{}", "is not what --capture writes: KeyError: 'shapes'"),
+])
+def test_what_can_not_be_explained_is_one_line(study_main, tmp_path, text, said):
+    if text is not None:
+        (tmp_path / "swiglu").mkdir()
+        (tmp_path / "swiglu" / "metadata.json").write_text(text)
+    status, out, err = study_main(fusions, "--explain", tmp_path)
+    assert status == 2 and not out and said in err and err.count("\n") == 1
+
+
+@unit
+def test_a_folder_that_can_not_be_made_is_one_line(study_main, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, err = study_main(fusions, "--capture", tmp_path / "file" / "folder")
+    assert status == 2 and "give a folder that can be written" in err and err.count("\n") == 1
