@@ -235,8 +235,10 @@ def _row(run: records.Run, runs: list[records.Run], mode: str) -> list[str]:
         return [*cells, "", "n/a", "n/a", ""]
     base = ours(run, runs)
     ratio = records.paired(run, base, mode) if base and base is not run else None
-    return [*cells, launch, f"{run.best_ms(mode):.2f}",
-            "{:.3f} [{:.3f}, {:.3f}]".format(*ratio) if ratio else "", base.info["step"][0] if base else ""]
+    told = ""
+    if ratio:
+        told = "{:.3f} [{:.3f}, {:.3f}]".format(*ratio) + " SAME" * (ratio[1] <= 1 <= ratio[2])
+    return [*cells, launch, f"{run.best_ms(mode):.2f}", told, base.info["step"][0] if base else ""]
 
 
 def chart_stems(lines: list[dict], stem: str) -> list[str]:
