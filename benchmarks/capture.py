@@ -45,26 +45,37 @@ class Traffic(TorchDispatchMode):
         return result
 
 
-def inductor_sources(call: Callable, given: list[Tensor]) -> list[str]:
-    """The source that Inductor makes of the forward, and then of the backward where the inputs ask for gradients."""
-    from torch._inductor.utils import fresh_cache, run_and_get_code
-    compiled = torch.compile(call, fullgraph=True, dynamic=False)
+def inductor_sources(call: Callable, given: list[Tensor]) -> dict[str, str]:
+    """Pass -> the source that Inductor makes: of the forward as it is timed, without gradients, and of the backward.
 
-    def run() -> None:
+    The forward of a training step, which also saves what its backward needs, is another one; it is left out.
+    """
+    from torch._inductor.utils import fresh_cache, run_and_get_code
+
+    def forward() -> None:
+        with torch.no_grad():
+            compiled(*given)
+
+    def backward() -> None:
         found = compiled(*given)
         found = found if isinstance(found, tuple) else (found,)
-        if inputs := [t for t in given if t.requires_grad]:
-            torch.autograd.grad(found, inputs, [torch.ones_like(y) for y in found])
-    with fresh_cache():
-        torch._dynamo.reset()
-        return run_and_get_code(run)[1]
+        torch.autograd.grad(found, [t for t in given if t.requires_grad], [torch.ones_like(y) for y in found])
+
+    sources = {}
+    for run in (forward, backward) if any(t.requires_grad for t in given) else (forward,):
+        compiled = torch.compile(call, fullgraph=True, dynamic=False)
+        with fresh_cache():
+            torch._dynamo.reset()
+            sources[run.__name__] = run_and_get_code(run)[1][-1]
+    return sources
 
 
-def kernels_of(source: str, itemsize: int) -> list[tuple[str, int]]:
+def kernels_of(source: str, itemsize: int) -> list[tuple[str, int | None]]:
     """(name, bytes of its tensors) of every kernel that a source of Inductor launches, in order.
 
     Sizes are those of the buffers that the source allocates and of the arguments that it checks; of the latter the
-    dtype is not written down, and taken for `itemsize` bytes.
+    dtype is not written down, and taken for `itemsize` bytes. What is updated in place counts once. Bytes are None for
+    a library's kernel, whose own traffic the source does not tell.
     """
     reader = _Reader(itemsize)
     reader.visit(ast.parse(source))
@@ -101,6 +112,8 @@ class _Reader(ast.NodeVisitor):
                 self._argument(argument, shape)
         elif FUSED.fullmatch(name):
             self.kernels.append((name, sum(self.sizes.get(getattr(argument, "id", ""), 0) for argument in node.args)))
+        elif name in ("extern_kernels", "aten"):
+            self.kernels.append((ast.unparse(node.func), None))
 
     def _argument(self, name: ast.expr, shape: ast.expr) -> None:
         if isinstance(name, ast.Name):
@@ -125,10 +138,10 @@ def statistics(kernel) -> dict[str, int | None]:
 
 
 def save(folder: Path, name: str, call: Callable, given: list[Tensor], least: dict[str, float], runs: dict[str, Run],
-         module) -> None:
+         compiled_kernels: list[tuple[str, object]]) -> None:
     """Write everything of one experiment; `least` is the bytes that a pass must move, `runs` its records by level.
 
-    `module` holds the Triton kernels, if there are any. Raises OSError where it can't be written.
+    Raises OSError where it can't be written.
     """
     place = folder_of(folder, name)
     place.mkdir(parents=True, exist_ok=True)
@@ -138,10 +151,12 @@ def save(folder: Path, name: str, call: Callable, given: list[Tensor], least: di
              "versions": {package: entry["version"] for package, entry in info["dependencies"].items()},
              "bytes at the least": least, "levels": {}, "kernels": []}
     for level, run in runs.items():
+        copies = {mode: run.find(mode, "work rate", "eager")["metric"]["extra_info"]["copies"] for mode in least
+                  if run.best(mode)}
         found["levels"][level] = {mode: {
             "ms": {launch: run.median(mode, launch) for launch in ("eager", "graph") if run.samples(mode, launch)},
-            "rate": run.value(mode, "work rate", run.best(mode)), "kernels": run.value(mode, "launches"),
-            } for mode in least if run.best(mode)}
+            "rate": run.value(mode, "work rate", run.best(mode)),
+            "kernels": run.value(mode, "launches") / count} for mode, count in copies.items()}
     for mode in least:
         with Traffic() as traffic, torch.set_grad_enabled(mode == "backward"):
             y = call(*given)
@@ -150,11 +165,11 @@ def save(folder: Path, name: str, call: Callable, given: list[Tensor], least: di
                 traffic.count = traffic.bytes = 0
                 torch.autograd.grad(y, [t for t in given if t.requires_grad], [t.detach() for t in y])
         found.setdefault("eager", {})[mode] = {"operators": traffic.count, "bytes": traffic.bytes}
-    for mode, source in zip(least, inductor_sources(call, given), strict=False):
+    for mode, source in inductor_sources(call, given).items():
         (place / f"inductor_{mode}.py").write_text(source)
         found.setdefault("inductor", {})[mode] = [{"name": kernel, "bytes": moved} for kernel, moved in
                                                   kernels_of(source, given[0].dtype.itemsize)]
-    for number, (kernel, compiled) in enumerate(triton_kernels(module)):
+    for number, (kernel, compiled) in enumerate(compiled_kernels):
         text = getattr(compiled, "asm", {}).get("ptx")
         if text:
             (place / f"triton_{kernel}_{number}.ptx").write_text(text)
@@ -184,12 +199,13 @@ def _told(found: dict, width: int | None) -> str:
                 continue
             one, moved, kernels = passes[mode], None, passes[mode]["kernels"]
             if level == "eager":
-                moved, kernels = found["eager"][mode]["bytes"], found["eager"][mode]["operators"]
-            if level == "torch.compile" and mode in found.get("inductor", {}):
-                moved = sum(kernel["bytes"] for kernel in found["inductor"][mode])
-                kernels = len(found["inductor"][mode])
+                moved = found["eager"][mode]["bytes"]
+            if level == "torch.compile" and found.get("inductor", {}).get(mode):
+                inductor = found["inductor"][mode]
+                if not any(kernel["bytes"] is None for kernel in inductor):
+                    moved = sum(kernel["bytes"] for kernel in inductor)
                 names = [", ".join(FUSED.findall(kernel["name"])) or kernel["name"]
-                         for kernel in found["inductor"][mode]]
+                         for kernel in inductor]
                 fused += [f"{mode}, kernel {n}: {name}" for n, name in enumerate(names, 1)]
             rows.append([mode, level, "" if kernels is None else f"{kernels:.0f}",
                          "n/a" if moved is None else f"{moved / elements:.1f}", f"{least / elements:.1f}",

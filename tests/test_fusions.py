@@ -132,10 +132,10 @@ def test_wrong_flags_are_one_line(study_main, flags, said):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", fusions.EXPERIMENTS)
 def test_kernels_and_graphs_on_a_gpu(study_main, name, studies_in_seconds, tmp_path):
-    status, out, _ = study_main(fusions, "--device", "cuda", "--experiment", name, "--rows", "64", "--rounds", 6,
-                                "--json", tmp_path / "f.jsonl")
+    status, out, _ = study_main(fusions, "--device", "cuda", "--num-heads", 1, "--experiment", name, "--rows", "64",
+                                "--rounds", 6, "--json", tmp_path / "f.jsonl")        # heads that are 64 wide
     assert status == 0, out
     for run in records.runs(records.read(tmp_path / "f.jsonl")):
         if run.info["step"].endswith(("eager", "torch.compile", "Triton")):
-            for mode in fusions.MODES:
+            for mode in fusions.MODES[:1 if fusions.EXPERIMENTS[name].moved[1] is None else 2]:
                 assert run.samples(mode, "graph") and run.samples(mode, "eager"), (run.info["step"], mode)

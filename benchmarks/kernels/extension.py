@@ -21,15 +21,23 @@ NVCC_FLAGS = ["-O3", "-lineinfo"]
 OLDEST_GPU = (8, 0)                       # the first with cp.async and 16-bit tensor-core products that sum in FP32
 
 
-@functools.cache
 def load():
     """The built module (see binding.cpp), from the cache where it is there.
 
     Raises RuntimeError with the reason where CUDA kernels can't run (see `missing`), or with the first error of a build
-    that failed.
+    that failed; it is not tried again.
     """
+    found = _built()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+@functools.cache
+def _built():
+    """The module, or why there is none."""
     if reason := missing():
-        raise RuntimeError(f"CUDA kernels can't run here: {reason}")
+        return f"CUDA kernels can't run here: {reason}"
     major, minor = torch.cuda.get_device_capability()
     folder = _cache() / _key((major, minor))
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +50,7 @@ def load():
                 extra_cflags=["-O2"], build_directory=str(folder), with_cuda=True,
                 extra_cuda_cflags=[*NVCC_FLAGS, f"-gencode=arch=compute_{major}{minor},code=sm_{major}{minor}"])
         except RuntimeError as error:
-            raise RuntimeError(f"the CUDA kernels do not build: {first_error(str(error))}") from error
+            return f"the CUDA kernels do not build: {first_error(str(error))}"
         finally:
             cpp_extension.CUDA_HOME = before
 

@@ -42,7 +42,9 @@ def _keep(seed_ptr, row, threshold, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS
     """Which elements dropout keeps: those whose 16 random bits reach the threshold."""
     # Groups of eight start anew in each row: the neighbours that share a call are then in one thread, whatever S is.
     group = row[:, None] * ((S + 7) // 8) + tl.arange(0, COLUMNS // 8)[None, :]
-    a, b, c, d = tl.randint4x(tl.load(seed_ptr), group)
+    # By halves: from a 64-bit counter some versions of Triton draw 64-bit words.
+    low, high = group.to(tl.uint32), (group >> 32).to(tl.uint32)
+    a, b, c, d = tl.philox(tl.load(seed_ptr), low, high, low * 0, low * 0)
     words = tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), (ROWS, COLUMNS // 2))
     return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (ROWS, COLUMNS)) >= threshold
 
