@@ -328,7 +328,7 @@ def finish(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-RUN_HERE = (0, 1, 2, 4)         # step 3 compiles for half a minute: .ci/run runs it
+RUN_HERE = (0, 1, 2, 4)         # step 3 compiles for half a minute: .ci/run runs it, under the oldest torch
 
 
 @pytest.fixture(scope="module")
