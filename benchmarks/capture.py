@@ -211,10 +211,11 @@ def _told(found: dict, width: int | None) -> str:
                          "n/a" if moved is None else f"{moved / elements:.1f}", f"{least / elements:.1f}",
                          *("n/a" if launch not in one["ms"] else command.figures(1e3 * one["ms"][launch])
                            for launch in ("eager", "graph"))])
-    lines = [f"{found['experiment']}, {' and '.join(' x '.join(map(str, shape)) for shape in found['shapes'])}, "
+    lines = [f"{found['experiment']} of {' and '.join(' x '.join(map(str, shape)) for shape in found['shapes'])}, "
              f"{found['dtype'].removeprefix('torch.')}, {found['device']}", "",
              command.table(rows, ["pass", "level", "kernels", "bytes an element", "at the least", "us, eager",
                                   "us, graph"], width)]
+    lines += ["", "Bytes count the tensors of each kernel (operator) once, however often it reads them."]
     if fused:
         lines += ["", "what torch.compile fused:", *(f"  {line}" for line in fused)]
     if found["kernels"]:

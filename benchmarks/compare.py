@@ -180,8 +180,10 @@ def together(old: dict[What, list], new: dict[What, list], force: bool) -> list[
 
 
 def _differs(name: str, old: set[str], new: set[str], force: bool) -> str:
-    return (f"{name} differs: {' and '.join(sorted(old))} in the old, {' and '.join(sorted(new))} in the new; "
-            + ("even --force can't tell which goes with which" if force else "--force compares them all the same"))
+    sides = ["; ".join([*sorted(side)[:3], *(["..."] if len(side) > 3 else [])]) for side in (old, new)]
+    return (f"{name} differs: {sides[0]} in the old, {sides[1]} in the new; "
+            + ("even --force can't tell which goes with which" if force or (len(old) > 1 and len(new) > 1)
+               else "--force compares them all the same"))
 
 
 def versions(old: list[dict], new: list[dict]) -> list[str]:

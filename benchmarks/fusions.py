@@ -475,15 +475,15 @@ def save(study: Study, name: str, size: tuple[int, ...], kernels: list[tuple[str
 def text(lines: list[dict], width: int | None = None) -> str:
     """Everything the command prints, from records."""
     runs = {run.info["step"]: run for run in records.runs(lines) if run.info["step"] != "fusions"}
-    blocks = [records.provenance(lines)]
+    blocks, on_gpu = [records.provenance(lines)], lines[0]["runners"][0]["type"] == "cuda"
     for name in dict.fromkeys(step.split(", ")[0] for step in runs):
         for mode in MODES:
             some = {step: run for step, run in runs.items() if step.startswith(name + ", ")}
             if mode == "forward" or any(run.best(mode) for run in some.values()):
                 headers = ["size", "level", "status", "error", "us, eager", "us, graph", _unit(some), "% of peak",
-                           "kernels"]
+                           "kernels" if on_gpu else "operators"]
                 blocks.append(f"{name}, {mode}\n\n" + command.table([_row(run, mode) for run in some.values()],
-                                                                    headers, width))
+                                                                    headers, width, keys=2))
     blocks.append("\n".join(records.cautions(runs.values())))
     return "\n\n".join(filter(None, blocks))
 
@@ -557,6 +557,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--capture", type=Path, metavar="DIR", help="save what the compiler made of each")
     parser.add_argument("--explain", type=Path, metavar="DIR", help="measure nothing: tell what --capture saved")
     options = command.parse(parser, argv)
+    if options.explain and options.capture:
+        command.usage(parser, "--capture and --explain: give one of them")
     if options.explain:
         try:
             print(capture.explain(options.explain))
