@@ -90,12 +90,12 @@ def profiled(runs: dict, between: dict, expected: dict, device: torch.device, ro
         timing.interleaved({key: (key, call) for key, call in runs.items()}, sampler, rounds, between, seed,
                            expected=expected)
     say("attributing")
-    found, expected = sampler.iterations(profiler), sum(len(taken) for _, taken in sampler.bursts)
-    if len(found) != expected:
-        raise RuntimeError(f"the profiler saw {len(found)} of {expected} iterations")
-    by_key, found = {key: Profiled() for key in runs}, iter(found)
+    seen, ran = sampler.iterations(profiler), sum(len(taken) for _, taken in sampler.bursts)
+    if len(seen) != ran:
+        raise RuntimeError(f"the profiler saw {len(seen)} of {ran} iterations")
+    by_key, rest = {key: Profiled() for key in runs}, iter(seen)
     for key, taken in sampler.bursts:
-        by_key[key].parts.append(middle(list(itertools.islice(found, len(taken)))))
+        by_key[key].parts.append(middle(list(itertools.islice(rest, len(taken)))))
         by_key[key].clocked.append(statistics.median(taken))
     return by_key
 

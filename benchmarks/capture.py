@@ -31,16 +31,15 @@ def folder_of(folder: Path, experiment: str) -> Path:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the operators that run meanwhile, and the bytes of the tensors that each reads and writes."""
+    """Adds up the bytes of the tensors that each operator reads and writes meanwhile."""
 
     def __init__(self):
         super().__init__()
-        self.count = self.bytes = 0
+        self.bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            self.count += 1
             self.bytes += sum(t.nbytes for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor))
         return result
 
@@ -120,13 +119,13 @@ class _Reader(ast.NodeVisitor):
             self.sizes[name.id] = math.prod(ast.literal_eval(shape)) * self.itemsize
 
 
-def triton_kernels(module) -> list[tuple[str, object]]:
-    """(name, compiled kernel) of every Triton kernel of a module, or None, that has been compiled in this process."""
-    found = []
+def triton_kernels(module) -> dict[int, tuple[str, object]]:
+    """id -> (name, compiled kernel) of every Triton kernel of a module, or None, compiled so far in this process."""
+    found = {}
     for name, value in vars(module).items() if module else ():
         for cache in getattr(value, "device_caches", {}).values():
             compiled = cache[0] if isinstance(cache, tuple) else cache
-            found += [(name.strip("_"), kernel) for kernel in compiled.values()]
+            found |= {id(kernel): (name.strip("_"), kernel) for kernel in compiled.values()}
     return found
 
 
@@ -162,9 +161,9 @@ def save(folder: Path, name: str, call: Callable, given: list[Tensor], least: di
             y = call(*given)
             if mode == "backward":
                 y = y if isinstance(y, tuple) else (y,)
-                traffic.count = traffic.bytes = 0
+                traffic.bytes = 0
                 torch.autograd.grad(y, [t for t in given if t.requires_grad], [t.detach() for t in y])
-        found.setdefault("eager", {})[mode] = {"operators": traffic.count, "bytes": traffic.bytes}
+        found.setdefault("eager bytes", {})[mode] = traffic.bytes
     for mode, source in inductor_sources(call, given).items():
         (place / f"inductor_{mode}.py").write_text(source)
         found.setdefault("inductor", {})[mode] = [{"name": kernel, "bytes": moved} for kernel, moved in
@@ -197,17 +196,16 @@ def _told(found: dict, width: int | None) -> str:
         for level, passes in found["levels"].items():
             if mode not in passes:
                 continue
-            one, moved, kernels = passes[mode], None, passes[mode]["kernels"]
+            one, moved = passes[mode], None
             if level == "eager":
-                moved = found["eager"][mode]["bytes"]
+                moved = found["eager bytes"][mode]
             if level == "torch.compile" and found.get("inductor", {}).get(mode):
                 inductor = found["inductor"][mode]
                 if not any(kernel["bytes"] is None for kernel in inductor):
                     moved = sum(kernel["bytes"] for kernel in inductor)
-                names = [", ".join(FUSED.findall(kernel["name"])) or kernel["name"]
-                         for kernel in inductor]
+                names = [", ".join(FUSED.findall(kernel["name"])) or kernel["name"] for kernel in inductor]
                 fused += [f"{mode}, kernel {n}: {name}" for n, name in enumerate(names, 1)]
-            rows.append([mode, level, "" if kernels is None else f"{kernels:.0f}",
+            rows.append([mode, level, f"{one['kernels']:.0f}",
                          "n/a" if moved is None else f"{moved / elements:.1f}", f"{least / elements:.1f}",
                          *("n/a" if launch not in one["ms"] else command.figures(1e3 * one["ms"][launch])
                            for launch in ("eager", "graph"))])

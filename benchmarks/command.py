@@ -59,6 +59,17 @@ def parse(found: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
     return options
 
 
+def numbers(text_: str) -> tuple[int, ...]:
+    """"1,2,4" -> (1, 2, 4). Raises argparse.ArgumentTypeError."""
+    try:
+        found = tuple(int(word) for word in text_.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text_!r}: give whole numbers such as 1,2,4")
+    return found
+
+
 def usage(found: argparse.ArgumentParser, message: str):
     """End the process with one line on stderr and status 2."""
     print(f"{found.prog.split('.')[-1]}: error: {message}", file=sys.stderr)

@@ -228,9 +228,7 @@ def measure(study: Study, part: str, values: dict[str, Tensor]) -> None:
                      lambda what: study.say(f"{what}, {part}"))
     state = study.look({"tuned": lambda: _keep_busy(found["tuned"], x, result.results["tuned"].best_ms("forward"))})
     kinds = roofline.arithmetic(config, 2, dtype, device)
-    if kinds.matmul not in study.peaks.flops:
-        study.say("peaks of this machine")
-        study.peaks = roofline.measure_peaks(config, kinds, device, study.peaks)
+    study.measure_peaks(config, kinds)
     for way in WAYS:
         one = result.results.get(way) or Compared(way, nn.Identity(), 0.0, "skipped", missing)
         study.write(_records(study, part, one, kinds if way != "best known" else None, state))

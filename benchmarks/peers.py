@@ -237,11 +237,11 @@ def _row(run: records.Run, runs: list[records.Run], mode: str) -> list[str]:
     ratio = records.paired(run, base, mode) if base and base is not run else None
     told = ""
     if ratio:
-        told = "{:.3f} [{:.3f}, {:.3f}]".format(*ratio) + _verdict(*ratio)
+        told = "{:.3f} [{:.3f}, {:.3f}]".format(*ratio) + _verdict(*ratio[1:])
     return [*cells, launch, f"{run.best_ms(mode):.2f}", told, base.info["step"][0] if base else ""]
 
 
-def _verdict(_: float, low: float, high: float) -> str:
+def _verdict(low: float, high: float) -> str:
     """SAME where the interval holds 1 and stays within 5 % of it, UNSURE where it holds 1 and does not."""
     if not low <= 1 <= high:
         return ""

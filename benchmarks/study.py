@@ -92,7 +92,7 @@ class Study:
             self.subjects[key] = self._prepared(case, result)
             if result.emulated:
                 raise NotImplementedError("emulated: its numerics are real, its time would mean nothing")
-            self._measure_peaks(case, self.subjects[key])
+            self.measure_peaks(case.config, self.subjects[key].kinds)
         self.write(report.check_records(result))
         if result.status != "ok":
             self._drop(key)
@@ -109,15 +109,15 @@ class Study:
         except Exception as error:
             if case.claims is not None:
                 raise
-            raise harness.Failed(f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
-                                 ) from None
+            raise harness.Failed(harness.in_a_line(error)) from None
         self._compiled = self._compiled or harness.compiled(subject.block)
         return subject
 
-    def _measure_peaks(self, case: Case, subject: harness.Subject) -> None:
-        if not {subject.kinds.matmul, subject.kinds.attention} <= self.peaks.flops.keys():
+    def measure_peaks(self, config: BlockConfig, kinds: roofline.Arithmetic) -> None:
+        """Those of this arithmetic, and of copying, that are not known yet."""
+        if not {kinds.matmul, kinds.attention} <= self.peaks.flops.keys():
             self.say("peaks of this machine")
-            self.peaks = roofline.measure_peaks(case.config, subject.kinds, self.device, self.peaks)
+            self.peaks = roofline.measure_peaks(config, kinds, self.device, self.peaks)
 
     def time(self, mode: str, attribute: bool = False) -> None:
         """Time every prepared case, all ways of launching in the same rounds; writes the records of each.

@@ -231,21 +231,11 @@ def draw(lines: list[dict], stem: str) -> None:
                            lines[0]["runners"][0]["name"], crossed)
 
 
-def numbers(text_: str) -> tuple[int, ...]:
-    """"1,2,4" -> (1, 2, 4). Raises argparse.ArgumentTypeError."""
-    try:
-        found = tuple(int(word) for word in text_.split(","))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text_!r}: give whole numbers such as 1,2,4")
-    return found
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = command.parser("sweep", __doc__)
     parser.add_argument("--axis", choices=AXES, help="which size (default: all three)")
-    parser.add_argument("--values", type=numbers, metavar="LIST", help="its values (default: by machine); needs --axis")
+    parser.add_argument("--values", type=command.numbers, metavar="LIST",
+                        help="its values (default: by machine); needs --axis")
     options = command.parse(parser, argv)
     options.axes = (options.axis,) if options.axis else tuple(AXES)
     if options.values and not options.axis:

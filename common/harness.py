@@ -101,6 +101,11 @@ def judged(result: Report, out_of_memory: Callable[[], str]):
         result.status, result.reason = "oom", out_of_memory()
 
 
+def in_a_line(error: BaseException) -> str:
+    """Kind and first line of an error of another library."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+
+
 def compile_in_place(block: torch.nn.Module) -> None:
     """As step 3 does it: the whole graph, static shapes."""
     torch._dynamo.config.recompile_limit = 1024              # its 8 count over all blocks of a process

@@ -9,35 +9,22 @@ import subprocess
 import sys
 import threading
 
+import kernel_cases
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
+from kernel_cases import DEVICE, DTYPES, GATES, assert_same_bits, outputs
 
 pytest.importorskip("triton")
+from benchmarks import operations
 from benchmarks.kernels import cuda, extension
 from common import oracle
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GATES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-DTYPES = tuple(GATES)
 SHAPES = [(3, 1), (3, 1000), (3, 4097), (2, 5, 64), (1, 1), (7,), (3, 8200), (2, 8193)]
 P, SEED = 0.3, -7
 
 
 # What the kernels compute, in plain PyTorch.
-
-def layer_norm_gelu(x, weight, bias):
-    return F.gelu(F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5), approximate="tanh")
-
-
-def rms_norm(x, weight):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
-
-
-def swiglu(a, b):
-    return F.silu(a) * b
-
 
 def softmax(scores):
     return torch.softmax(scores, -1)
@@ -91,9 +78,9 @@ def dropout_factors(count, p, seed):
 
 # kernel -> (the kernel, what it computes, how many of its arguments have x's shape, how many are [E])
 KERNELS = {
-    "layer_norm_gelu": (cuda.layer_norm_gelu, layer_norm_gelu, 1, 2),
-    "rms_norm": (cuda.rms_norm, rms_norm, 1, 1),
-    "swiglu": (cuda.swiglu, swiglu, 2, 0),
+    "layer_norm_gelu": (cuda.layer_norm_gelu, operations.layer_norm_gelu, 1, 2),
+    "rms_norm": (cuda.rms_norm, operations.rms_norm, 1, 1),
+    "swiglu": (cuda.swiglu, operations.swiglu, 2, 0),
     "softmax": (cuda.softmax_dropout, softmax, 1, 0),
     "softmax_dropout": (functools.partial(cuda.softmax_dropout, p=P, seed=SEED), softmax_dropout, 1, 0),
     "causal_softmax_dropout": (lambda scores: cuda.softmax_dropout(square(scores), P, SEED, causal=True),
@@ -103,12 +90,8 @@ each_kernel = pytest.mark.parametrize("name", KERNELS)
 each_attention = pytest.mark.parametrize("causal, width", [(True, 64), (True, 128), (False, 64), (False, 128)])
 
 
-def arguments(name, shape, dtype=torch.float32, scale=1.0, seed=0):
-    _, _, full, vectors = KERNELS[name]
-    generator = torch.Generator().manual_seed(seed)
-    found = [scale * torch.randn(shape, generator=generator) for _ in range(full)]
-    found += [1 + 0.3 * torch.randn(shape[-1:], generator=generator) for _ in range(vectors)]
-    return [t.to(DEVICE, dtype).requires_grad_() for t in found]
+def arguments(name, *shape_and_dtype, **more):
+    return kernel_cases.arguments(*KERNELS[name][2:], *shape_and_dtype, **more)
 
 
 def heads(shape, dtype=torch.float16, scale=1.0, seed=0):
@@ -116,17 +99,8 @@ def heads(shape, dtype=torch.float16, scale=1.0, seed=0):
     return [(scale * torch.randn(shape, generator=generator)).to(DEVICE, dtype) for _ in range(3)]
 
 
-def outputs(function, given, seed=1):
-    """The output and the gradients of all arguments, for a random cotangent."""
-    y = function(*given)
-    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y)
-    return [y.detach(), *torch.autograd.grad(y, given, cotangent)]
-
-
 def errors(name, given):
-    kernel, truth, *_ = KERNELS[name]
-    exact = outputs(truth, [t.detach().double().requires_grad_() for t in given])
-    return [oracle.relative_error(value, right) for value, right in zip(outputs(kernel, given), exact, strict=True)]
+    return kernel_cases.errors(*KERNELS[name][:2], given)
 
 
 def attention_error(given, causal):
@@ -162,15 +136,12 @@ def test_small_and_large_numbers(name, scale):
 @pytest.mark.integration
 @each_kernel
 def test_inputs_that_are_not_contiguous_or_not_aligned(name):
-    _, _, full, _ = KERNELS[name]
     given = arguments(name, (6, 40), torch.float16)
-    turned = [t.detach().t().contiguous().t().requires_grad_() for t in given[:full]] + [
-        torch.stack([t.detach()] * 2, 1)[:, 0].requires_grad_() for t in given[full:]]
+    turned = kernel_cases.turned(given, KERNELS[name][2])
     shifted = [torch.cat([t.new_zeros(1), t.detach().flatten()])[1:].view(t.shape).requires_grad_() for t in given]
-    assert not any(t.is_contiguous() for t in turned) and all(t.data_ptr() % 16 for t in shifted)
+    assert all(t.data_ptr() % 16 for t in shifted)
     expected = outputs(KERNELS[name][0], given)
-    for a, b in zip(expected, outputs(KERNELS[name][0], turned), strict=True):
-        assert torch.equal(a, b)
+    assert_same_bits(outputs(KERNELS[name][0], turned), expected)
     for a, b in zip(expected, outputs(KERNELS[name][0], shifted), strict=True):
         assert oracle.relative_error(b, a.double()) < GATES[torch.float16]     # single elements: sums in another order
 
@@ -203,8 +174,7 @@ def test_every_run_gives_the_same_bits(name, monkeypatch):
     monkeypatch.setattr(cuda, "BLOCKS", 3)                  # fewer than rows: each adds up several
     given = arguments(name, (8, 24), torch.float16)
     assert max(errors(name, given)) < 3 * GATES[torch.float16]
-    for a, b in zip(outputs(KERNELS[name][0], given), outputs(KERNELS[name][0], given), strict=True):
-        assert torch.equal(a, b)
+    assert_same_bits(outputs(KERNELS[name][0], given), outputs(KERNELS[name][0], given))
 
 
 @pytest.mark.gpu

@@ -6,15 +6,14 @@ import math
 
 import pytest
 import torch
+from kernel_cases import DEVICE, DTYPES, GATES
 from torch.nn import functional as F
 
 pytest.importorskip("triton")
+from benchmarks import operations
 from benchmarks.kernels import activations, quantize, softmax
 from common import oracle
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GATES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-DTYPES = tuple(GATES)
 SHAPES = [(3, 1), (3, 1000), (3, 4097), (2, 5, 64), (1, 1), (7,)]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:invalid value encountered"),
@@ -42,9 +41,9 @@ def errors(kernel, truth, given):
 
 # activation -> (the kernel, what it computes, how many arguments have x's shape, how many are [F])
 ACTIVATIONS = {
-    "silu": (activations.silu, F.silu, 1, 0),
-    "swiglu": (activations.swiglu, lambda a, b: F.silu(a) * b, 2, 0),
-    "bias_gelu": (activations.bias_gelu, lambda x, bias: F.gelu(x + bias, approximate="tanh"), 1, 1),
+    "silu": (activations.silu, operations.silu, 1, 0),
+    "swiglu": (activations.swiglu, operations.swiglu, 2, 0),
+    "bias_gelu": (activations.bias_gelu, operations.bias_gelu, 1, 1),
 }
 each_activation = pytest.mark.parametrize("name", ACTIVATIONS)
 

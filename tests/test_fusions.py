@@ -4,7 +4,7 @@ import functools
 import pytest
 import torch
 
-from benchmarks import fusions, records
+from benchmarks import fusions, operations, records
 from common import PRESETS, harness
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:.*torch.jit.script")]
@@ -21,15 +21,15 @@ SIZES = {"hidden": (3, 40), "ffn": (3, 40), "scores": (2, 30, 30), "heads": (2, 
 
 
 def made(name, seed=0):
-    experiment = fusions.EXPERIMENTS[name]
-    return experiment, fusions.tensors(experiment, SIZES[experiment.shape], torch.float32, CPU, seed)
+    experiment = operations.EXPERIMENTS[name]
+    return experiment, operations.tensors(experiment, SIZES[experiment.shape], torch.float32, CPU, seed)
 
 
-@pytest.mark.parametrize("name", fusions.EXPERIMENTS)
+@pytest.mark.parametrize("name", operations.EXPERIMENTS)
 @pytest.mark.parametrize("level", ["eager", "TorchScript (deprecated)"])
 def test_every_level_is_the_operation(name, level):
     experiment, given = made(name)
-    errors = fusions.check(fusions.levels(experiment, CPU)[level], experiment, given, 1)
+    errors = operations.check(operations.levels(experiment, CPU)[level], experiment, given, 1)
     gradients = sum(what.startswith("gradient") for what in errors)
     assert gradients == (0 if name == "LayerNorm to FP8" else len(experiment.inputs))
     assert len(errors) == gradients + 1 + (name in ("residual+LayerNorm", "LayerNorm to FP8"))
@@ -39,49 +39,50 @@ def test_every_level_is_the_operation(name, level):
 def test_the_kernels_by_hand_are_the_operations():
     """Through Triton's interpreter, as levels() would give them on a GPU."""
     pytest.importorskip("triton")
-    for name, experiment in fusions.EXPERIMENTS.items():
+    for name, experiment in operations.EXPERIMENTS.items():
         if name != "attention":                                          # in 16 bits alone
-            fusions.check(experiment.by_hand["Triton"](), experiment, made(name)[1], 1)
+            operations.check(experiment.by_hand["Triton"](), experiment, made(name)[1], 1)
 
 
 @pytest.mark.parametrize("wrong, said", [
-    (lambda s: fusions.F.dropout(s.softmax(-1), 0.1), "a query sees keys behind it"),
+    (lambda s: operations.F.dropout(s.softmax(-1), 0.1), "a query sees keys behind it"),
     (lambda s: s.masked_fill(torch.ones_like(s).triu(1) > 0, -torch.inf).softmax(-1), "dropout keeps 1.0000 of"),
-    (lambda s: fusions.softmax_dropout(s) * 0.9, "output 0 is off by 1.0e-01"),
-    (lambda s: fusions.softmax_dropout(s.detach()) + 0 * s, "gradient 0 is off by 1.0e"),
+    (lambda s: operations.softmax_dropout(s) * 0.9, "output 0 is off by 1.0e-01"),
+    (lambda s: operations.softmax_dropout(s.detach()) + 0 * s, "gradient 0 is off by 1.0e"),
 ])
 def test_wrong_dropout_is_refused(wrong, said):
     with pytest.raises(harness.Failed, match=said):
-        fusions.check(wrong, *made("softmax+dropout"), 1)
+        operations.check(wrong, *made("softmax+dropout"), 1)
 
 
 def test_sizes_follow_the_tokens():
     config = PRESETS["te-tutorial"]
-    assert [fusions.shape(config, name, 16384) for name in SIZES] == [
+    assert [operations.shape(config, name, 16384) for name in SIZES] == [
         (16384, 4096), (16384, 16384), (256, 2048, 2048), (8, 32, 2048, 128)]
-    assert [fusions.shape(config, name, 64)[0] for name in SIZES] == [64, 64, 1, 1]
+    assert [operations.shape(config, name, 64)[0] for name in SIZES] == [64, 64, 1, 1]
 
 
 @pytest.mark.parametrize("wrong, said", [
-    (lambda x, w: fusions.rms_norm(x, w) * 1.01, "output 0 is off by 1.0e-02"),
-    (lambda x, w: fusions.rms_norm(x, w.detach()) + 0 * w, "gradient 1 is off by 1.0e"),
-    (lambda x, w: fusions.rms_norm(x, w) + float("nan"), "output 0 is off by inf"),
+    (lambda x, w: operations.rms_norm(x, w) * 1.01, "output 0 is off by 1.0e-02"),
+    (lambda x, w: operations.rms_norm(x, w.detach()) + 0 * w, "gradient 1 is off by 1.0e"),
+    (lambda x, w: operations.rms_norm(x, w) + float("nan"), "output 0 is off by inf"),
+    (lambda x, w: (operations.rms_norm(x, w), x), "it gives 2 tensors, not 1"),
 ])
 def test_what_is_not_the_operation_is_refused(wrong, said):
     with pytest.raises(harness.Failed, match=said):
-        fusions.check(wrong, *made("RMSNorm"), 1)
+        operations.check(wrong, *made("RMSNorm"), 1)
 
 
 @pytest.mark.parametrize("mode", fusions.MODES)
 def test_an_iteration_runs_once_on_each_copy_and_can_be_repeated(mode):
-    iteration, found = fusions.Iteration(fusions.swiglu, mode, [made("SwiGLU", seed)[1] for seed in range(3)], 0), []
+    iteration, found = fusions.Iteration(operations.swiglu, mode, [made("SwiGLU", seed)[1] for seed in range(3)], 0), []
     for _ in range(2):
         iteration()
         found.append(iteration.found)
     assert len(found[0]) == 3
     for n, (a, b) in enumerate(iteration.sets):
-        expected = (fusions.swiglu(a, b),) if mode == "forward" else torch.autograd.grad(
-            fusions.swiglu(a, b), (a, b), iteration.dys[n])
+        expected = (operations.swiglu(a, b),) if mode == "forward" else torch.autograd.grad(
+            operations.swiglu(a, b), (a, b), iteration.dys[n])
         for value, repeated, right in zip(found[0][n], found[1][n], expected, strict=True):
             assert torch.equal(value, right) and torch.equal(value, repeated)
     before = found[0][0][0].clone()
@@ -120,7 +121,7 @@ def test_a_level_that_is_wrong_is_a_row_and_the_others_are_timed(study_main, no_
 
 
 @pytest.mark.parametrize("flags, said", [
-    (("--rows", "4,x"), "argument --rows: '4,x' is no list of positive numbers"),
+    (("--rows", "4,x"), "argument --rows: '4,x': give whole numbers such as 1,2,4"),
     (("--rows", "0"), "argument --rows"),
     (("--experiment", "dropout"), "argument --experiment: invalid choice"),
 ])
@@ -130,12 +131,12 @@ def test_wrong_flags_are_one_line(study_main, flags, said):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", fusions.EXPERIMENTS)
+@pytest.mark.parametrize("name", operations.EXPERIMENTS)
 def test_kernels_and_graphs_on_a_gpu(study_main, name, studies_in_seconds, tmp_path):
     status, out, _ = study_main(fusions, "--device", "cuda", "--num-heads", 1, "--experiment", name, "--rows", "64",
                                 "--rounds", 6, "--json", tmp_path / "f.jsonl")        # heads that are 64 wide
     assert status == 0, out
     for run in records.runs(records.read(tmp_path / "f.jsonl")):
         if run.info["step"].endswith(("eager", "torch.compile", "Triton")):
-            for mode in fusions.MODES[:1 if fusions.EXPERIMENTS[name].moved[1] is None else 2]:
+            for mode in fusions.MODES[:1 if operations.EXPERIMENTS[name].moved[1] is None else 2]:
                 assert run.samples(mode, "graph") and run.samples(mode, "eager"), (run.info["step"], mode)

@@ -4,64 +4,37 @@ Without a GPU they run through Triton's interpreter, which conftest.py switches 
 """
 import math
 
+import kernel_cases
 import pytest
 import torch
-from torch.nn import functional as F
+from kernel_cases import DEVICE, DTYPES, GATES, assert_same_bits, outputs
 
 pytest.importorskip("triton")
+from benchmarks import operations
 from benchmarks.kernels import norms
 from common import oracle
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GATES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-DTYPES = tuple(GATES)
 SHAPES = [(3, 1), (3, 1000), (3, 4097), (2, 5, 64), (1, 1), (7,)]
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:invalid value encountered")]
 
 
-def layer_norm_gelu(x, weight, bias):
-    return F.gelu(F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5), approximate="tanh")
-
-
-def rms_norm(x, weight):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
-
-
-def residual_layer_norm(x, residual, weight, bias):
-    total = x + residual
-    return F.layer_norm(total, total.shape[-1:], weight, bias, 1e-5), total
-
-
 # kernel -> (what it computes, which of its arguments have x's shape, which are [E])
 KERNELS = {
-    "layer_norm_gelu": (norms.layer_norm_gelu, layer_norm_gelu, 1, 2),
-    "rms_norm": (norms.rms_norm, rms_norm, 1, 1),
-    "residual_layer_norm": (norms.residual_layer_norm, residual_layer_norm, 2, 2),
+    "layer_norm_gelu": (norms.layer_norm_gelu, operations.layer_norm_gelu, 1, 2),
+    "rms_norm": (norms.rms_norm, operations.rms_norm, 1, 1),
+    "residual_layer_norm": (norms.residual_layer_norm, operations.residual_layer_norm, 2, 2),
 }
 each_kernel = pytest.mark.parametrize("name", KERNELS)
 
 
-def arguments(name, shape, dtype=torch.float32, scale=1.0, seed=0):
-    _, _, full, vectors = KERNELS[name]
-    generator = torch.Generator().manual_seed(seed)
-    found = [scale * torch.randn(shape, generator=generator) for _ in range(full)]
-    found += [1 + 0.3 * torch.randn(shape[-1:], generator=generator) for _ in range(vectors)]
-    return [t.to(DEVICE, dtype).requires_grad_() for t in found]
-
-
-def outputs(function, given, seed=1):
-    """Outputs and gradients of all arguments, for a random cotangent of each output."""
-    found = function(*given)
-    found = found if isinstance(found, tuple) else (found,)
-    generator = torch.Generator().manual_seed(seed)
-    cotangents = [torch.randn(y.shape, generator=generator).to(y) for y in found]
-    return [*(y.detach() for y in found), *torch.autograd.grad(found, given, cotangents)]
+def arguments(name, *shape_and_dtype, **more):
+    return kernel_cases.arguments(*KERNELS[name][2:], *shape_and_dtype, **more)
 
 
 def errors(name, given):
-    kernel, truth, *_ = KERNELS[name]
-    exact = outputs(truth, [t.detach().double().requires_grad_() for t in given])
-    return [oracle.relative_error(value, right) for value, right in zip(outputs(kernel, given), exact, strict=True)]
+    return kernel_cases.errors(*KERNELS[name][:2], given)
+
+
 
 
 @each_kernel
@@ -83,13 +56,9 @@ def test_small_and_large_numbers(name, scale):
 
 @each_kernel
 def test_inputs_that_are_not_contiguous(name):
-    _, _, full, _ = KERNELS[name]
     given = arguments(name, (6, 40))
-    turned = [t.detach().t().contiguous().t().requires_grad_() for t in given[:full]] + [
-        torch.stack([t.detach()] * 2, 1)[:, 0].requires_grad_() for t in given[full:]]
-    assert not any(t.is_contiguous() for t in turned)
-    for a, b in zip(outputs(KERNELS[name][0], given), outputs(KERNELS[name][0], turned), strict=True):
-        assert torch.equal(a, b)
+    turned = kernel_cases.turned(given, KERNELS[name][2])
+    assert_same_bits(outputs(KERNELS[name][0], turned), outputs(KERNELS[name][0], given))
 
 
 @each_kernel
@@ -115,8 +84,7 @@ def test_every_run_gives_the_same_bits(name, monkeypatch):
     monkeypatch.setattr(norms, "PROGRAMS", 3)               # fewer than rows: each adds up several
     given = arguments(name, (8, 24), torch.float16)
     assert max(errors(name, given)) < 3 * GATES[torch.float16]
-    for a, b in zip(outputs(KERNELS[name][0], given), outputs(KERNELS[name][0], given), strict=True):
-        assert torch.equal(a, b)
+    assert_same_bits(outputs(KERNELS[name][0], given), outputs(KERNELS[name][0], given))
 
 
 def test_the_sum_is_the_sum_that_eager_makes():
@@ -128,7 +96,7 @@ def test_a_gradient_of_one_output_alone():
     given = arguments("residual_layer_norm", (3, 20))
     for pick in (0, 1):
         found = torch.autograd.grad(norms.residual_layer_norm(*given)[pick].sum(), given[:2])
-        exact = torch.autograd.grad(residual_layer_norm(*given)[pick].sum(), given[:2])
+        exact = torch.autograd.grad(operations.residual_layer_norm(*given)[pick].sum(), given[:2])
         for a, b in zip(found, exact, strict=True):
             assert torch.allclose(a, b, atol=1e-5)
 

@@ -32,8 +32,7 @@ class Tile(NamedTuple):
 
 
 # By D. The accumulators live in registers: (queries or keys) x D x 4 bytes each, one of them in the forward and for dq,
-# two for dk and dv. The stages live in shared memory: what a step of the walk loads, in 16 bits, once per stage; a step
-# loads for the last of them when its own work is issued, so that two stages hide little of memory's latency.
+# two for dk and dv. The stages live in shared memory: what a step of the walk loads, in 16 bits, once per stage.
 FORWARD = {64: Tile(128, 64, 8, 3), 128: Tile(128, 128, 8, 3)}
 BACKWARD_DQ = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3)}
 BACKWARD_DK_DV = {64: Tile(64, 128, 8, 3), 128: Tile(64, 128, 8, 3)}
