@@ -169,9 +169,17 @@ class Work:
         return self.bytes / peaks.bandwidth * 1e3 if beyond else None
 
 
+def clock_for(device: torch.device, work: Work) -> timing.EventClock | timing.HostClock:
+    """Where memory is the limit a GPU stays below its power cap: less of each work settles it than of a block."""
+    clock = timing.clock_for(device)
+    if not work.flops:
+        clock.settle_ms, clock.burst_ms = clock.settle_ms / 5, clock.burst_ms / 10
+    return clock
+
+
 def _time(study: Study, mode: str, calls: dict[str, Callable], reports: dict, sets: list[list[Tensor]], work: Work,
           beyond: bool) -> None:
-    runs, seed = {}, study.options.seed
+    runs, seed, clock = {}, study.options.seed, clock_for(study.device, work)
     for level, call in calls.items():
         r = reports[level]
         study.say(f"warming up {r.step}, {mode}")
@@ -189,8 +197,7 @@ def _time(study: Study, mode: str, calls: dict[str, Callable], reports: dict, se
                     torch.cuda.synchronize()
         if r.status != "ok":
             runs = {where: run for where, run in runs.items() if where[0] != level}
-    taken, clock = _sample(study, mode, runs, calls, reports), timing.clock_for(study.device)
-    for (level, launch), samples in taken.items():
+    for (level, launch), samples in _sample(study, mode, runs, calls, reports, clock).items():
         r, each = reports[level], [ms / len(sets) for ms in samples]
         r.rows[mode, launch] = report.Row(timing.Timing(each, timing.is_settled(each), clock.in_rounds),
                                           limit_ms=work.limit_ms(study.peaks, r.matmul, beyond))
@@ -199,10 +206,10 @@ def _time(study: Study, mode: str, calls: dict[str, Callable], reports: dict, se
                                    flops=work.flops, copies=len(sets))])
 
 
-def _sample(study: Study, mode: str, runs: dict, calls: dict[str, Callable], reports: dict) -> dict:
+def _sample(study: Study, mode: str, runs: dict, calls: dict[str, Callable], reports: dict, clock) -> dict:
     """(level, launch) -> samples. Levels that are compiled again fail; without memory for all, graphs are left out."""
     study.say(f"sampling {mode}")
-    clock, seed = timing.clock_for(study.device), study.options.seed
+    seed = study.options.seed
     try:
         with harness.compiled_for_good(*(calls[level] for level, _ in runs)):
             timing.interleaved(runs, clock, 2, seed=seed)
@@ -217,7 +224,7 @@ def _sample(study: Study, mode: str, runs: dict, calls: dict[str, Callable], rep
         if len(left) == len(runs):
             raise
     runs.clear()
-    return _sample(study, mode, left, calls, reports) if left else {}
+    return _sample(study, mode, left, calls, reports, clock) if left else {}
 
 
 def compiled_so_far(name: str) -> dict[int, tuple[str, object]]:

@@ -58,7 +58,11 @@ class EventClock:
     lead_in = 1                         # untimed iterations before each chunk, at least
     settle_ms = 100.0                   # of the same work, until a GPU at its power cap runs at the clocks of that work
     burst_ms = 100.0                    # of work whose median is one sample of an interleaved round
-    in_rounds = f"CUDA events, {burst_ms:g} ms behind {settle_ms:g} ms of the same work"       # what such records say
+
+    @property
+    def in_rounds(self) -> str:
+        """What records of interleaved rounds say."""
+        return f"{self.name}, {self.burst_ms:g} ms behind {self.settle_ms:g} ms of the same work"
 
     def sample(self, iteration: Callable, between: Callable, count: int, lead_in: int = lead_in) -> list[float]:
         pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]

@@ -190,7 +190,7 @@ def test_samples_of_another_way_are_compared_as_they_are():
     for line in new:
         if line["metric"]["name"] == "latency":
             extra = line["metric"]["extra_info"]
-            extra["clock"] = timing.EventClock.in_rounds
+            extra["clock"] = timing.EventClock().in_rounds
             extra["calibration"] = {name: [1.2 * ms for ms in taken] for name, taken in extra["calibration"].items()}
     assert set(verdicts(old, new)) == {"SAME"}
     assert any(line.startswith("clock: ") and line.endswith("of the same work") for line in compare.versions(old, new))

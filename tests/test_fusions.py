@@ -36,6 +36,7 @@ def test_every_level_is_the_operation(name, level):
     assert max(errors.values()) < (experiment.gate or 1e-6)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="each is checked and timed where there is a GPU")
 def test_the_kernels_by_hand_are_the_operations():
     """Through Triton's interpreter, as levels() would give them on a GPU."""
     pytest.importorskip("triton")

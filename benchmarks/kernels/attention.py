@@ -33,9 +33,9 @@ class Tile(NamedTuple):
 
 # By D. The accumulators live in registers: (queries or keys) x D x 4 bytes each, one of them in the forward and for dq,
 # two for dk and dv. The stages live in shared memory: what a step of the walk loads, in 16 bits, once per stage.
-FORWARD = {64: Tile(128, 64, 8, 3), 128: Tile(128, 128, 8, 3)}
-BACKWARD_DQ = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3)}
-BACKWARD_DK_DV = {64: Tile(64, 128, 8, 3), 128: Tile(64, 128, 8, 3)}
+FORWARD = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3)}
+BACKWARD_DQ = {64: Tile(64, 32, 4, 3), 128: Tile(128, 64, 8, 3)}
+BACKWARD_DK_DV = {64: Tile(32, 64, 4, 3), 128: Tile(64, 64, 4, 2)}
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(math.log2(math.e))            # exp(x) is exp2(x log2 e), and exp2 is what the hardware has
@@ -96,6 +96,7 @@ def _forward(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, scale, heads, length, q_batch,
     k_tile = k_ptr + batch * k_batch + head * k_head + offsets[:, None] * k_row + columns
     v_tile = v_ptr + batch * v_batch + head * v_head + offsets[:, None] * v_row + columns
     q = _load(q_tile, queries, length, EVEN)
+    scale = tl.cast(scale, tl.float32)                        # FP64 where the compiler launches this
     slope = scale * LOG2_E
     acc = tl.zeros((BLOCK_M, D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -148,6 +149,7 @@ def _backward_dq(q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(delta_ptr + sequence * length + queries, delta, mask=inside)
     lse = _load_row(lse_ptr + sequence * length + queries, queries, length, float("inf"), EVEN)
+    scale = tl.cast(scale, tl.float32)                        # FP64 where the compiler launches this
     slope = scale * LOG2_E
     dq = tl.zeros((BLOCK_M, D), tl.float32)
     stop = min(begin + BLOCK_M, length) if CAUSAL else length
@@ -191,6 +193,7 @@ def _backward_dk_dv(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_
     delta_ptr += sequence * length
     k = _load(k_tile, keys, length, EVEN)
     v = _load(v_tile, keys, length, EVEN)
+    scale = tl.cast(scale, tl.float32)                        # FP64 where the compiler launches this
     slope = scale * LOG2_E
     dk = tl.zeros((BLOCK_N, D), tl.float32)
     dv = tl.zeros((BLOCK_N, D), tl.float32)

@@ -18,7 +18,7 @@ from . import extension
 from .launch import described, require_dtype, require_like
 
 WIDEST = 16384                    # elements of a row: what the registers of one block hold
-BLOCKS = 528                      # of the norms' backward: four for each multiprocessor of an H200. Fixed: so are sums
+BLOCKS = 264                      # of the norms' backward: two for each multiprocessor of an H200. Fixed: so are sums
 MOST_ROWS = 2**31 - 1             # a block each
 HEAD_WIDTHS = (64, 128)
 

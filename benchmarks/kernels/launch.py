@@ -12,6 +12,11 @@ def launchable(kernel):
     return kernel if triton.knobs.runtime.interpret else wrap_triton(kernel)
 
 
+def stages(step: int, most: int, room: int) -> int:
+    """Of the pipeline of a loop that loads `step` bytes at a time: as many as fit in `room` bytes of shared memory."""
+    return max(1, min(most, room // step))
+
+
 def described(tensor: Tensor) -> str:
     """Shape, dtype and device, for a message."""
     return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"

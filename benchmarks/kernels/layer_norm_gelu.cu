@@ -11,16 +11,19 @@
 
 namespace {
 
-constexpr float SLOPE = 1.5957691216057308f;                 // 2 sqrt(2 / pi): 0.5 (1 + tanh z) is sigmoid(2 z)
-constexpr float CUBIC = 0.044715f;
+// 0.5 (1 + tanh z) is sigmoid(2 z), and 2 z is SLOPE h + CUBIC h^3.
+constexpr float SLOPE = 1.5957691216057308f;                 // 2 sqrt(2 / pi)
+constexpr float CUBIC = 0.044715f * SLOPE;
 
-__device__ float gelu(float h) {
-    return __fdividef(h, 1.0f + exp2_approximate(-LOG2_E * SLOPE * h * (1.0f + CUBIC * h * h)));
+__device__ float gelu_gate(float h, float square) {
+    return __fdividef(1.0f, 1.0f + exp2_approximate(h * (-LOG2_E * SLOPE + -LOG2_E * CUBIC * square)));
 }
 
+__device__ float gelu(float h) { return h * gelu_gate(h, h * h); }
+
 __device__ float gelu_slope(float h) {
-    const float gate = sigmoid(SLOPE * h * (1.0f + CUBIC * h * h));
-    return gate + h * gate * (1.0f - gate) * SLOPE * (1.0f + 3.0f * CUBIC * h * h);
+    const float square = h * h, gate = gelu_gate(h, square);
+    return gate + (gate - gate * gate) * (h * (SLOPE + 3.0f * CUBIC * square));
 }
 
 template <typename L>
@@ -37,14 +40,16 @@ forward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ w
 #pragma unroll
         for (int i = 0; i < L::N; ++i)
             sum += x_row[v][i];
-    const float mean = reduce_block<Sum>(sum) / width;
+    const float mean = reduce_block<Sum>(sum, 0) / width;
+    float centred[L::VECTORS][L::N];
 #pragma unroll
     for (int v = 0; v < L::VECTORS; ++v)
-        if (L::column(v) < width)
 #pragma unroll
-            for (int i = 0; i < L::N; ++i)
-                squares += (x_row[v][i] - mean) * (x_row[v][i] - mean);
-    const float rstd = rsqrtf(reduce_block<Sum>(squares) / width + eps);
+        for (int i = 0; i < L::N; ++i) {
+            centred[v][i] = L::column(v) < width ? x_row[v][i] - mean : 0.0f;
+            squares += centred[v][i] * centred[v][i];
+        }
+    const float rstd = rsqrtf(reduce_block<Sum>(squares, 1) / width + eps);
 #pragma unroll
     for (int v = 0; v < L::VECTORS; ++v) {
         const int column = L::column(v);
@@ -56,7 +61,7 @@ forward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ w
         float values[L::N];
 #pragma unroll
         for (int i = 0; i < L::N; ++i)
-            values[i] = gelu((x_row[v][i] - mean) * rstd * w[i] + b[i]);
+            values[i] = gelu(centred[v][i] * rstd * w[i] + b[i]);
         out.set(values);
         out.stream_out(y + start + column);
     }
@@ -74,10 +79,12 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
          float* __restrict__ dbias, int64_t rows, int width) {
     constexpr bool KEEP = L::VECTORS * L::N == FEW_ITEMS;    // g in registers; wide rows have none left, and repeat it
     float dweight_row[L::VECTORS][L::N] = {}, dbias_row[L::VECTORS][L::N] = {};
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    Rows<L> x_rows(x, width), dy_rows(dy, width);
+    int turn = 0;
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
         typename L::Row x_row, dy_row;
-        L::load(x_row, x + row * width, width);
-        L::load(dy_row, dy + row * width, width);
+        x_rows.take(x_row, row, rows);
+        dy_rows.take(dy_row, row, rows);
         const float mean = means[row], rstd = rstds[row];
         float g[L::VECTORS][L::N], sums[2] = {};
         Vector<typename L::T, L::N> w, b;
@@ -98,7 +105,7 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
                 sums[1] += g[v][i] * normal;
             }
         }
-        reduce_block<Sum>(sums);
+        reduce_block<Sum>(sums, turn);
 #pragma unroll
         for (int v = 0; v < L::VECTORS; ++v) {
             const int column = L::column(v);
@@ -137,7 +144,7 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
 
 void layer_norm_gelu_forward(Float type, const void* x, const void* weight, const void* bias, void* y, float* mean,
                              float* rstd, int64_t rows, int width, float eps, cudaStream_t stream) {
-    with_layout(type, width, aligned(x, weight, bias, y), [&](auto layout, int threads) {
+    with_layout<MANY_ITEMS>(type, width, aligned(x, weight, bias, y), [&](auto layout, int threads) {
         using L = decltype(layout);
         using T = typename L::T;
         forward<L><<<rows, threads, 0, stream>>>(static_cast<const T*>(x), static_cast<const T*>(weight),
@@ -149,7 +156,7 @@ void layer_norm_gelu_forward(Float type, const void* x, const void* weight, cons
 void layer_norm_gelu_backward(Float type, const void* x, const void* weight, const void* bias, const float* mean,
                               const float* rstd, const void* dy, void* dx, float* dweight, float* dbias, int64_t rows,
                               int width, int blocks, cudaStream_t stream) {
-    with_layout(type, width, aligned(x, weight, bias, dy, dx), [&](auto layout, int threads) {
+    with_layout<FEW_ITEMS>(type, width, aligned(x, weight, bias, dy, dx), [&](auto layout, int threads) {
         using L = decltype(layout);
         using T = typename L::T;
         backward<L><<<blocks, threads, 0, stream>>>(static_cast<const T*>(x), static_cast<const T*>(weight),

@@ -16,22 +16,34 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op
 
-from .launch import launchable, require_float, require_like
+from .launch import launchable, require_float, require_like, stages
 
 WIDEST = 65536                    # elements of a row; a multiprocessor's registers hold one such, and the widest spill
+PER_THREAD = 32                   # elements of a row
 PROGRAMS = 264                    # of the backward: two for each multiprocessor of an H200; fixed, so that sums are
+PIPELINE = 100 * 1024             # bytes of shared memory of each of them, of an H200's 227 KB for two
+
+
+@triton.jit
+def _gate(h, square):
+    """GELU's tanh form is h (1 + tanh z) / 2 = h sigmoid 2z, with 2z = 2 sqrt(2 / pi) (h + 0.044715 h^3): that sigmoid.
+
+    exp2 and rsqrt are one instruction each (the factors have log2 e in them); a division would be five.
+    """
+    root = tl.rsqrt(1 + tl.exp2(h * (-2.302208198144325 - 0.1029432395800235 * square)))
+    return root * root
 
 
 @triton.jit
 def gelu(h):
-    """The tanh form: 0.5 h (1 + tanh z) is h sigmoid 2z; 2z is 2 sqrt(2 / pi) (h + 0.044715 h^3), here times log2 e."""
-    return h / (1 + tl.exp2(h * (-2.302208198144325 - 0.1029432395800235 * h * h)))
+    return h * _gate(h, h * h)
 
 
 @triton.jit
 def gelu_slope(h):
-    gate = 1 / (1 + tl.exp2(h * (-2.302208198144325 - 0.1029432395800235 * h * h)))
-    return gate + h * gate * (1 - gate) * (1.5957691216057308 + 0.21406444881780076 * h * h)
+    square = h * h
+    gate = _gate(h, square)
+    return gate + (gate - gate * gate) * (h * (1.5957691216057308 + 0.21406444881780076 * square))
 
 
 @triton.jit
@@ -49,7 +61,7 @@ def _forward(x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_p
         tl.store(total_ptr + here, x, mask=inside)
     mean = 0.0 if RMS else tl.sum(x, axis=0) / width
     centred = tl.where(inside, x - mean, 0.0)
-    rstd = 1 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
+    rstd = 1 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + tl.cast(eps, tl.float32))   # the compiler's is FP64
     h = centred * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         h += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -62,48 +74,47 @@ def _forward(x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_p
 @triton.jit
 def _backward(x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dy_ptr, dtotal_ptr, dx_ptr, dweight_ptr, dbias_ptr,
               rows, width: tl.constexpr, RESIDUAL: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr,
-              GELU: tl.constexpr, BLOCK: tl.constexpr):
-    program, programs = tl.program_id(0), tl.num_programs(0)
+              GELU: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
     if BIAS:
-        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0)
     dweight = tl.zeros((BLOCK,), tl.float32)
     dbias = tl.zeros((BLOCK,), tl.float32)
-    row = program
-    while row < rows:                                        # a range over a tensor is more than some interpreters take
+    for row in tl.range(program, rows, tl.num_programs(0), num_stages=STAGES):     # the next rows are on their way
         here = tl.cast(row, tl.int64) * width + columns
         x = tl.load(x_ptr + here, mask=inside, other=0.0).to(tl.float32)
         dh = tl.load(dy_ptr + here, mask=inside, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row)
-        mean = 0.0 if RMS else tl.load(mean_ptr + row)
-        normal = tl.where(inside, (x - mean) * rstd, 0.0)
+        if not RMS:
+            x -= tl.load(mean_ptr + row)
+        normal = tl.where(inside, x * rstd, 0.0)
         if GELU:
-            h = normal * weight
+            h = normal * weight.to(tl.float32)
             if BIAS:
-                h += bias
+                h += bias.to(tl.float32)
             dh *= gelu_slope(h)
         dweight += dh * normal
-        if not RMS:
+        dnormal = dh * weight.to(tl.float32)
+        if RMS:
+            dx = dnormal * rstd - normal * (tl.sum(dnormal * normal, axis=0) / width * rstd)
+        else:
             dbias += dh
-        dnormal = dh * weight
-        dx = dnormal - normal * (tl.sum(dnormal * normal, axis=0) / width)
-        if not RMS:
-            dx -= tl.sum(dnormal, axis=0) / width
-        dx *= rstd
+            sums = tl.sum(tl.join(dnormal * normal, dnormal), axis=0) / width * rstd      # both at one barrier
+            along, offset = tl.split(sums)
+            dx = dnormal * rstd - (normal * along + offset)
         if RESIDUAL:
             dx += tl.load(dtotal_ptr + here, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + here, dx, mask=inside)
-        row += programs
     tl.store(dweight_ptr + program * width + columns, dweight, mask=inside)
     if not RMS:
         tl.store(dbias_ptr + program * width + columns, dbias, mask=inside)
 
 
 def _warps(block: int) -> int:
-    """About sixteen elements a thread."""
-    return min(16, max(1, block // 512))
+    return min(16, max(1, block // (32 * PER_THREAD)))
 
 
 @triton_op("transformer_block::norm", mutates_args={})
@@ -136,7 +147,8 @@ def norm_backward(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, 
         launchable(_backward)[(programs,)](
             x, weight, weight if bias is None else bias, mean, rstd, dy, dy if dtotal is None else dtotal, dx, dweight,
             dweight if rms else dbias, rows, width=width, RESIDUAL=dtotal is not None, RMS=rms, BIAS=bias is not None,
-            GELU=gelu, BLOCK=block, num_warps=_warps(block))
+            GELU=gelu, BLOCK=block, num_warps=_warps(block),
+            STAGES=stages(block * x.element_size() * (2 if dtotal is None else 3), 4 if gelu else 3, PIPELINE))
     return dx, dweight.sum(0).to(weight.dtype), dbias if rms else dbias.sum(0).to(weight.dtype)
 
 

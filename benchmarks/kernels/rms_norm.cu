@@ -26,7 +26,7 @@ forward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ w
 #pragma unroll
         for (int i = 0; i < L::N; ++i)
             squares += x_row[v][i] * x_row[v][i];
-    const float rstd = rsqrtf(reduce_block<Sum>(squares) / width + eps);
+    const float rstd = rsqrtf(reduce_block<Sum>(squares, 0) / width + eps);
 #pragma unroll
     for (int v = 0; v < L::VECTORS; ++v) {
         const int column = L::column(v);
@@ -51,10 +51,12 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
          const typename L::T* __restrict__ dy, typename L::T* __restrict__ dx, float* __restrict__ dweight,
          int64_t rows, int width) {
     float dweight_row[L::VECTORS][L::N] = {};
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    Rows<L> x_rows(x, width), dy_rows(dy, width);
+    int turn = 0;
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
         typename L::Row x_row, dy_row;
-        L::load(x_row, x + row * width, width);
-        L::load(dy_row, dy + row * width, width);
+        x_rows.take(x_row, row, rows);
+        dy_rows.take(dy_row, row, rows);
         const float rstd = rstds[row];
         Vector<typename L::T, L::N> w;
         float dot = 0.0f;
@@ -70,7 +72,7 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
                 dot += dy_row[v][i] * w[i] * normal;
             }
         }
-        const float mean = reduce_block<Sum>(dot) / width;
+        const float mean = reduce_block<Sum>(dot, turn) / width;
 #pragma unroll
         for (int v = 0; v < L::VECTORS; ++v) {
             const int column = L::column(v);
@@ -98,7 +100,7 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
 
 void rms_norm_forward(Float type, const void* x, const void* weight, void* y, float* rstd, int64_t rows, int width,
                       float eps, cudaStream_t stream) {
-    with_layout(type, width, aligned(x, weight, y), [&](auto layout, int threads) {
+    with_layout<MANY_ITEMS>(type, width, aligned(x, weight, y), [&](auto layout, int threads) {
         using L = decltype(layout);
         using T = typename L::T;
         forward<L><<<rows, threads, 0, stream>>>(static_cast<const T*>(x), static_cast<const T*>(weight),
@@ -108,7 +110,7 @@ void rms_norm_forward(Float type, const void* x, const void* weight, void* y, fl
 
 void rms_norm_backward(Float type, const void* x, const void* weight, const float* rstd, const void* dy, void* dx,
                        float* dweight, int64_t rows, int width, int blocks, cudaStream_t stream) {
-    with_layout(type, width, aligned(x, weight, dy, dx), [&](auto layout, int threads) {
+    with_layout<FEW_ITEMS>(type, width, aligned(x, weight, dy, dx), [&](auto layout, int threads) {
         using L = decltype(layout);
         using T = typename L::T;
         backward<L><<<blocks, threads, 0, stream>>>(static_cast<const T*>(x), static_cast<const T*>(weight), rstd,

@@ -11,7 +11,7 @@
 // Tunables: the threads of the largest block, and the elements of a row that one thread holds in registers.
 constexpr int MAX_THREADS = 512;
 constexpr int FEW_ITEMS = 16;
-constexpr int MANY_ITEMS = 32;                               // of rows wider than MAX_THREADS * FEW_ITEMS
+constexpr int MANY_ITEMS = 32;                               // of wide rows, and where registers are left
 constexpr float LOG2_E = 1.4426950408889634f;
 
 __device__ inline float to_float(float value) { return value; }
@@ -86,6 +86,35 @@ struct Layout {
     }
 };
 
+// The rows of a block that works on several, one after the other. Where the registers are left, the next row is on its
+// way while this one is used.
+template <typename L>
+class Rows {
+    static constexpr bool AHEAD = L::VECTORS * L::N <= FEW_ITEMS;
+    const typename L::T* const first;
+    const int width;
+    typename L::Row next;
+
+public:
+    __device__ Rows(const typename L::T* first, int width) : first(first), width(width) {
+        if constexpr (AHEAD)
+            L::load(next, first + blockIdx.x * static_cast<int64_t>(width), width);
+    }
+
+    // Row `number`, which is this block's first or gridDim.x beyond the last that was taken, of `count`.
+    __device__ void take(typename L::Row& row, int64_t number, int64_t count) {
+        if constexpr (AHEAD) {
+#pragma unroll
+            for (int v = 0; v < L::VECTORS; ++v)
+                row[v] = next[v];
+            if (number + gridDim.x < count)
+                L::load(next, first + (number + gridDim.x) * width, width);
+        } else {
+            L::load(row, first + number * width, width);
+        }
+    }
+};
+
 __device__ inline float exp2_approximate(float x) {          // within 2 units in the last place; exp2f adds denormals
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -112,28 +141,29 @@ __device__ float reduce_warp(float value) {
     return value;
 }
 
-// COUNT values over all threads of the block; every thread gets the results, in an order that never changes.
+// COUNT values over all threads of the block; every thread gets the results, in an order that never changes. `turn` is 0
+// and 1 by turns from one call to the next: a thread that is ahead writes where the others do not read any more, and one
+// barrier a call is enough.
 template <typename Op, int COUNT>
-__device__ void reduce_block(float (&values)[COUNT]) {
-    __shared__ float of_warp[COUNT][32];
+__device__ void reduce_block(float (&values)[COUNT], int turn) {
+    __shared__ float of_warp[2][COUNT][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     for (float& value : values)
         value = reduce_warp<Op>(value);
     if (warps == 1)
         return;
-    __syncthreads();                                         // the results before these have been read by all
     if (lane == 0)
         for (int i = 0; i < COUNT; ++i)
-            of_warp[i][warp] = values[i];
+            of_warp[turn][i][warp] = values[i];
     __syncthreads();
     for (int i = 0; i < COUNT; ++i)
-        values[i] = reduce_warp<Op>(lane < warps ? of_warp[i][lane] : Op::neutral);
+        values[i] = reduce_warp<Op>(lane < warps ? of_warp[turn][i][lane] : Op::neutral);
 }
 
 template <typename Op>
-__device__ float reduce_block(float value) {
+__device__ float reduce_block(float value, int turn) {
     float values[1] = {value};
-    reduce_block<Op>(values);
+    reduce_block<Op>(values, turn);
     return values[0];
 }
 
@@ -154,15 +184,16 @@ void with_type(Float type, Body body) {
     }
 }
 
-// body(Layout(), threads) for rows of `width` elements; `vectors` says whether their addresses allow 16-byte accesses.
-template <typename Body>
+// body(Layout(), threads) for rows of `width` elements, ITEMS in a thread or, of wide rows, MANY_ITEMS; `vectors` says
+// whether their addresses allow 16-byte accesses.
+template <int ITEMS, typename Body>
 void with_layout(Float type, int width, bool vectors, Body body) {
     const auto sized = [&](auto zero, auto n) {
         using T = decltype(zero);
         constexpr int N = decltype(n)::value;
         const auto threads = [&](int items) { return (width + items * 32 - 1) / (items * 32) * 32; };
-        if (width <= MAX_THREADS * FEW_ITEMS)
-            body(Layout<T, N, FEW_ITEMS>(), threads(FEW_ITEMS));
+        if (width <= MAX_THREADS * ITEMS)
+            body(Layout<T, N, ITEMS>(), threads(ITEMS));
         else
             body(Layout<T, N, MANY_ITEMS>(), threads(MANY_ITEMS));
     };

@@ -63,33 +63,39 @@ forward(const typename L::T* __restrict__ scores, typename L::T* __restrict__ y,
     L::load(row, scores + start, end, -INFINITY);
     float e[L::VECTORS][L::N], peak = -INFINITY, total = 0.0f;
 #pragma unroll
-    for (int v = 0; v < L::VECTORS; ++v)
+    for (int v = 0; v < L::VECTORS; ++v) {
+        if (L::column(v) >= end)
+            break;                                           // warps that lie behind the diagonal have nothing to do
 #pragma unroll
         for (int i = 0; i < L::N; ++i) {
             e[v][i] = L::column(v) + i < end ? row[v][i] : -INFINITY;
             peak = fmaxf(peak, e[v][i]);
         }
-    peak = reduce_block<Max>(peak);
+    }
+    peak = reduce_block<Max>(peak, 0);
 #pragma unroll
-    for (int v = 0; v < L::VECTORS; ++v)
+    for (int v = 0; v < L::VECTORS; ++v) {
+        if (L::column(v) >= end)
+            break;
 #pragma unroll
         for (int i = 0; i < L::N; ++i) {
             e[v][i] = exp2_approximate(LOG2_E * (e[v][i] - peak));
             total += e[v][i];
         }
-    total = reduce_block<Sum>(total);
+    }
+    total = reduce_block<Sum>(total, 0);
     const float scale = 1.0f / total;
 #pragma unroll
     for (int v = 0; v < L::VECTORS; ++v) {
         const int column = L::column(v);
         if (column >= width)
             break;
-        float values[L::N] = {};
+        float values[L::N];
         if (column < end)
             dropout_factors(values, seed, start + column, threshold);
 #pragma unroll
-        for (int i = 0; i < L::N; ++i)
-            values[i] *= e[v][i] * scale;                    // a factor of 0, too: NaN stays NaN, as in eager PyTorch
+        for (int i = 0; i < L::N; ++i)                       // a factor of 0, too: NaN stays NaN, as in eager PyTorch
+            values[i] = column < end ? values[i] * e[v][i] * scale : 0.0f * scale;
         Vector<typename L::T, L::N> out;
         out.set(values);
         out.stream_out(y + start + column);
@@ -114,8 +120,9 @@ backward(const typename L::T* __restrict__ scores, const float* __restrict__ pea
     float p[L::VECTORS][L::N], dp[L::VECTORS][L::N], dot = 0.0f;
 #pragma unroll
     for (int v = 0; v < L::VECTORS; ++v) {
-        if (L::column(v) < end)
-            dropout_factors(dp[v], seed, start + L::column(v), threshold);
+        if (L::column(v) >= end)
+            break;
+        dropout_factors(dp[v], seed, start + L::column(v), threshold);
 #pragma unroll
         for (int i = 0; i < L::N; ++i) {
             const bool inside = L::column(v) + i < end;
@@ -124,16 +131,17 @@ backward(const typename L::T* __restrict__ scores, const float* __restrict__ pea
             dot += p[v][i] * dp[v][i];
         }
     }
-    dot = reduce_block<Sum>(dot);
+    dot = reduce_block<Sum>(dot, 0);
 #pragma unroll
     for (int v = 0; v < L::VECTORS; ++v) {
         const int column = L::column(v);
         if (column >= width)
             break;
-        float values[L::N];
+        float values[L::N] = {};
+        if (column < end)
 #pragma unroll
-        for (int i = 0; i < L::N; ++i)
-            values[i] = column + i < end ? p[v][i] * (dp[v][i] - dot) : 0.0f;
+            for (int i = 0; i < L::N; ++i)
+                values[i] = column + i < end ? p[v][i] * (dp[v][i] - dot) : 0.0f;
         Vector<typename L::T, L::N> out;
         out.set(values);
         out.stream_out(dscores + start + column);
@@ -144,7 +152,7 @@ backward(const typename L::T* __restrict__ scores, const float* __restrict__ pea
 
 void softmax_dropout_forward(Float type, const void* scores, void* y, float* peak, float* total, int64_t rows,
                              int width, unsigned threshold, uint64_t seed, bool causal, cudaStream_t stream) {
-    with_layout(type, width, aligned(scores, y), [&](auto layout, int threads) {
+    with_layout<FEW_ITEMS>(type, width, aligned(scores, y), [&](auto layout, int threads) {
         using L = decltype(layout);
         using T = typename L::T;
         forward<L><<<rows, threads, 0, stream>>>(static_cast<const T*>(scores), static_cast<T*>(y), peak, total, width,
@@ -155,7 +163,7 @@ void softmax_dropout_forward(Float type, const void* scores, void* y, float* pea
 void softmax_dropout_backward(Float type, const void* scores, const float* peak, const float* total, const void* dy,
                               void* dscores, int64_t rows, int width, unsigned threshold, uint64_t seed, bool causal,
                               cudaStream_t stream) {
-    with_layout(type, width, aligned(scores, dy, dscores), [&](auto layout, int threads) {
+    with_layout<FEW_ITEMS>(type, width, aligned(scores, dy, dscores), [&](auto layout, int threads) {
         using L = decltype(layout);
         using T = typename L::T;
         backward<L><<<rows, threads, 0, stream>>>(static_cast<const T*>(scores), peak, total,
