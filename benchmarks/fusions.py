@@ -8,10 +8,11 @@ What stands between a block's matmuls, and attention itself, at five levels: eag
 deprecates), torch.compile, Triton and CUDA C++, beside what libraries have. Each is held against FP64, then all of a
 size are timed in shared rounds, forward and backward, launched one by one and by graph replay, from a few rows to all
 tokens of the shape. An iteration takes turns over so many copies of its tensors that no cache holds them; times are of
-one copy. GB/s count the bytes that the operation must move at the least, TFLOP/s attention's FLOPs under its mask;
-percent is of the copy bandwidth (of the matmul rate) that this machine reached in the same run, and is left out where
-the copies do not go beyond four times the last cache. By hand, softmax and attention make their causal mask at every
-call, which costs most where there are few rows.
+one copy. GB/s count the bytes that the operation must move at the least, TFLOP/s attention's FLOPs under its mask. The
+row "copy" copies as many bytes, in the same rounds: percent are of its speed (of attention's, of the matmul rate that
+the machine reached), and left out where the copies do not go beyond four times the last cache. More than 100 is no
+error: memory reads faster than it writes, and a copy does as much of either. By hand, softmax and attention make their
+causal mask at every call, which costs most where there are few rows.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 import contextlib
@@ -39,6 +40,7 @@ from .study import Study
 MODES = ("forward", "backward")
 MOST_COPIES = 64                       # of an operation's tensors: small ones stay in a cache all the same
 BEYOND = 4                             # times the last cache, which keeps some of what is only a little larger than it
+COPY = "copy"                          # the row that the others are percent of
 
 
 @dataclass
@@ -145,6 +147,8 @@ def measure(study: Study, name: str, found: dict[str, Callable], size: tuple[int
         copies = 1 if device.type == "cpu" else min(MOST_COPIES, math.ceil(BEYOND * cache / work.bytes))
         calls = {level: call for level, call in found.items() if reports[level].status == "ok" and (
             mode == "forward" or any(what.startswith("gradient") for what in reports[level].errors))}
+        if not work.flops and COPY not in reports:
+            reports[COPY] = _report(study, f"{name}, {' x '.join(map(str, size))}, {COPY}")
         _time(study, mode, calls, reports, copies_of(first, copies), work, beyond=copies * work.bytes >= BEYOND * cache)
     for r in reports.values():
         study.write(report.check_records(r))
@@ -162,11 +166,9 @@ class Work:
         """(unit, value)"""
         return ("TFLOP/s", self.flops / ms / 1e9) if self.flops else ("GB/s", self.bytes / ms / 1e6)
 
-    def limit_ms(self, peaks: roofline.Peaks, dtype: str, beyond: bool) -> float | None:
-        """By this machine's matmul rate or its copy bandwidth; None where the bytes stay in a cache."""
-        if self.flops:
-            return self.flops / peaks.flops[dtype] * 1e3 if dtype in peaks.flops else None
-        return self.bytes / peaks.bandwidth * 1e3 if beyond else None
+    def source(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What takes as many bytes to copy."""
+        return torch.ones(round(self.bytes / 2 / dtype.itemsize), dtype=dtype, device=device)
 
 
 def clock_for(device: torch.device, work: Work) -> timing.EventClock | timing.HostClock:
@@ -180,27 +182,37 @@ def clock_for(device: torch.device, work: Work) -> timing.EventClock | timing.Ho
 def _time(study: Study, mode: str, calls: dict[str, Callable], reports: dict, sets: list[list[Tensor]], work: Work,
           beyond: bool) -> None:
     runs, seed, clock = {}, study.options.seed, clock_for(study.device, work)
-    for level, call in calls.items():
+    works = {level: (call, mode, sets) for level, call in calls.items()}
+    if not work.flops:
+        source = work.source(sets[0][0].dtype, study.device)
+        works[COPY] = (torch.clone, "forward", copies_of([source], len(sets)))
+    for level, given in works.items():
         r = reports[level]
         study.say(f"warming up {r.step}, {mode}")
         with alone(r):
-            eager = Iteration(call, mode, sets, seed)
+            eager = Iteration(*given, seed)
             for _ in range(3):
                 eager()
             r.evidence[mode] = judge(observe(eager, study.device), None, r.matmul, study.device)
             runs[level, "eager"] = eager
             if study.device.type == "cuda":
                 try:
-                    runs[level, "graph"] = captured(call, mode, sets, seed)
+                    runs[level, "graph"] = captured(*given, seed)
                 except (RuntimeError, ValueError) as error:
                     r.rows[mode, "graph"] = report.Row(reason=f"graph: {str(error).splitlines()[0]}")
                     torch.cuda.synchronize()
         if r.status != "ok":
             runs = {where: run for where, run in runs.items() if where[0] != level}
-    for (level, launch), samples in _sample(study, mode, runs, calls, reports, clock).items():
-        r, each = reports[level], [ms / len(sets) for ms in samples]
+    taken = {where: [ms / len(sets) for ms in samples]
+             for where, samples in _sample(study, mode, runs, calls, reports, clock).items()}
+    rate = study.peaks.flops.get(dtype_name(sets[0][0].dtype))
+    limit = work.flops / rate * 1e3 if work.flops and rate else None
+    if beyond and (copied := [statistics.median(each) for (level, _), each in taken.items() if level == COPY]):
+        limit = min(copied)
+    for (level, launch), each in taken.items():
+        r = reports[level]
         r.rows[mode, launch] = report.Row(timing.Timing(each, timing.is_settled(each), clock.in_rounds),
-                                          limit_ms=work.limit_ms(study.peaks, r.matmul, beyond))
+                                          limit_ms=None if level == COPY else limit)
         unit, rate = work.rate(statistics.median(each))
         study.write([report.record(r, "work rate", unit, [rate], mode, launch=launch, bytes=work.bytes,
                                    flops=work.flops, copies=len(sets))])
@@ -211,11 +223,11 @@ def _sample(study: Study, mode: str, runs: dict, calls: dict[str, Callable], rep
     study.say(f"sampling {mode}")
     seed = study.options.seed
     try:
-        with harness.compiled_for_good(*(calls[level] for level, _ in runs)):
+        with harness.compiled_for_good(*(calls[level] for level, _ in runs if level != COPY)):
             timing.interleaved(runs, clock, 2, seed=seed)
             return timing.interleaved(runs, clock, study.options.rounds, seed=seed)
     except harness.Failed as error:
-        again = {level for level, _ in runs if harness.holds_compiled(calls[level])}
+        again = {level for level, call in calls.items() if harness.holds_compiled(call)}
         for level in again:
             reports[level].status, reports[level].reason = "failed", str(error)
         left = {where: run for where, run in runs.items() if where[0] not in again}
@@ -253,7 +265,7 @@ def text(lines: list[dict], width: int | None = None) -> str:
         for mode in MODES:
             some = {step: run for step, run in runs.items() if step.startswith(name + ", ")}
             if mode == "forward" or any(run.best(mode) for run in some.values()):
-                headers = ["size", "level", "status", "error", "us, eager", "us, graph", _unit(some), "% of peak",
+                headers = ["size", "level", "status", "error", "us, eager", "us, graph", _unit(some), _of(some),
                            "kernels" if on_gpu else "operators"]
                 blocks.append(f"{name}, {mode}\n\n" + command.table([_row(run, mode) for run in some.values()],
                                                                     headers, width, keys=2))
@@ -271,7 +283,7 @@ def _row(run: records.Run, mode: str) -> list[str]:
     return [size, level, run.status, f"{max(errors):.1e}" if errors else "",
             *("n/a" if ms is None else command.figures(1e3 * ms) for ms in times),
             "" if best is None else command.figures(run.value(mode, "work rate", best)),
-            "" if percent is None else f"{percent:.0f}" + " ERROR: >100" * (percent > 100),
+            "" if percent is None else f"{percent:.0f}",
             "" if kernels is None else f"{kernels / _copies(run, mode):.0f}"]
 
 
@@ -282,6 +294,10 @@ def _copies(run: records.Run, mode: str) -> int:
 def _unit(runs: dict[str, records.Run]) -> str:
     return next((line["metric"]["extra_info"]["unit"] for run in runs.values() for line in run.lines
                  if line["metric"]["name"] == "work rate"), "GB/s")
+
+
+def _of(runs: dict[str, records.Run]) -> str:
+    return "% of copy" if _unit(runs) == "GB/s" else "% of matmul"
 
 
 def chart_stems(lines: list[dict], stem: str) -> list[str]:
@@ -297,7 +313,7 @@ def draw(lines: list[dict], stem: str) -> None:
 
 
 def _curves(lines: list[dict]) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Experiment -> level -> [(million elements, GB/s)]; "copy" is what this machine copies at."""
+    """Experiment -> level -> [(million elements, GB/s)]."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for run in records.runs(lines):
         rate = run.find("forward", "work rate", run.best("forward")) if run.best("forward") else None
@@ -305,10 +321,7 @@ def _curves(lines: list[dict]) -> dict[str, dict[str, list[tuple[float, float]]]
             continue
         name, size, level = run.info["step"].split(", ")
         at, value = math.prod(map(int, size.split(" x "))) / 1e6, rate["metric"]["benchmark_values"][0]
-        curves = found.setdefault(name, {})
-        curves.setdefault(level, []).append((at, value))
-        if percent := run.value("forward", "percent of limit", run.best("forward")):
-            curves.setdefault("copy", []).append((at, 100 * value / percent))
+        found.setdefault(name, {}).setdefault(level, []).append((at, value))
     return found
 
 
@@ -341,7 +354,7 @@ def main(argv: list[str] | None = None) -> int:
             torch._functorch.config.patch(donated_buffer=False):          # or no compiled backward could run twice
         harness.use_private_caches()
         study = Study("fusions", options)
-        if on_gpu:
+        if on_gpu and "attention" in (options.experiment or EXPERIMENTS):
             study.measure_peaks(options.config, roofline.arithmetic(options.config, 2, torch.bfloat16, options.device))
         for name in options.experiment or EXPERIMENTS:
             for level, reason in levels(EXPERIMENTS[name], options.device).items():

@@ -101,7 +101,7 @@ def test_the_study_on_a_cpu(study_main, no_inductor, tmp_path):
     lines = records.read(path)
     assert fusions.text(lines) in out and (tmp_path / "f-bandwidth.png").exists()
     runs = {run.info["step"]: run for run in records.runs(lines)}
-    for level in ("eager", "TorchScript (deprecated)", "torch.compile"):
+    for level in ("eager", "TorchScript (deprecated)", "torch.compile", "copy"):
         run = runs[f"RMSNorm, 16 x 64, {level}"]
         for mode in fusions.MODES:
             assert len(run.samples(mode, "eager")) == 6 and run.value(mode, "work rate", "eager") > 0

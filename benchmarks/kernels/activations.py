@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import triton_op
 
 from .launch import launchable, require_float, require_like
-from .norms import as_rows, gelu, gelu_slope
+from .norms import add_up, as_rows, gelu, gelu_slope
 
 TILE = 4096                       # elements a program reads at a time of each tensor
 ROWS = 4                          # of a tile, where they are long
@@ -164,7 +164,7 @@ def _bias_gelu_backward(x: Tensor, bias: Tensor, dy: Tensor) -> tuple[Tensor, Te
     down = min(down, max(1, PROGRAMS // across))
     dbias = torch.empty(down, width, dtype=torch.float32, device=x.device)
     launchable(_gelu_backward)[(across * down,)](x, bias, dy, dx, dbias, rows, width=width, **tile)
-    return dx, dbias.sum(0).to(bias.dtype)
+    return dx, add_up(dbias, bias.dtype)
 
 
 def _save_bias_gelu(ctx, inputs, output):

@@ -19,7 +19,7 @@ from torch.library import triton_op
 from .launch import launchable, require_float, require_like, stages
 
 WIDEST = 65536                    # elements of a row; a multiprocessor's registers hold one such, and the widest spill
-PER_THREAD = 32                   # elements of a row
+FEW, MANY = 16, 32                # elements of a row for each thread; FEW where the weights wait in registers as well
 PROGRAMS = 264                    # of the backward: two for each multiprocessor of an H200; fixed, so that sums are
 PIPELINE = 100 * 1024             # bytes of shared memory of each of them, of an H200's 227 KB for two
 
@@ -59,21 +59,30 @@ def _forward(x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_p
         x += tl.load(residual_ptr + here, mask=inside, other=0.0).to(tl.float32)
         x = x.to(total_ptr.dtype.element_ty).to(tl.float32)   # what the next layer sees is what is normalised
         tl.store(total_ptr + here, x, mask=inside)
+    if not GELU:                                              # on its way during the sums; GELU has no registers left
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+        if BIAS:
+            bias = tl.load(bias_ptr + columns, mask=inside, other=0.0)
     mean = 0.0 if RMS else tl.sum(x, axis=0) / width
     centred = tl.where(inside, x - mean, 0.0)
     rstd = 1 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + tl.cast(eps, tl.float32))   # the compiler's is FP64
-    h = centred * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if GELU:
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+        if BIAS:
+            bias = tl.load(bias_ptr + columns, mask=inside, other=0.0)
+    h = centred * rstd * weight.to(tl.float32)
     if BIAS:
-        h += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        h += bias.to(tl.float32)
     y = gelu(h) if GELU else h
     tl.store(y_ptr + here, y, mask=inside)
-    tl.store(mean_ptr + row, mean)
+    if not RMS:
+        tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
 
 
 @triton.jit
-def _backward(x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dy_ptr, dtotal_ptr, dx_ptr, dweight_ptr, dbias_ptr,
-              rows, width: tl.constexpr, RESIDUAL: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr,
+def _backward(x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dy_ptr, dtotal_ptr, dx_ptr, sums_ptr, rows,
+              width: tl.constexpr, RESIDUAL: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr,
               GELU: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -108,13 +117,26 @@ def _backward(x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dy_ptr, dtotal_pt
         if RESIDUAL:
             dx += tl.load(dtotal_ptr + here, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + here, dx, mask=inside)
-    tl.store(dweight_ptr + program * width + columns, dweight, mask=inside)
-    if not RMS:
-        tl.store(dbias_ptr + program * width + columns, dbias, mask=inside)
+    if RMS:
+        tl.store(sums_ptr + program * width + columns, dweight, mask=inside)
+    else:
+        tl.store(sums_ptr + 2 * program * width + columns, dweight, mask=inside)
+        tl.store(sums_ptr + (2 * program + 1) * width + columns, dbias, mask=inside)
 
 
-def _warps(block: int) -> int:
-    return min(16, max(1, block // (32 * PER_THREAD)))
+@triton.jit
+def _add_up(sums_ptr, total_ptr, parts, length, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        inside = (part < parts)[:, None] & (column < length)[None, :]
+        total += tl.sum(tl.load(sums_ptr + part[:, None] * length + column[None, :], mask=inside, other=0.0), axis=0)
+    tl.store(total_ptr + column, total, mask=column < length)
+
+
+def _warps(block: int, per_thread: int) -> int:
+    return min(16, max(1, block // (32 * per_thread)))
 
 
 @triton_op("transformer_block::norm", mutates_args={})
@@ -130,26 +152,40 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | Non
         launchable(_forward)[(rows,)](
             x, x if residual is None else residual, weight, weight if bias is None else bias, y,
             y if residual is None else total, mean, rstd, eps, width=width, RESIDUAL=residual is not None, RMS=rms,
-            BIAS=bias is not None, GELU=gelu, BLOCK=block, num_warps=_warps(block))
+            BIAS=bias is not None, GELU=gelu, BLOCK=block, num_warps=_warps(block, MANY if gelu else FEW))
     return y, total, mean, rstd
 
 
 @triton_op("transformer_block::norm_backward", mutates_args={})
-def norm_backward(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor, dy: Tensor,
-                  dtotal: Tensor | None, rms: bool, gelu: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight [width], dbias [width], empty for RMSNorm); x is what was normalised, residual included."""
+def _norm_backward(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor, dy: Tensor,
+                   dtotal: Tensor | None, rms: bool, gelu: bool) -> tuple[Tensor, Tensor]:
+    """(dx, [dweight, dbias] as [2, width], for RMSNorm [dweight])."""
     rows, width = x.shape
     dx, programs = torch.empty_like(x), min(rows, PROGRAMS)
-    dweight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    dbias = dweight.new_empty(0) if rms else torch.empty_like(dweight)
+    sums = torch.empty(programs, 1 if rms else 2, width, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
     if rows:
         launchable(_backward)[(programs,)](
-            x, weight, weight if bias is None else bias, mean, rstd, dy, dy if dtotal is None else dtotal, dx, dweight,
-            dweight if rms else dbias, rows, width=width, RESIDUAL=dtotal is not None, RMS=rms, BIAS=bias is not None,
-            GELU=gelu, BLOCK=block, num_warps=_warps(block),
-            STAGES=stages(block * x.element_size() * (2 if dtotal is None else 3), 4 if gelu else 3, PIPELINE))
-    return dx, dweight.sum(0).to(weight.dtype), dbias if rms else dbias.sum(0).to(weight.dtype)
+            x, weight, weight if bias is None else bias, mean, rstd, dy, dy if dtotal is None else dtotal, dx, sums,
+            rows, width=width, RESIDUAL=dtotal is not None, RMS=rms, BIAS=bias is not None, GELU=gelu, BLOCK=block,
+            num_warps=_warps(block, MANY),
+            STAGES=stages(block * x.element_size() * (2 if dtotal is None else 3), 5 if gelu else 3, PIPELINE))
+    return dx, add_up(sums, weight.dtype)
+
+
+def norm_backward(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor, dy: Tensor,
+                  dtotal: Tensor | None, rms: bool, gelu: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(dx, dweight [width], dbias [width], None for RMSNorm); x is what was normalised, residual included."""
+    dx, vectors = _norm_backward(x, weight, bias, mean, rstd, dy, dtotal, rms, gelu)
+    return dx, vectors[0], None if rms else vectors[1]
+
+
+def add_up(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of [programs, ...], contiguous, over the programs, in an order that never changes."""
+    total = torch.empty(sums.shape[1:], dtype=dtype, device=sums.device)
+    launchable(_add_up)[(triton.cdiv(total.numel(), 32),)](sums, total, sums.size(0), total.numel(), PARTS=64,
+                                                           COLUMNS=32, num_warps=4)
+    return total
 
 
 def _save(ctx, inputs, output):
