@@ -212,7 +212,7 @@ def _told(found: dict, width: int | None) -> str:
     lines = [f"{found['experiment']} of {' and '.join(' x '.join(map(str, shape)) for shape in found['shapes'])}, "
              f"{found['dtype'].removeprefix('torch.')}, {found['device']}", "",
              command.table(rows, ["pass", "level", "kernels", "bytes an element", "at the least", "us, eager",
-                                  "us, graph"], width)]
+                                  "us, graph"], width, keys=2)]
     lines += ["", "Bytes count the tensors of each kernel (operator) once, however often it reads them."]
     if fused:
         lines += ["", "what torch.compile fused:", *(f"  {line}" for line in fused)]

@@ -158,17 +158,18 @@ def panels_chart(panels: dict[str, dict[str, list[tuple[float, float]]]], stem: 
         rows = math.ceil(len(panels) / 2)
         figure, axes = plt.subplots(rows, 2, figsize=(8, 0.5 + 2.2 * rows), layout="constrained", squeeze=False)
         for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
-            for name, colour, marker in zip(names, COLOURS * 2, "osD^vPX*" * 2, strict=False):
-                if points := curves.get(name):
-                    axis.plot(*zip(*sorted(points), strict=True), marker=marker, color=colour, label=name, markersize=4)
+            for above, (name, colour, marker) in enumerate(zip(names, COLOURS * 2, "osD^vPX*" * 2, strict=False)):
+                if points := curves.get(name):               # where curves lie on each other, the first is seen
+                    axis.plot(*zip(*sorted(points), strict=True), marker=marker, color=colour, label=name, markersize=4,
+                              zorder=3 - above / 100)
             if points := curves.get("copy"):
                 axis.plot(*zip(*sorted(points), strict=True), color="black", linestyle="--", linewidth=1,
-                          label="copy of this machine")
+                          label="copy", zorder=2)
             axis.set_xscale("log", base=2)
             axis.margins(y=0.1)
             axis.set_ylim(bottom=0)
             axis.set_xticks(sorted({at for points in curves.values() for at, _ in points}))
-            axis.xaxis.set_major_formatter("{x:.2g}")
+            axis.xaxis.set_major_formatter(lambda at, _: f"{at:,.0f}" if at >= 10 else f"{at:.2g}")
             axis.tick_params(labelsize=7)
             axis.set_title(title, fontsize=9)
             axis.set_xlabel(x, fontsize=8)

@@ -34,7 +34,7 @@ from common.evidence import judge, observe
 from common.run import EXIT
 
 from . import capture, charts, command, records
-from .operations import EXPERIMENTS, check, least_bytes, levels, outputs, shape, tensors
+from .operations import EXPERIMENTS, TORCHSCRIPT, check, least_bytes, levels, outputs, shape, tensors
 from .study import Study
 
 MODES = ("forward", "backward")
@@ -257,10 +257,52 @@ def save(study: Study, name: str, size: tuple[int, ...], kernels: list[tuple[str
         capture.save(options.capture, name, experiment.plain, given, least, runs, kernels)
 
 
+def summary(lines: list[dict], width: int | None = None) -> str:
+    """How near each level comes to the memory's speed, a row for each experiment; empty where no percents are known."""
+    largest: dict[str, dict[str, records.Run]] = {}
+    for run in records.runs(lines):
+        if len(parts := run.info["step"].split(", ")) == 3 and "x" in parts[1]:
+            name, size, level = parts
+            sizes = largest.setdefault(name, {})
+            if sizes.get("size", (0,))[0] < (count := math.prod(map(int, size.split(" x ")))):
+                sizes.clear()
+                sizes["size"] = (count, size)
+            if sizes["size"][1] == size:
+                sizes[level] = run
+    rows = []
+    for name, found in largest.items():
+        del found["size"]
+        own = ("eager", TORCHSCRIPT, "torch.compile", "Triton", "CUDA C++", COPY)
+        libraries = {level: cell for level, run in found.items() if level not in own and (cell := _percents(run))}
+        cells = [_percents(found[level]) if level in found else "" for level in own[:-1]]
+        if any(cells):
+            rows.append([name, *cells, _over(found.get("torch.compile"), found.get("Triton")),
+                         ", ".join(f"{level} {cell}" for level, cell in libraries.items())])
+    headers = ["experiment", "eager", "TorchScript", "compile", "Triton", "CUDA C++", "Triton vs compile", "libraries"]
+    return ("Percent of a copy of as many bytes (attention: of the matmul rate) at the largest size, forward / backward"
+            f"\n\n{command.table(rows, headers, width)}") if rows else ""
+
+
+def _percents(run: records.Run) -> str:
+    """Forward / backward, of the faster way of launching."""
+    found = [run.value(mode, "percent of limit", best) for mode in MODES if (best := run.best(mode))]
+    return " / ".join(f"{percent:.0f}" for percent in found if percent is not None)
+
+
+def _over(slow: records.Run | None, fast: records.Run | None) -> str:
+    """How many times as fast, forward / backward: the median of the ratios of paired rounds."""
+    found = []
+    for mode in MODES:
+        if slow and fast and (a := slow.best(mode)) and (b := fast.best(mode)):
+            found.append(timing.paired_ratio(slow.samples(mode, a), fast.samples(mode, b))[0])
+    return " / ".join(f"{ratio:.2f}" for ratio in found)
+
+
 def text(lines: list[dict], width: int | None = None) -> str:
     """Everything the command prints, from records."""
     runs = {run.info["step"]: run for run in records.runs(lines) if run.info["step"] != "fusions"}
     blocks, on_gpu = [records.provenance(lines)], lines[0]["runners"][0]["type"] == "cuda"
+    blocks.append(summary(lines, width))
     for name in dict.fromkeys(step.split(", ")[0] for step in runs):
         for mode in MODES:
             some = {step: run for step, run in runs.items() if step.startswith(name + ", ")}

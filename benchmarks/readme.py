@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from common import report, steps
 
-from . import ablation, charts, compare, components, fusions, ladder, peers, records, sweep
+from . import ablation, capture, charts, compare, components, fusions, ladder, peers, records, sweep
 from .records import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,8 +71,10 @@ def studies(name: str) -> str:
         lines = records.read(path)
         stem = path.with_suffix("").relative_to(ROOT)
         images = [f"![{Path(image).name}]({image}.png)" for image in STUDIES[name].chart_stems(lines, str(stem))]
+        first = fusions.summary(lines, WIDTH) if name == "fusions" else ""           # short enough to stand open
         tables = f"<details><summary>The tables</summary>\n\n```\n{STUDIES[name].text(lines, WIDTH)}\n```\n\n</details>"
-        blocks.append("\n\n".join([records.provenance(lines), *images, tables]))
+        blocks.append("\n\n".join([records.provenance(lines), *images, *([f"```\n{first}\n```"] if first else []),
+                                   tables]))
     return "\n\n".join(blocks) or "Not recorded yet."
 
 
@@ -106,6 +108,7 @@ def parts() -> dict[str, str]:
         found[f"scripts {preset}"] = records.provenance(lines) + "\n\n" + scripts_table(lines)
     found |= {name: studies(name) for name in STUDIES}
     found["compare"] = comparisons()
+    found["captured"] = f"```\n{capture.explain(h200 / 'captured', WIDTH)}\n```"
     found["card"] = f"```\n{(h200 / '2_sdpa.txt').read_text().rstrip()}\n```"
     return found
 
