@@ -41,6 +41,9 @@ MODES = ("forward", "backward")
 MOST_COPIES = 64                       # of an operation's tensors: small ones stay in a cache all the same
 BEYOND = 4                             # times the last cache, which keeps some of what is only a little larger than it
 COPY = "copy"                          # the row that the others are percent of
+UNSETTLED = "~"                        # beside a median that is not known to 1 %
+SUMMARY = """Percent of a copy of as many bytes (attention: of the matmul rate) at the largest size, forward / backward,
+each level by its faster way of launching, and how many times as fast as the compiler's Triton's kernel is"""
 
 
 @dataclass
@@ -277,25 +280,26 @@ def summary(lines: list[dict], width: int | None = None) -> str:
         cells = [_percents(found[level]) if level in found else "" for level in own[:-1]]
         if any(cells):
             rows.append([name, *cells, _over(found.get("torch.compile"), found.get("Triton")),
-                         ", ".join(f"{level} {cell}" for level, cell in libraries.items())])
-    headers = ["experiment", "eager", "TorchScript", "compile", "Triton", "CUDA C++", "Triton vs compile", "libraries"]
-    return ("Percent of a copy of as many bytes (attention: of the matmul rate) at the largest size, forward / backward"
-            f"\n\n{command.table(rows, headers, width)}") if rows else ""
+                         ", ".join(f"{level} {cell}" for level, cell in libraries.items()),
+                         ", ".join(filter(None, (_over(found[level], found.get("Triton")) for level in libraries)))])
+    headers = ["experiment", "eager", "TorchScript", "compile", "Triton", "CUDA C++", "Triton vs compile", "libraries",
+               "Triton vs these"]
+    copies = [line["metric"]["benchmark_values"][0] for line in lines if line["metric"]["name"] == "work rate"
+              and line["benchmark"]["extra_info"]["step"].endswith(f", {COPY}")]
+    fastest = f" The fastest copy here, of any size, ran at {command.figures(max(copies))} GB/s." if copies else ""
+    return f"{SUMMARY}.{fastest}\n\n{command.table(rows, headers, width)}" if rows else ""
 
 
 def _percents(run: records.Run) -> str:
-    """Forward / backward, of the faster way of launching."""
-    found = [run.value(mode, "percent of limit", best) for mode in MODES if (best := run.best(mode))]
-    return " / ".join(f"{percent:.0f}" for percent in found if percent is not None)
+    """Forward / backward, of the faster way of launching; empty without a forward."""
+    found = [run.value(mode, "percent of limit", run.best(mode)) if run.best(mode) else None for mode in MODES]
+    return "" if found[0] is None else " / ".join(f"{percent:.0f}" for percent in found if percent is not None)
 
 
 def _over(slow: records.Run | None, fast: records.Run | None) -> str:
     """How many times as fast, forward / backward: the median of the ratios of paired rounds."""
-    found = []
-    for mode in MODES:
-        if slow and fast and (a := slow.best(mode)) and (b := fast.best(mode)):
-            found.append(timing.paired_ratio(slow.samples(mode, a), fast.samples(mode, b))[0])
-    return " / ".join(f"{ratio:.2f}" for ratio in found)
+    found = [records.paired(slow, fast, mode) for mode in MODES] if slow and fast else [None]
+    return "" if found[0] is None else " / ".join(f"{ratio[0]:.3f}" for ratio in found if ratio is not None)
 
 
 def text(lines: list[dict], width: int | None = None) -> str:
@@ -311,6 +315,11 @@ def text(lines: list[dict], width: int | None = None) -> str:
                            "kernels" if on_gpu else "operators"]
                 blocks.append(f"{name}, {mode}\n\n" + command.table([_row(run, mode) for run in some.values()],
                                                                     headers, width, keys=2))
+    if any(run.best(mode) and run.value(mode, "percent of limit", run.best(mode)) is None
+           for run in runs.values() for mode in MODES):
+        blocks.append("No percentage where the tensors may stay in a cache (of a CPU's caches nothing is known).")
+    if any(UNSETTLED in block for block in blocks):
+        blocks.append(f"{UNSETTLED} these rounds do not tell the median to 1 %")
     blocks.append("\n".join(records.cautions(runs.values())))
     return "\n\n".join(filter(None, blocks))
 
@@ -320,13 +329,20 @@ def _row(run: records.Run, mode: str) -> list[str]:
     errors = [line["metric"]["benchmark_values"][0] for line in run.lines if line["metric"]["name"].endswith(" error")
               and line["metric"]["name"].startswith("output" if mode == "forward" else "gradient")]
     best = run.best(mode)
-    times = [run.median(mode, launch) for launch in report.LAUNCHES]
+    times = [run.find(mode, "latency", launch) for launch in report.LAUNCHES]
     kernels, percent = run.value(mode, "launches"), run.value(mode, "percent of limit", best)
     return [size, level, run.status, f"{max(errors):.1e}" if errors else "",
-            *("n/a" if ms is None else command.figures(1e3 * ms) for ms in times),
+            *map(_microseconds, times),
             "" if best is None else command.figures(run.value(mode, "work rate", best)),
             "" if percent is None else f"{percent:.0f}",
             "" if kernels is None else f"{kernels / _copies(run, mode):.0f}"]
+
+
+def _microseconds(latency: dict | None) -> str:
+    if latency is None or not latency["metric"]["benchmark_values"]:
+        return "n/a"
+    found = latency["metric"]["extra_info"]
+    return command.figures(1e3 * found["median"]) + UNSETTLED * (not found["settled"])
 
 
 def _copies(run: records.Run, mode: str) -> int:
@@ -350,8 +366,11 @@ def chart_stems(lines: list[dict], stem: str) -> list[str]:
 
 def draw(lines: list[dict], stem: str) -> None:
     """Draw `chart_stems`: GB/s against the size of the first tensor, forward, a panel for each experiment."""
-    if chart_stems(lines, stem):
-        charts.panels_chart(_curves(lines), f"{stem}-bandwidth", lines, "million elements", "GB/s, forward")
+    if not chart_stems(lines, stem):
+        print("fusions: no chart: it needs two sizes of an experiment", file=sys.stderr)
+    else:
+        charts.panels_chart(_curves(lines), f"{stem}-bandwidth", lines, "million elements",
+                            "GB/s, forward, faster launch")
 
 
 def _curves(lines: list[dict]) -> dict[str, dict[str, list[tuple[float, float]]]]:
@@ -379,9 +398,10 @@ def main(argv: list[str] | None = None) -> int:
         command.usage(parser, "--capture and --explain: give one of them")
     if options.explain:
         try:
-            print(capture.explain(options.explain))
+            told = capture.explain(options.explain)
         except (ValueError, OSError) as error:
             command.usage(parser, f"--explain: {error}")
+        print(told)
         return EXIT["ok"]
     if options.capture:
         try:

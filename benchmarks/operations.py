@@ -62,6 +62,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(scores.masked_fill(future, float("-inf")), -1) @ v
 
 
+def _library_rms_norm() -> Callable:
+    return lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+
+
 def _library_attention(backend: SDPBackend) -> Callable:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
@@ -98,6 +102,17 @@ def _cuda(function: str, **constants) -> Callable[[], Callable]:
     return load
 
 
+def _triton_softmax_dropout() -> Callable:
+    """With its seed on the device already, as a training loop would hold it."""
+    kernel, seeds = _kernel("softmax.softmax_dropout")(), {}
+
+    def call(scores: Tensor) -> Tensor:
+        if scores.device not in seeds:
+            seeds[scores.device] = torch.full((), DROPOUT["seed"], dtype=torch.int64, device=scores.device)
+        return kernel(scores, DROPOUT["p"], seeds[scores.device], DROPOUT["causal"])
+    return call
+
+
 def _two(load: Callable[[], Callable]) -> Callable[[], Callable]:
     """The same, giving the first two of its results."""
     return lambda: lambda *given: load()(*given)[:2]
@@ -127,7 +142,8 @@ EXPERIMENTS = {
     "LayerNorm+GELU": Experiment(layer_norm_gelu, "xww", "hidden", (2, 3), {
         "Triton": _kernel("norms.layer_norm_gelu"), "CUDA C++": _cuda("layer_norm_gelu")}, "norms"),
     "RMSNorm": Experiment(rms_norm, "xw", "hidden", (2, 3), {
-        "Triton": _kernel("norms.rms_norm"), "CUDA C++": _cuda("rms_norm"), "Liger": _liger_rms_norm}, "norms"),
+        "Triton": _kernel("norms.rms_norm"), "CUDA C++": _cuda("rms_norm"), "Liger": _liger_rms_norm,
+        "PyTorch's rms_norm": _library_rms_norm}, "norms"),
     "residual+LayerNorm": Experiment(residual_layer_norm, "xxww", "hidden", (4, 4), {
         "Triton": _kernel("norms.residual_layer_norm")}, "norms"),
     "LayerNorm to FP8": Experiment(layer_norm_fp8, "xww1", "hidden", (1, None), {
@@ -140,7 +156,7 @@ EXPERIMENTS = {
         "Triton": _kernel("activations.bias_gelu")}, "activations"),
     # What is beyond the diagonal is written and not read.
     "softmax+dropout": Experiment(softmax_dropout, "x", "scores", (1.5, 2), {
-        "Triton": _kernel("softmax.softmax_dropout", **DROPOUT),
+        "Triton": _triton_softmax_dropout,
         "CUDA C++": _cuda("softmax_dropout", **DROPOUT)}, "softmax"),
     "attention": Experiment(attention, "xxx", "heads", (4, 8), {
         "Triton": _kernel("attention.attention"), "CUDA C++": _forward_only(_cuda("attention")),

@@ -72,7 +72,9 @@ def studies(name: str) -> str:
         stem = path.with_suffix("").relative_to(ROOT)
         images = [f"![{Path(image).name}]({image}.png)" for image in STUDIES[name].chart_stems(lines, str(stem))]
         first = fusions.summary(lines, WIDTH) if name == "fusions" else ""           # short enough to stand open
-        tables = f"<details><summary>The tables</summary>\n\n```\n{STUDIES[name].text(lines, WIDTH)}\n```\n\n</details>"
+        text = STUDIES[name].text(lines, WIDTH)
+        text = text.replace(f"{first}\n\n", "", 1) if first else text
+        tables = f"<details><summary>The tables</summary>\n\n```\n{text}\n```\n\n</details>"
         blocks.append("\n\n".join([records.provenance(lines), *images, *([f"```\n{first}\n```"] if first else []),
                                    tables]))
     return "\n\n".join(blocks) or "Not recorded yet."

@@ -79,6 +79,19 @@ def test_activations_of_inputs_that_are_not_contiguous(name):
 
 
 @each_activation
+@pytest.mark.parametrize("large", [1e14, -1e14, 1e16, -1e18])
+def test_gradients_at_large_values_are_eager_s(name, large):
+    kernel, eager, *_ = ACTIVATIONS[name]
+    given = arguments(name, (4, 33))
+    with torch.no_grad():
+        given[0][2, 5] = large
+    expected = outputs(eager, given)
+    assert all(t.isfinite().all() for t in expected)
+    for value, right in zip(outputs(kernel, given), expected, strict=True):
+        torch.testing.assert_close(value, right, rtol=1e-5, atol=1e-5)
+
+
+@each_activation
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30, -1e30])
 def test_activations_of_strange_values_are_eager_s(name, bad):
     kernel, eager, *_ = ACTIVATIONS[name]
@@ -131,7 +144,8 @@ def test_halves_of_one_tensor_are_not_copied():
     (lambda x: softmax.softmax_dropout(x[:0, :0], 0.1, 1), r"scores is \(0, 0\)"),
     (lambda x: softmax.softmax_dropout(x[0], 0.1, 1), r"scores is \(8,\)"),
     (lambda x: softmax.softmax_dropout(x[:, :4].long(), 0.1, 1), "scores is torch.int64"),
-    (lambda x: softmax.softmax_dropout(x[:, :4], 1.0, 1), "p is 1.0: give a probability from 0 to less than 1"),
+    (lambda x: softmax.softmax_dropout(x[:, :4], 1.0, 1), "p is 1.0: give 0 <= p < 1"),
+    (lambda x: softmax.softmax_dropout(x[:, :4], 0.999999, 1), "p is 0.999999: .* and 1 - p more than 1/131072"),
     (lambda x: softmax.softmax_dropout(x[:, :4], -0.1, 1), "p is -0.1"),
     (lambda x: softmax.softmax_dropout(x[:, :4], math.nan, 1), "p is nan"),
     (lambda x: softmax.softmax_dropout(x[:, :4], 0.1, 1.5), "seed is 1.5: give an int of 64 bits"),

@@ -1,10 +1,12 @@
 """The study of fused operations: every level is the operation, in both passes; tables, chart and command line."""
 import functools
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from benchmarks import fusions, operations, records
+from benchmarks import fusions, operations, readme, records
 from common import PRESETS, harness
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:.*torch.jit.script")]
@@ -119,6 +121,38 @@ def test_a_level_that_is_wrong_is_a_row_and_the_others_are_timed(study_main, no_
     assert status == 1 and "SiLU, 4 x 256, Triton, no autocast: failed: output 0 is off by" in out
     assert "SiLU, 4 x 256, mine, no autocast: failed: KeyError: " in out
     assert any(line.split()[:5] == ["4", "x", "256", "eager", "ok"] for line in out.splitlines())
+
+
+def test_the_summary_is_of_the_largest_size_and_empty_without_percents():
+    lines = [records.read(path) for path in readme.recorded("fusions")]
+    on_gpu, on_cpu = (next(some for some in lines if some[0]["runners"][0]["type"] == kind) for kind in ("cuda", "cpu"))
+    assert fusions.summary(on_cpu) == ""
+    rows = {row.split("  ")[0]: row for row in fusions.summary(on_gpu).splitlines()}
+    assert rows.keys() > operations.EXPERIMENTS.keys()
+    largest = next(run for run in records.runs(on_gpu) if run.info["step"] == "SiLU, 16384 x 16384, torch.compile")
+    assert fusions._percents(largest) in rows["SiLU"] and fusions._percents(largest).count(" / ") == 1
+
+
+def test_what_memory_limits_is_timed_in_shorter_stretches():
+    long, short = (fusions.clock_for(torch.device("cuda"), fusions.Work(1e9, flops)) for flops in (1e12, 0.0))
+    assert 0 < short.settle_ms < long.settle_ms and 0 < short.burst_ms < long.burst_ms
+    assert f"{short.burst_ms:g} ms behind {short.settle_ms:g} ms" in short.in_rounds
+
+
+def test_the_kernels_alone_need_a_gpu():
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = subprocess.run([sys.executable, "-m", "benchmarks.kernels"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (4, "", "kernels: skipped: there is no GPU\n")
+
+
+@pytest.mark.gpu
+def test_every_kernel_gives_the_same_bits(capsys):
+    from benchmarks.kernels import __main__ as kernels
+    assert kernels.main([]) == 0
+    said = capsys.readouterr().out
+    assert "DIFFER" not in said and all(f"{name}, Triton, " in said for name in operations.EXPERIMENTS)
 
 
 @pytest.mark.parametrize("flags, said", [

@@ -257,6 +257,7 @@ def _save_layer_norm_gelu(ctx, inputs, output):
     x, weight, bias, _ = inputs
     ctx.save_for_backward(x, weight, bias, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
 
 
 def _differentiate_layer_norm_gelu(ctx, dy, *_):
@@ -267,6 +268,7 @@ def _save_rms_norm(ctx, inputs, output):
     x, weight, _ = inputs
     ctx.save_for_backward(x, weight, output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
 def _differentiate_rms_norm(ctx, dy, *_):
@@ -285,6 +287,7 @@ def _save_softmax_dropout(ctx, inputs, output):
     scores, *ctx.options = inputs
     ctx.save_for_backward(scores, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
 
 
 def _differentiate_softmax_dropout(ctx, dy, *_):

@@ -23,7 +23,8 @@ __device__ float gelu(float h) { return h * gelu_gate(h, h * h); }
 
 __device__ float gelu_slope(float h) {
     const float square = h * h, gate = gelu_gate(h, square);
-    return gate + (gate - gate * gate) * (h * (SLOPE + 3.0f * CUBIC * square));
+    const float slope = h * (gate - gate * gate);            // of a large h this is 0 before a factor is infinite
+    return gate + slope * (SLOPE + 3.0f * CUBIC * square);
 }
 
 template <typename L>

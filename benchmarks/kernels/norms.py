@@ -43,7 +43,8 @@ def gelu(h):
 def gelu_slope(h):
     square = h * h
     gate = _gate(h, square)
-    return gate + (gate - gate * gate) * (h * (1.5957691216057308 + 0.21406444881780076 * square))
+    slope = h * (gate - gate * gate)                          # of a large h this is 0 before a factor is infinite
+    return gate + slope * (1.5957691216057308 + 0.21406444881780076 * square)
 
 
 @triton.jit
@@ -193,6 +194,7 @@ def _save(ctx, inputs, output):
     _, total, mean, rstd = output
     ctx.residual = residual is not None
     ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)                          # or zeros are written for mean and rstd
     ctx.save_for_backward(total if ctx.residual else x, weight, bias, mean, rstd)
 
 

@@ -104,6 +104,7 @@ def _launch(kernel, tensors: tuple[Tensor, ...], scores: Tensor, p: float, causa
     The queries up to w of a causal softmax need w keys or fewer: beyond, a band only writes zeros.
     """
     matrices, S, _ = scores.shape
+    threshold = round(p * 65536)
     columns = triton.next_power_of_2(max(S, 8))
     first = 0
     if causal:
@@ -112,8 +113,8 @@ def _launch(kernel, tensors: tuple[Tensor, ...], scores: Tensor, p: float, causa
         last = min(columns, S) if causal else S
         rows = min(max(1, TILE // columns), triton.next_power_of_2(last - first))
         launchable(kernel)[(matrices * triton.cdiv(last - first, rows),)](
-            *tensors, first, last, round(p * 65536), 1 / (1 - p), S=S, CAUSAL=causal, DROPOUT=p > 0, ROWS=rows,
-            COLUMNS=columns, num_warps=min(32, max(1, rows * columns // (32 * per_thread))))
+            *tensors, first, last, threshold, 1 / (1 - p), S=S, CAUSAL=causal, DROPOUT=threshold > 0,
+            ROWS=rows, COLUMNS=columns, num_warps=min(32, max(1, rows * columns // (32 * per_thread))))
         first, columns = last, 2 * columns
 
 
@@ -141,6 +142,7 @@ def _save(ctx, inputs, output):
     scores, seed, ctx.p, ctx.causal = inputs
     _, maximum, inverse = output
     ctx.mark_non_differentiable(maximum, inverse)
+    ctx.set_materialize_grads(False)                        # or zeros are written for maximum and inverse
     ctx.save_for_backward(scores, seed, maximum, inverse)
 
 
@@ -164,8 +166,8 @@ def softmax_dropout(scores: Tensor, p: float, seed: int | Tensor, causal: bool =
     S = scores.size(-1) if scores.ndim else 0
     if scores.ndim < 2 or scores.size(-2) != S or not 0 < S <= WIDEST:
         raise ValueError(f"scores is {tuple(scores.shape)}: give [..., S, S] with S from 1 to {WIDEST}")
-    if not 0 <= p < 1:
-        raise ValueError(f"p is {p}: give a probability from 0 to less than 1")
+    if not 0 <= p < 1 or round(p * 65536) == 65536:
+        raise ValueError(f"p is {p}: give 0 <= p < 1, and 1 - p more than 1/131072")
     if not isinstance(seed, Tensor):
         if not isinstance(seed, int) or not -2**63 <= seed < 2**63:
             raise ValueError(f"seed is {seed!r}: give an int of 64 bits, or an int64 tensor of one element")

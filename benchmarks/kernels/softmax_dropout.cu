@@ -3,7 +3,7 @@
 //
 // Forward: one block a row. The row is read once into registers; the block finds its maximum (so that no exponential
 // overflows), then the sum of the exponentials, then writes. Under the causal mask, row i of a square matrix has i + 1
-// elements and nothing behind them is read.
+// elements and no vector behind them is read.
 //
 // Dropout's mask is never stored. Philox is a random number generator without a state, a function of (seed, counter):
 // whoever asks for element 7's number gets the same one, in the backward too. A call gives four 32-bit words, which
@@ -83,7 +83,7 @@ forward(const typename L::T* __restrict__ scores, typename L::T* __restrict__ y,
             total += e[v][i];
         }
     }
-    total = reduce_block<Sum>(total, 0);
+    total = reduce_block<Sum>(total, 1);
     const float scale = 1.0f / total;
 #pragma unroll
     for (int v = 0; v < L::VECTORS; ++v) {
