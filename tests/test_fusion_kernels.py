@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from kernel_cases import DEVICE, DTYPES, GATES
+from kernel_cases import CASES, DEVICE, DTYPES, GATES
 from torch.nn import functional as F
 
 pytest.importorskip("triton")
@@ -14,7 +14,6 @@ from benchmarks import operations
 from benchmarks.kernels import activations, quantize, softmax
 from common import oracle
 
-SHAPES = [(3, 1), (3, 1000), (3, 4097), (2, 5, 64), (1, 1), (7,)]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:invalid value encountered"),
               pytest.mark.filterwarnings("ignore:overflow encountered")]
@@ -55,8 +54,7 @@ def arguments(name, shape, dtype=torch.float32, scale=1.0):
 
 
 @each_activation
-@each_dtype
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape, dtype", CASES, ids=str)
 def test_activations_are_right(name, shape, dtype):
     found = errors(*ACTIVATIONS[name][:2], arguments(name, shape, dtype))
     assert max(found) < 3 * GATES[dtype], found
@@ -310,8 +308,7 @@ def fp8_distance(y, exact):
     return (place(y.float()) - place(exact)).abs()
 
 
-@each_dtype
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape, dtype", CASES, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 300.0])             # the second saturates
 def test_layer_norm_fp8_is_right(shape, scale, dtype):
     given = norm_arguments(shape, dtype)
@@ -327,8 +324,7 @@ def test_layer_norm_fp8_is_right(shape, scale, dtype):
         torch.testing.assert_close(rstd.double(), (rows.var(1, unbiased=False) + 1e-5).rsqrt(), rtol=1e-4, atol=0)
 
 
-@each_dtype
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[-1] > 1], ids=str)
+@pytest.mark.parametrize("shape, dtype", [case for case in CASES if case[0][-1] > 1], ids=str)
 def test_the_backward_of_layer_norm_fp8_is_layer_norm_s(shape, dtype):
     given = norm_arguments(shape, dtype)
     dy = random(shape, dtype, seed=5)

@@ -7,14 +7,13 @@ import math
 import kernel_cases
 import pytest
 import torch
-from kernel_cases import DEVICE, DTYPES, GATES, assert_same_bits, outputs
+from kernel_cases import CASES, DEVICE, DTYPES, GATES, assert_same_bits, outputs
 
 pytest.importorskip("triton")
 from benchmarks import operations
 from benchmarks.kernels import norms
 from common import oracle
 
-SHAPES = [(3, 1), (3, 1000), (3, 4097), (2, 5, 64), (1, 1), (7,)]
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:invalid value encountered")]
 
 
@@ -38,8 +37,7 @@ def errors(name, given):
 
 
 @each_kernel
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape, dtype", CASES, ids=str)
 def test_outputs_and_gradients_are_right(name, shape, dtype):
     given = arguments(name, shape, dtype)
     found = errors(name, given)
