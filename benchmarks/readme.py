@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from common import report, steps
 
-from . import ablation, capture, charts, compare, components, fusions, ladder, peers, records, sweep
+from . import ablation, capture, charts, compare, components, fusion_tables, fusions, ladder, peers, records, sweep
 from .records import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,7 +71,7 @@ def studies(name: str) -> str:
         lines = records.read(path)
         stem = path.with_suffix("").relative_to(ROOT)
         images = [f"![{Path(image).name}]({image}.png)" for image in STUDIES[name].chart_stems(lines, str(stem))]
-        first = fusions.summary(lines, WIDTH) if name == "fusions" else ""           # short enough to stand open
+        first = fusion_tables.summary(lines, WIDTH) if name == "fusions" else ""           # short enough to stand open
         text = STUDIES[name].text(lines, WIDTH)
         text = text.replace(f"{first}\n\n", "", 1) if first else text
         tables = f"<details><summary>The tables</summary>\n\n```\n{text}\n```\n\n</details>"

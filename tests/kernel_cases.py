@@ -7,9 +7,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GATES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DTYPES = tuple(GATES)
 SHAPES = [(3, 1), (3, 1000), (3, 4097), (2, 5, 64), (1, 1), (7,)]
-# The interpreter takes seconds for the widest: there, one dtype of it.
+# The interpreter takes seconds for the widest: there, the dtype of the tightest gate alone.
 CASES = [(shape, dtype) for shape in SHAPES for dtype in DTYPES
-         if DEVICE == "cuda" or shape != (3, 4097) or dtype == torch.float16]
+         if DEVICE == "cuda" or shape != (3, 4097) or dtype == torch.float32]
 
 
 def arguments(full, vectors, shape, dtype=torch.float32, scale=1.0, seed=0):

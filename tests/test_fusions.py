@@ -4,7 +4,7 @@ import functools
 import pytest
 import torch
 
-from benchmarks import fusions, operations, readme, records
+from benchmarks import fusion_tables, fusions, operations, readme, records
 from common import PRESETS, harness
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:.*torch.jit.script")]
@@ -99,7 +99,7 @@ def test_the_study_on_a_cpu(study_main, no_inductor, tmp_path):
                                   "--rounds", 6, "--json", path, "--chart", tmp_path / "f")
     assert status == 0 and "Traceback" not in err, out
     lines = records.read(path)
-    assert fusions.text(lines) in out and (tmp_path / "f-bandwidth.png").exists()
+    assert fusion_tables.text(lines) in out and (tmp_path / "f-bandwidth.png").exists()
     runs = {run.info["step"]: run for run in records.runs(lines)}
     for level in ("eager", "TorchScript (deprecated)", "torch.compile", "copy"):
         run = runs[f"RMSNorm, 16 x 64, {level}"]
@@ -124,11 +124,11 @@ def test_a_level_that_is_wrong_is_a_row_and_the_others_are_timed(study_main, no_
 def test_the_summary_is_of_the_largest_size_and_empty_without_percents():
     lines = [records.read(path) for path in readme.recorded("fusions")]
     on_gpu, on_cpu = (next(some for some in lines if some[0]["runners"][0]["type"] == kind) for kind in ("cuda", "cpu"))
-    assert fusions.summary(on_cpu) == ""
-    rows = {row.split("  ")[0]: row for row in fusions.summary(on_gpu).splitlines()}
+    assert fusion_tables.summary(on_cpu) == ""
+    rows = {row.split("  ")[0]: row for row in fusion_tables.summary(on_gpu).splitlines()}
     assert rows.keys() > operations.EXPERIMENTS.keys()
     largest = next(run for run in records.runs(on_gpu) if run.info["step"] == "SiLU, 16384 x 16384, torch.compile")
-    assert fusions._percents(largest) in rows["SiLU"] and fusions._percents(largest).count(" / ") == 1
+    assert fusion_tables._percents(largest) in rows["SiLU"] and fusion_tables._percents(largest).count(" / ") == 1
 
 
 def test_what_memory_limits_is_timed_in_shorter_stretches():

@@ -60,7 +60,7 @@ def _forward(x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_p
         x += tl.load(residual_ptr + here, mask=inside, other=0.0).to(tl.float32)
         x = x.to(total_ptr.dtype.element_ty).to(tl.float32)   # what the next layer sees is what is normalised
         tl.store(total_ptr + here, x, mask=inside)
-    if not GELU:                                              # on its way during the sums; GELU has no registers left
+    if not GELU:                                              # on its way during the sums, in registers of its own
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
         if BIAS:
             bias = tl.load(bias_ptr + columns, mask=inside, other=0.0)

@@ -143,7 +143,7 @@ __device__ float reduce_warp(float value) {
 
 // COUNT values over all threads of the block; every thread gets the results, in an order that never changes. `turn` is 0
 // and 1 by turns from one call to the next: a thread that is ahead writes where the others do not read any more, and one
-// barrier a call is enough.
+// barrier a call is enough. (Each Op and COUNT has memory of its own, so that their turns are counted apart.)
 template <typename Op, int COUNT>
 __device__ void reduce_block(float (&values)[COUNT], int turn) {
     __shared__ float of_warp[2][COUNT][32];
