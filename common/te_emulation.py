@@ -6,6 +6,7 @@ delayed scaling over the same state) and multiplies the rounded values in FP32, 
 Without FP8 (autocast off) the modules compute in the dtype of their parameters.
 """
 import contextlib
+import os
 import sys
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -15,6 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import BlockConfig
+
+# LayerNorm by cuDNN, which writes FP8 as Transformer Engine's own kernels do and is the faster of the two on Hopper. It
+# has no other switch for that, and looks at this one when it first normalises.
+for _direction in ("FWD", "BWD"):
+    os.environ.setdefault(f"NVTE_NORM_{_direction}_USE_CUDNN", "1")
 
 # Imported before torch loads its own cuDNN: where a machine has two, the other order mixes them and fails.
 # An incomplete installation raises nearly anything here: ImportError, RuntimeError, FileNotFoundError, OSError.

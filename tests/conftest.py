@@ -4,9 +4,11 @@ Every test carries one tier: `unit` (milliseconds, no block compiled), `integrat
 or a process) or `stress` (long or large). `pytest -m unit` is the quick look.
 """
 import errno
+import itertools
 import math
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -154,6 +156,22 @@ def full_disk(monkeypatch):
     def write(descriptor, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(os, "write", write)
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch):
+    """ctrl_c(module, name, call): when module.name is called for that time, the signal that a terminal would send."""
+    def at(module, name, call):
+        function, calls = getattr(module, name), itertools.count(1)
+
+        def interrupted(*arguments, **options):
+            if next(calls) == call:
+                signal.raise_signal(signal.SIGINT)
+            return function(*arguments, **options)
+        monkeypatch.setattr(module, name, interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)              # in the background it may be ignored
+    yield at
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

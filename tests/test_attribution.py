@@ -60,6 +60,8 @@ def test_the_middle_leaves_out_what_disturbed_an_iteration():
     ("triton_red_fused__to_copy_add_native_layer_norm_view_5", "normalisation and activation"),
     ("triton_poi_fused_gelu_view_2", "normalisation and activation"),
     ("void transformer_engine::normalization::ln_bwd_tuned_kernel<x>", "normalisation and activation"),
+    ("ln_tma_fwd_kernel", "normalisation and activation"),
+    ("ln_bwd_finalize_kernel", "normalisation and activation"),
     ("triton_poi_fused__to_copy_view_0", "casts and copies"),
     ("cast_transpose_optimized_kernel(__half const*, float const*, __nv_fp8_e4m3*)", "casts and copies"),
     ("cast_transpose_fusion_kernel_optimized(transformer_engine::CTDBiasDActParam<x>)", "casts and copies"),

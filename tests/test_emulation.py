@@ -28,7 +28,7 @@ import torch
 from conftest import NAMES, case, differences, results, te, worst
 from torch import Tensor
 
-from common import BlockConfig, oracle, steps, te_emulation
+from common import BlockConfig, evidence, oracle, steps, te_emulation
 from common.config import FP8_WEIGHTS, dtype_name
 from common.harness import calibrate
 
@@ -740,3 +740,17 @@ def test_transformer_engine_has_the_defaults_that_the_emulation_assumes():
     recipe, mine = te.quantization.DelayedScaling(), te_emulation.DelayedScaling()
     assert (recipe.amax_history_len, recipe.fp8_dpa) == (mine.amax_history_len, mine.fp8_dpa) == (1024, False)
     assert (recipe.margin, recipe.amax_compute_algo, recipe.fp8_format.name) == (0, "max", "HYBRID")
+
+
+@pytest.mark.integration
+@pytest.mark.transformer_engine
+def test_layer_norm_writes_fp8():
+    """cuDNN's kernel does not say so by its name. But only weights and attention's output are cast by a kernel of their
+    own, where LayerNorm's output would be too."""
+    values, x, _ = case(TE_CONFIG, "cuda", torch.float16)
+    block = steps.load(4).build(TE_CONFIG, values, "cuda")
+    with torch.no_grad():
+        kernels = evidence.observe(lambda: block(x), torch.device("cuda"))
+    norms = {name: count for name, count in kernels.items() if evidence.kind_of(name) == "cuDNN LayerNorm"}
+    casts = {name: count for name, count in kernels.items() if "e4m3" in name and not evidence.kind_of(name)}
+    assert sum(norms.values()) == 2 and sum(casts.values()) == 5, kernels

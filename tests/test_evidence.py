@@ -34,6 +34,7 @@ MASK = ("void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl
 TRITON = "triton_red_fused__to_copy_add_native_layer_norm_view_5"
 LAYER_NORM = ("void transformer_engine::normalization::ln_fwd_tuned_kernel<transformer_engine::normalization::"
               "Kernel_traits<__half, __half, __nv_fp8_e4m3, float, unsigned int, 4096u, 1u, 1u, 4u, 16u, ")
+CUDNN_LAYER_NORM = "ln_tma_fwd_kernel"
 GELU = ("void transformer_engine::unary_kernel<16, true, float, transformer_engine::Empty, &(float transformer_engine::"
         "gelu<float, float>(float, transformer_engine::Empty const&)), __half, __nv_fp8_e4m3>(__half const*, ")
 ADD = ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >"
@@ -68,6 +69,9 @@ KNOWN = [
     (TRITON, "compiled"),
     (GRAPH, "compiled"),
     (LAYER_NORM, "LayerNorm to FP8"),
+    (LAYER_NORM.replace("__nv_fp8_e4m3", "__half"), None),
+    (CUDNN_LAYER_NORM, "cuDNN LayerNorm"),
+    ("ln_tma_bwd_kernel", None),
     (GELU, "GELU to FP8"),
     ("aten::addmm", "matmul"),
     (ADD, None),
@@ -95,6 +99,7 @@ RIGHT = [
     (2, "tf32", [TF32, EFFICIENT]),
     (3, "bfloat16", [BF16, CUDNN, TRITON]),
     (4, "float8", [FP8, FP8_GRADIENT, CUDNN, LAYER_NORM, GELU]),
+    (4, "float8", [FP8, FP8_GRADIENT, CUDNN, CUDNN_LAYER_NORM, GELU]),
     (4, "tf32", [TF32, EFFICIENT]),
 ]
 

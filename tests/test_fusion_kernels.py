@@ -107,7 +107,7 @@ def test_activations_of_no_rows(name):
 @each_activation
 def test_every_run_of_an_activation_gives_the_same_bits(name, monkeypatch):
     monkeypatch.setattr(activations, "PROGRAMS", 3)         # fewer than tiles: each adds up several
-    monkeypatch.setitem(activations.SUMMED, "elements", 16)
+    monkeypatch.setitem(activations.SMALL, "elements", 16)
     given = arguments(name, (22, 10), torch.float16)
     assert max(errors(*ACTIVATIONS[name][:2], given)) < 3 * GATES[torch.float16]
     for a, b in zip(outputs(ACTIVATIONS[name][0], given), outputs(ACTIVATIONS[name][0], given), strict=True):

@@ -2,9 +2,7 @@
 import contextlib
 import functools
 import json
-import signal
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -368,24 +366,12 @@ def test_no_gpu_is_a_mistake_where_one_is_asked_for(main):
 
 
 @integration
-def test_an_interrupted_ladder_keeps_what_is_finished(tmp_path):
+def test_an_interrupted_ladder_keeps_what_is_finished(main, ctrl_c, tmp_path):
     """Interrupted while it samples: what was recorded before is whole."""
+    ctrl_c(timing, "interleaved", 2)                             # the first is the warm-up
     path = tmp_path / "out.jsonl"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.ladder", "--preset", "tiny", "--device", "cpu", "--steps", "0", "--rounds",
-         "1000000", "--json", str(path)], cwd=steps.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
-    try:
-        for _ in range(600):
-            if path.exists() and path.read_text().count("\n") >= 4:
-                break
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(0.1)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130 and out == "" and "4 finished records kept" in err and "Traceback" not in err
+    status, out, err = main("--steps", "0", "--rounds", 8, "--json", path)
+    assert (status, out) == (130, "") and "4 finished records kept" in err and "Traceback" not in err
     assert len(records.read(path)) == 4
 
 
