@@ -155,28 +155,28 @@ def bound_by(run: Run, mode: str) -> str:
 
 
 def attribution(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
-    """(rows, headers): for each pair of neighbours, how many ms each part gave, what the profile leaves unexplained.
+    """(rows, headers): for each pair of neighbours, how many ms each part gave; positive: the later step takes less.
 
-    Positive: the later step spends that much less. Unexplained is the difference of the two medians less that of the
-    two profiled timelines; its bound is the larger of 5 % of the difference and 0.5 % of the slower step. "of it by
-    profiling" is what the difference by the clock changes by when the profiler runs: what profiling costs, and how the
-    machine drifts between the rounds with and without.
+    "gained ms" is the difference of the two medians of the rounds; it is the sum of the parts, of "by profiling" and of
+    "unexplained". "by profiling" is what the difference by the clock changes by while the profiler runs: what watching
+    costs, and how the machine drifts between rounds; n/a, and in what is unexplained, in records from before it was
+    taken. "unexplained" is what is then left between clock and kernels; its bound is the larger of 5 % of the gain and
+    0.5 % of the slower step.
     """
     timed = [run for run in of_steps(lines) if run.parts(mode)]
     rows = []
     for a, b in itertools.pairwise(timed):
         before, after = a.parts(mode), b.parts(mode)
         gained = a.profiled_ms(mode) - b.profiled_ms(mode)
-        watched = [run.clocked_ms(mode) for run in (a, b)]
+        profiling, unexplained = records.beside_the_parts(a, b, mode)
         bound = max(0.05 * abs(gained), 0.005 * max(a.profiled_ms(mode), b.profiled_ms(mode)))
-        unexplained = gained - (sum(before.values()) - sum(after.values()))
         rows.append([f"{_short(a)} -> {_short(b)}", f"{a.profiled(mode)}, {b.profiled(mode)}",
                      command.figures(gained, "+"),
                      *(command.figures(before[part] - after[part], "+") for part in PARTS),
+                     "n/a" if profiling is None else command.figures(profiling, "+"),
                      command.figures(unexplained, "+"),
-                     "n/a" if None in watched else command.figures(gained - (watched[0] - watched[1]), "+"),
                      command.figures(bound) + ("" if abs(unexplained) <= bound else " EXCEEDED")])
-    return rows, ["pair", "launch", "gained ms", *PARTS, "unexplained", "of it by profiling", "bound"]
+    return rows, ["pair", "launch", "gained ms", *PARTS, "by profiling", "unexplained", "bound"]
 
 
 def of_steps(lines: list[dict]) -> list[Run]:

@@ -81,10 +81,10 @@ def studies(name: str) -> str:
 
 
 def comparisons() -> str:
-    """Recorded runs of the same code on two machines of one kind, the later one in second-<stem>.jsonl: compared."""
+    """Recorded runs of the same code on two machines of one kind, {first,second}-<stem>.jsonl: compared."""
     blocks = []
     for path in sorted(RESULTS.glob("*/second-*.jsonl")):
-        old, new = records.read(path.with_name(path.name.removeprefix("second-"))), records.read(path)
+        old, new = records.read(path.with_name(path.name.replace("second-", "first-"))), records.read(path)
         found, headers, _ = compare.compare(old, new, compare.recorded_noise(new), force=False)
         table = compare.text(old, new, found, headers, WIDTH)
         blocks.append(f"{records.provenance(new)}\n\n<details><summary>{compare.summary(found)}</summary>\n\n"

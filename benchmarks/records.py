@@ -204,6 +204,21 @@ def paired(a: Run, b: Run, mode: str) -> tuple[float, float, float] | None:
     return timing.paired_ratio(first, second)
 
 
+def beside_the_parts(a: Run, b: Run, mode: str) -> tuple[float | None, float]:
+    """What the difference of two medians (a less b) holds besides that of the parts, in ms: (by profiling, the rest).
+
+    By profiling: what the difference by the clock changes by while the profiler runs; None, and in the rest, where the
+    clock was not read then.
+    """
+    whole = a.profiled_ms(mode) - b.profiled_ms(mode)
+    left = whole - (sum(a.parts(mode).values()) - sum(b.parts(mode).values()))
+    watched = a.clocked_ms(mode), b.clocked_ms(mode)
+    if None in watched:
+        return None, left
+    profiling = whole - (watched[0] - watched[1])
+    return profiling, left - profiling
+
+
 def _short(commit: str | None) -> str:
     return commit[:7] + "+" * commit.endswith("+") if commit else "not recorded"
 
