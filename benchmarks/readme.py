@@ -71,13 +71,20 @@ def studies(name: str) -> str:
         lines = records.read(path)
         stem = path.with_suffix("").relative_to(ROOT)
         images = [f"![{Path(image).name}]({image}.png)" for image in STUDIES[name].chart_stems(lines, str(stem))]
-        first = fusion_tables.summary(lines, WIDTH) if name == "fusions" else ""           # short enough to stand open
-        text = STUDIES[name].text(lines, WIDTH)
-        text = text.replace(f"{first}\n\n", "", 1) if first else text
-        tables = f"<details><summary>The tables</summary>\n\n```\n{text}\n```\n\n</details>"
-        blocks.append("\n\n".join([records.provenance(lines), *images, *([f"```\n{first}\n```"] if first else []),
-                                   tables]))
+        if name == "fusions":
+            summary = fusion_tables.summary(lines, WIDTH)
+            tables = [*([f"```\n{summary}\n```"] if summary else []),
+                      f"[The tables, every level at every size]({stem}.txt)"]
+        else:
+            tables = [f"<details><summary>The tables</summary>\n\n```\n{STUDIES[name].text(lines, WIDTH)}\n```\n\n"
+                      "</details>"]
+        blocks.append("\n\n".join([records.provenance(lines), *images, *tables]))
     return "\n\n".join(blocks) or "Not recorded yet."
+
+
+def long_tables() -> dict[Path, str]:
+    """File -> text of the tables that have hundreds of rows and stand beside their records instead of in README."""
+    return {path.with_suffix(".txt"): fusions.text(records.read(path), WIDTH) + "\n" for path in recorded("fusions")}
 
 
 def comparisons() -> str:
@@ -133,11 +140,13 @@ def stale_charts() -> list[str]:
 
 
 def write() -> None:
-    """Rewrite README.md and redraw the charts that are stale."""
+    """Rewrite README.md and the tables beside the records, and redraw the charts that are stale."""
     for name, study in STUDIES.items():
         for path in recorded(name):
             stem, lines = str(path.with_suffix("")), records.read(path)
             if not all(charts.is_of(chart, lines) for chart in study.chart_stems(lines, stem)):
                 study.draw(lines, stem)
+    for path, text in long_tables().items():
+        path.write_text(text)
     path = ROOT / "README.md"
     path.write_text(rewrite(path.read_text()))

@@ -15,13 +15,18 @@ def test_readme_is_what_the_records_and_scripts_say():
     assert readme.rewrite(text) == text, "run python -m benchmarks.ladder --readme"
 
 
+def test_the_long_tables_are_what_the_records_say():
+    for path, text in readme.long_tables().items():
+        assert path.read_text() == text, "run python -m benchmarks.ladder --readme"
+
+
 def test_the_charts_show_the_recorded_runs():
     assert readme.stale_charts() == [], "run python -m benchmarks.ladder --readme"
 
 
-def test_every_chart_in_readme_is_there():
-    images = re.findall(r"!\[[^]]*\]\(([^)]+)\)", (steps.ROOT / "README.md").read_text())
-    assert all((steps.ROOT / image).exists() for image in images)
+def test_every_chart_and_file_that_readme_names_is_there():
+    named = re.findall(r"\[[^]]*\]\(([^)#:]+)\)", (steps.ROOT / "README.md").read_text())
+    assert named and all((steps.ROOT / name).exists() for name in named)
 
 
 def test_a_place_that_is_missing_is_named():
