@@ -212,19 +212,13 @@ def compilation_time(block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) 
 
 
 def check(block: torch.nn.Module, x: torch.Tensor, values: dict[str, torch.Tensor], result: Report) -> None:
-    """Compare with FP64 and record the errors; raise Failed where one is over its gate. Dropout is off meanwhile.
-
-    With bfloat16 parameters on a CPU the gradients' gate grows with the root of the sequence: PyTorch's LayerNorm there
-    adds up the gradients of its gain and bias over the tokens in bfloat16.
-    """
+    """Compare with FP64 and record the errors; raise Failed where one is over its gate. Dropout is off meanwhile."""
     training = block.training
     block.train(training and block.config.dropout == 0)
     errors = oracle.errors(block, x, values)
     block.train(training)
-    branch, gradient = oracle.GATES[f"{result.matmul}, emulated" if result.emulated and result.matmul == "float8"
-                                    else result.matmul]
-    if x.device.type == "cpu" and x.dtype == torch.bfloat16:
-        gradient *= max(1.0, (x.size(1) / 128) ** 0.5)
+    kind = f"{result.matmul}, emulated" if result.emulated and result.matmul == "float8" else result.matmul
+    branch, gradient = oracle.gates(kind, x, tokens=x.size(1))                     # of one sequence: oracle.errors
     gradients = {name: error for name, error in errors.items() if name.startswith("gradient of ")}
     worst = max(gradients, key=gradients.get)
     result.worst_parameter = worst.removeprefix("gradient of ")

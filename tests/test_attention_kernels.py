@@ -69,7 +69,7 @@ def worst(*given, **options):
 
 
 @pytest.mark.parametrize("S, dtype", [(1, torch.float16), (3, torch.float16), (64, torch.float16), (100, torch.float16),
-                                      (130, torch.float16), (100, torch.bfloat16)], ids=str)
+                                      (100, torch.bfloat16)], ids=str)
 @each_mask
 @each_width
 def test_outputs_and_gradients_are_right(S, dtype, D, causal):
@@ -78,7 +78,7 @@ def test_outputs_and_gradients_are_right(S, dtype, D, causal):
 
 @each_mask
 def test_every_batch_and_head_has_its_own(causal):
-    assert worst(*arguments((2, 3, 70, 64)), causal=causal) < 2e-3
+    assert worst(*arguments((2, 3, 35, 64)), causal=causal) < 2e-3
 
 
 @each_mask
@@ -97,7 +97,7 @@ def test_a_scale_of_ones_own():
 @each_dtype
 @each_mask
 def test_scores_of_about_a_hundred(causal, dtype):
-    given = arguments((1, 2, 100, 64), dtype, scale=10.0)
+    given = arguments((1, 1, 100, 64), dtype, scale=10.0)
     assert (given[0] @ given[1].mT / 8).std() > 90
     eager = errors(results(plain, *given, causal=causal), *given, causal=causal)
     for error, of_eager in zip(errors(results(attention, *given, causal=causal), *given, causal=causal), eager,
@@ -110,20 +110,18 @@ def views(qkv, B, S, H, D):
     return [part.view(B, S, H, D).transpose(1, 2) for part in qkv.chunk(3, dim=-1)]
 
 
-@pytest.mark.parametrize("made", ["bshd", "sbhd", "views of one", "dense", "all mixed"])
-def test_inputs_that_are_not_contiguous(made):
-    B, H, S, D = shape = 2, 2, 45, 64
+def test_inputs_that_are_not_contiguous():
+    B, H, S, D = shape = 2, 2, 35, 64
     given = arguments(shape)
     plainly = [t.detach() for t in given]
     bshd, sbhd, turned = ([t.permute(order).contiguous().permute(back) for t in plainly] for order, back in (
         ((0, 2, 1, 3), (0, 2, 1, 3)), ((2, 0, 1, 3), (1, 2, 0, 3)), ((0, 1, 3, 2), (0, 1, 3, 2))))
     of_one = [*views(torch.cat([t.transpose(1, 2).reshape(B, S, H * D) for t in plainly[:3]], -1), B, S, H, D), bshd[3]]
-    laid = {"bshd": bshd, "sbhd": sbhd, "views of one": of_one, "dense": turned,
-            "all mixed": [bshd[0], sbhd[1], of_one[2], turned[3]]}[made]
-    assert all(torch.equal(a, b) and not a.is_contiguous() for a, b in zip(laid, plainly, strict=True))
-    laid = [*(t.requires_grad_() for t in laid[:3]), laid[3]]
-    for a, b in zip(results(attention, *laid), results(attention, *given), strict=True):
-        assert torch.equal(a, b)
+    expected = results(attention, *given)
+    for laid in (bshd, sbhd, of_one, turned, [bshd[0], sbhd[1], of_one[2], turned[3]]):
+        assert all(torch.equal(a, b) and not a.is_contiguous() for a, b in zip(laid, plainly, strict=True))
+        laid = [*(t.detach().requires_grad_() for t in laid[:3]), laid[3]]
+        assert all(map(torch.equal, results(attention, *laid), expected))
 
 
 def test_the_gradient_of_a_sum():
@@ -140,7 +138,7 @@ def test_no_heads_at_all():
 
 @each_mask
 def test_every_run_gives_the_same_bits(causal):
-    given = arguments((1, 2, 100, 64))
+    given = arguments((1, 1, 100, 64))
     for a, b in zip(results(attention, *given, causal=causal), results(attention, *given, causal=causal), strict=True):
         assert torch.equal(a, b)
 

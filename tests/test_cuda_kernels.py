@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import kernel_cases
 import numpy as np
@@ -363,21 +364,31 @@ def test_tiles_in_shared_memory_have_no_bank_conflict_and_give_each_lane_its_ele
                 assert (keys[i] == block(first + right, 16 * d + down)).all()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def nvcc():
     if reason := extension.compiler_missing():
         pytest.skip(reason)
     return extension.cuda_home() / "bin" / "nvcc"
 
 
+@pytest.fixture(scope="module")
+def compiled(nvcc, tmp_path_factory):
+    """source -> its finished compilation, one on each core; unoptimized, as that finds nothing more."""
+    folder = tmp_path_factory.mktemp("objects")
+    macros = [flag for flag in extension.cpp_extension.COMMON_NVCC_FLAGS if flag.startswith("-D")]
+
+    def compile_one(source):
+        return subprocess.run([nvcc, "-c", "-std=c++17", "-Xcicc", "-O0", "-Xptxas", "-O0", *macros, "-arch=sm_90",
+                               source, "-o", folder / source.stem], capture_output=True, text=True, check=False)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(extension.SOURCES, pool.map(compile_one, extension.SOURCES), strict=True))
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("source", extension.SOURCES, ids=lambda path: path.name)
-def test_each_source_compiles(source, nvcc, tmp_path):
-    """For compute capability 9.0, without a warning, under the macros that torch's builder defines; not optimized: that
-    takes most of the time and finds nothing."""
-    macros = [flag for flag in extension.cpp_extension.COMMON_NVCC_FLAGS if flag.startswith("-D")]
-    done = subprocess.run([nvcc, "-c", "-std=c++17", "-Xcicc", "-O0", "-Xptxas", "-O0", *macros, "-arch=sm_90",
-                           source, "-o", tmp_path / "object"], capture_output=True, text=True, check=False)
+def test_each_source_compiles(source, compiled):
+    """For compute capability 9.0, without a warning, under the macros that torch's builder defines."""
+    done = compiled[source]
     assert done.returncode == 0 and "warning" not in done.stdout + done.stderr, done.stdout + done.stderr
 
 

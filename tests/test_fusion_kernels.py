@@ -175,7 +175,7 @@ def plain_softmax(scores, causal, keep=None, p=0.0):
 
 @each_dtype
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape, p", [((2, 1, 1), 0.3), ((3, 3), 0.5), ((1, 2, 50, 50), 0.1), ((2, 64, 64), 0.0)],
+@pytest.mark.parametrize("shape, p", [((2, 1, 1), 0.3), ((3, 3), 0.5), ((1, 2, 34, 34), 0.1), ((2, 48, 48), 0.0)],
                          ids=str)
 def test_softmax_is_right(shape, p, causal, dtype, monkeypatch):
     monkeypatch.setattr(softmax, "NARROWEST", 16)           # several bands in a small tensor
@@ -271,7 +271,9 @@ def correlation(a, b):
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
-def test_dropout_keeps_the_right_share_independently(p):
+def test_dropout_keeps_the_right_share_independently(p, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(softmax, "TILE", 65536)         # fewer, larger programs: the interpreter's time is theirs
     size = 2048 if DEVICE == "cuda" else 256
     keep = kept((size, size), p, 11)
     sigmas = 5 / size                                       # five standard errors of a correlation of size^2 pairs
