@@ -25,7 +25,7 @@ CATEGORIES = {
     "attention": r"sdpa|flash_(fwd|bwd)|flash::|fmha|mem_eff|_attention|cudnn::fusion::|fused_attn",
     "GEMM": r"gemm|nvjet|splitKreduce|cutlass.*Kernel|^aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|mkldnn.*linear",
     "softmax and mask": r"softmax|masked_fill|triu|tril|dropout|BUnaryFunctor<.*MulFunctor",      # the scores' scaling
-    "normalisation and activation": r"layer_?norm|GammaBeta|ln_(tma_)?(fwd|bwd)|normalization::|gelu",
+    "normalisation and activation": r"layer_?norm|GammaBeta|\bln_\w*(fwd|bwd)|normalization::|gelu",
     "casts and copies": r"^triton_[a-z]+_fused(__to_copy|_view|_clone|_permute|_cat)+_\d+$|_copy_kernel|Memcpy|CatArray"
                         r"|^aten::(_to_copy|to|copy_|contiguous|clone|cat)$|unary_kernel|transpose_(fusion|optimized)",
     "residual and other": r"",

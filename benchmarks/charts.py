@@ -105,7 +105,8 @@ def _waterfall(axis, before, after, labelled: bool) -> None:
     start, end = a.profiled_ms(MODE), b.profiled_ms(MODE)
     changes = [(part, parts_b[part] - parts_a[part]) for part in PARTS]
     profiling, unexplained = records.beside_the_parts(a, b, MODE)
-    changes += [("by profiling", -(profiling or 0.0)), ("unexplained", -unexplained)]
+    changes += [("while profiled", -profiling)] if profiling is not None else []
+    changes += [("unexplained", -unexplained)]
     axis.barh(0, start, color="#444444")
     at = furthest = start
     for place, (part, change) in enumerate(changes, 1):

@@ -105,7 +105,7 @@ def table(lines: list[dict], mode: str, width: int | None = None) -> str:
         if line and ("reason" not in line["metric"]["extra_info"] or run.label not in counted):
             counted[run.label] = line["metric"]["extra_info"]
     if counted:
-        counted |= {name: {"reason": "not counted yet"} for name, run in records.latest(lines).items()
+        counted |= {name: {"reason": "not counted in this run"} for name, run in records.latest(lines).items()
                     if name not in counted and run.status == "ok" and run.best(mode)}
     rows, reasons = [], {}
     for name, extra in counted.items():

@@ -157,11 +157,12 @@ def bound_by(run: Run, mode: str) -> str:
 def attribution(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
     """(rows, headers): for each pair of neighbours, how many ms each part gave; positive: the later step takes less.
 
-    "gained ms" is the difference of the two medians of the rounds; it is the sum of the parts, of "by profiling" and of
-    "unexplained". "by profiling" is what the difference by the clock changes by while the profiler runs: what watching
-    costs, and how the machine drifts between rounds; n/a, and in what is unexplained, in records from before it was
-    taken. "unexplained" is what is then left between clock and kernels; its bound is the larger of 5 % of the gain and
-    0.5 % of the slower step.
+    "gained ms" is the difference of the two medians of the rounds: the sum of the parts, of "while profiled" and of
+    "unexplained". "while profiled" is what the difference by the clock changes by while the profiler runs: what
+    watching costs, and how the machine drifts between rounds; n/a, and in what is unexplained, in records from before
+    it was taken. "unexplained" is what is then left between clock and kernels. The bound is the larger of 5 % of the
+    gain and 0.5 % of the slower step; EXCEEDED where what is unexplained is beyond it, and "EXCEEDED with profiling"
+    where the two together are.
     """
     timed = [run for run in of_steps(lines) if run.parts(mode)]
     rows = []
@@ -175,8 +176,14 @@ def attribution(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
                      *(command.figures(before[part] - after[part], "+") for part in PARTS),
                      "n/a" if profiling is None else command.figures(profiling, "+"),
                      command.figures(unexplained, "+"),
-                     command.figures(bound) + ("" if abs(unexplained) <= bound else " EXCEEDED")])
-    return rows, ["pair", "launch", "gained ms", *PARTS, "by profiling", "unexplained", "bound"]
+                     command.figures(bound) + _beyond(bound, unexplained, profiling or 0.0)])
+    return rows, ["pair", "launch", "gained ms", *PARTS, "while profiled", "unexplained", "bound"]
+
+
+def _beyond(bound: float, unexplained: float, profiling: float) -> str:
+    if abs(unexplained) > bound:
+        return " EXCEEDED"
+    return " EXCEEDED with profiling" if abs(unexplained + profiling) > bound else ""
 
 
 def of_steps(lines: list[dict]) -> list[Run]:

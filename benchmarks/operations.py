@@ -134,6 +134,7 @@ class Experiment:
     module: str                        # of benchmarks/kernels: where its Triton kernels are
     gate: float | None = None          # of the outputs, where it is not the dtype's
     more_bytes: int = 0                # an element of x, moved besides
+    no_torchscript: str = ""           # why TorchScript can't on a GPU
 
 
 TORCHSCRIPT = "TorchScript (deprecated)"
@@ -147,7 +148,8 @@ EXPERIMENTS = {
     "residual+LayerNorm": Experiment(residual_layer_norm, "xxww", "hidden", (4, 4), {
         "Triton": _kernel("norms.residual_layer_norm")}, "norms"),
     "LayerNorm to FP8": Experiment(layer_norm_fp8, "xww1", "hidden", (1, None), {
-        "Triton": _two(_kernel("quantize.layer_norm_fp8"))}, "quantize", gate=4e-2, more_bytes=1),
+        "Triton": _two(_kernel("quantize.layer_norm_fp8"))}, "quantize", gate=4e-2, more_bytes=1,
+        no_torchscript="TorchScript's fuser knows no FP8"),              # seen: it writes CUDA that does not compile
     "SiLU": Experiment(silu, "x", "ffn", (2, 3), {"Triton": _kernel("activations.silu")}, "activations"),
     "SwiGLU": Experiment(swiglu, "xx", "ffn", (3, 5), {
         "Triton": _kernel("activations.swiglu"), "CUDA C++": _cuda("swiglu"),
@@ -180,8 +182,8 @@ def least_bytes(experiment: Experiment, moved: float, x: Tensor) -> float:
 def levels(experiment: Experiment, device: torch.device) -> dict[str, Callable | str]:
     """Level -> the function, or why there is none here."""
     found: dict[str, Callable | str] = {"eager": experiment.plain}
-    if device.type == "cuda" and experiment.plain is layer_norm_fp8:     # seen: it writes CUDA that does not compile
-        found[TORCHSCRIPT] = "TorchScript's fuser knows no FP8"
+    if device.type == "cuda" and experiment.no_torchscript:
+        found[TORCHSCRIPT] = experiment.no_torchscript
     else:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)               # deprecated: the level's name says so
@@ -190,7 +192,7 @@ def levels(experiment: Experiment, device: torch.device) -> dict[str, Callable |
     found["torch.compile"] = torch.compile(experiment.plain, fullgraph=True, dynamic=False)
     for level, load in experiment.by_hand.items():
         try:
-            found[level] = load() if device.type == "cuda" else "it needs a GPU"
+            found[level] = load() if device.type == "cuda" else "timed on a GPU alone"
         except NotImplementedError as error:
             found[level] = str(error)
         except Exception as error:                                       # a library that is not there, or half of it

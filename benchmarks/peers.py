@@ -8,11 +8,11 @@ of the rounds, its time to ours: peers in 16 bits against step 3, FP8 peers agai
 Missing packages are rows with their reason. Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 
 With FP32 parameters te.TransformerLayer returns y in 16 bits; it is timed as it is and with y cast to FP32 as in every
-step. It runs as it comes, so its GELU is a kernel of its own, where step 4 has it ride on the matmul; its LayerNorm is
-cuDNN's, as step 4's is, since Transformer Engine has one switch for a whole process. Its residual is in 16 bits, as
-step 4's is; torchao's, whose block is step 2's, is in the dtype of the parameters. Autograd casts its weights'
-gradients to FP32, where step 4 has compiled code do it; in one row of its own it gets that too. All FP8 blocks of
-Transformer Engine in a process share the update of their scales, which costs each of them a little more than alone.
+step. It runs as it comes but for LayerNorm, which is cuDNN's as in step 4 (one setting of the process holds for both);
+so its GELU is a kernel of its own, where step 4 has it ride on the matmul. Its residual is in 16 bits, as step 4's is;
+torchao's, whose block is step 2's, is in the dtype of the parameters. Autograd casts its weights' gradients to FP32,
+where step 4 has compiled code do it; in one row of its own it gets that too. All FP8 blocks of Transformer Engine in a
+process share the update of their scales, which costs each of them a little more than alone.
 """
 import functools
 import importlib.util

@@ -205,10 +205,10 @@ def paired(a: Run, b: Run, mode: str) -> tuple[float, float, float] | None:
 
 
 def beside_the_parts(a: Run, b: Run, mode: str) -> tuple[float | None, float]:
-    """What the difference of two medians (a less b) holds besides that of the parts, in ms: (by profiling, the rest).
+    """What the difference of two medians (a less b) holds besides that of the parts, in ms: (while profiled, the rest).
 
-    By profiling: what the difference by the clock changes by while the profiler runs; None, and in the rest, where the
-    clock was not read then.
+    While profiled: what the difference by the clock changes by while the profiler runs; None, and in the rest, where
+    the clock was not read then.
     """
     whole = a.profiled_ms(mode) - b.profiled_ms(mode)
     left = whole - (sum(a.parts(mode).values()) - sum(b.parts(mode).values()))

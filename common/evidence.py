@@ -32,6 +32,7 @@ KINDS = {
     "LayerNorm to FP8": r"ln_fwd.*fp8_e4m3",
     "cuDNN LayerNorm": r"^ln_\w*fwd\w*$",             # compiled at run time: its name tells no types
     "GELU to FP8": r"gelu.*fp8_e4m3",
+    "cast to FP8": r"(unary_kernel|cast_transpose).*fp8_e4m3",
     "compiled": r"^triton_|CompiledFxGraph",
     "matmul": r"gemm|nvjet|cutlass.*Kernel|^aten::(mm|addmm|bmm|baddbmm)$|mkldnn.*(matmul|linear)",
 }
@@ -113,11 +114,23 @@ def judge(kernels: Counter, step: int | None, matmul: str, device: torch.device,
     if step == 3 and uncompiled_launches is not None and sum(kernels.values()) >= uncompiled_launches:
         return Evidence(kernels, kinds, "unproven",
                         f"{sum(kernels.values())} launches, and {uncompiled_launches} without the compiler")
+    if step == 4 and matmul == "float8" and not emulated and kinds["cuDNN LayerNorm"] and _casts_apart(kinds):
+        return Evidence(kernels, kinds, "unproven",
+                        f"{kinds['cast to FP8']} casts to FP8: one may be of LayerNorm's output")
     missing = [" or ".join(kinds_) for kinds_ in needed if not any(kinds[kind] for kind in kinds_)]
     if missing or emulated:
         return Evidence(kernels, kinds, "unproven", "emulated" if emulated else f"not seen: {', '.join(missing)}")
     seen = [next(kind for kind in kinds_ if kinds[kind]) for kinds_ in needed]
     return Evidence(kernels, kinds, "proven", ", ".join(f"{kinds[kind]} {kind}" for kind in seen))
+
+
+def _casts_apart(kinds: Counter) -> bool:
+    """Whether more tensors are cast to FP8 by kernels of their own than should be, where LayerNorm writes FP8 itself.
+
+    Those are the four weights, unless they are kept, and attention's output; with attention in FP8 one more.
+    """
+    casts = kinds["cast to FP8"]
+    return (casts - 4 if casts > 4 else casts) > 2
 
 
 def _claims(step: int, matmul: str) -> tuple[list[tuple[str, ...]], list[str]]:
@@ -141,7 +154,6 @@ def _claims(step: int, matmul: str) -> tuple[list[tuple[str, ...]], list[str]]:
     if step == 3:
         needed.append(("compiled",))
     if step == 4 and matmul == "float8":
-        # Under delayed scaling Transformer Engine has cuDNN's LayerNorm write FP8: a test counts the casts beside it.
         needed += [("LayerNorm to FP8", "cuDNN LayerNorm"), ("GELU to FP8", "FP8 matmul with GELU")]
     return needed, forbidden
 

@@ -218,13 +218,13 @@ def check(block: torch.nn.Module, x: torch.Tensor, values: dict[str, torch.Tenso
     errors = oracle.errors(block, x, values)
     block.train(training)
     kind = f"{result.matmul}, emulated" if result.emulated and result.matmul == "float8" else result.matmul
-    branch, gradient = oracle.gates(kind, x, tokens=x.size(1))                     # of one sequence: oracle.errors
-    gradients = {name: error for name, error in errors.items() if name.startswith("gradient of ")}
-    worst = max(gradients, key=gradients.get)
+    gates = {name: oracle.gate(kind, name, x, tokens=x.size(1)) for name in errors}    # one sequence: oracle.errors
+    worst = max((name for name in errors if name.startswith("gradient of ")), key=lambda n: errors[n] / gates[n])
     result.worst_parameter = worst.removeprefix("gradient of ")
-    result.errors = {"output": (errors["output"], None), "branch": (errors["branch"], branch),
-                     "input gradient": (errors["input gradient"], gradient),
-                     "parameter gradient": (gradients[worst], gradient)}
+    result.errors = {"output": (errors["output"], None),
+                     "branch": (errors["branch"], gates["branch"]),
+                     "input gradient": (errors["input gradient"], gates["input gradient"]),
+                     "parameter gradient": (errors[worst], gates[worst])}
     for what, (error, gate) in result.errors.items():
         which = f"{what} of {result.worst_parameter}" if what == "parameter gradient" else what
         if not math.isfinite(error):

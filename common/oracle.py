@@ -16,17 +16,19 @@ GATES = {"float64": (1e-9, 3e-9), "float32": (3e-6, 9e-6), "tf32": (1e-3, 3e-3),
          "float8, emulated": (7.5e-2, 1.8e-1)}     # small shapes average less: 5.3e-2 to 6.2e-2 over seeds at E = 64
 
 
-def gates(kind: str, x: Tensor, tokens: int) -> tuple[float, float]:
-    """(branch, any gradient): `GATES` of that kind, for gradients that are sums over so many tokens.
+def gate(kind: str, what: str, x: Tensor, tokens: int) -> float:
+    """The relative L2 error that one of `reference`'s tensors may have, in a step that multiplies in `kind`.
 
-    With 16-bit parameters on a CPU, PyTorch's LayerNorm adds up the gradients of its gain and bias over a thread's
-    tokens in 16 bits. Seen with one thread: 2.3e-3 and 9.0e-3 in float16 over 128 and 2048 tokens, 1.7e-2 and 9.2e-2 in
-    bfloat16; so there the gradients' gate grows with the root.
+    `what` is a key of `reference`, `tokens` how many contribute to the gradients. With 16-bit parameters on a CPU,
+    PyTorch's LayerNorm adds up the gradients of its gain and bias over a thread's tokens in 16 bits. Seen with one
+    thread: 2.3e-3 and 9.0e-3 in float16 over 128 and 2048 tokens, 1.7e-2 and 9.2e-2 in bfloat16, no other gradient
+    beyond 5e-3. So there these two, of both LayerNorms, have a gate that grows with the root.
     """
     branch, gradient = GATES[kind]
-    if x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16):
-        gradient *= max(1.0, (tokens / 64) ** 0.5)
-    return branch, gradient
+    if what in ("output", "branch"):
+        return branch
+    sums = kind in ("float16", "bfloat16") and x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
+    return gradient * max(1.0, (tokens / 64) ** 0.5) if sums and what.startswith("gradient of ln_") else gradient
 
 
 def block(x: Tensor, p: dict[str, Tensor], config: BlockConfig) -> Tensor:

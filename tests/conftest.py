@@ -171,7 +171,7 @@ def ctrl_c(monkeypatch):
         monkeypatch.setattr(module, name, interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)              # in the background it may be ignored
     yield at
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
 
 @pytest.fixture

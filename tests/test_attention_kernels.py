@@ -77,8 +77,10 @@ def test_outputs_and_gradients_are_right(S, dtype, D, causal):
 
 
 @each_mask
-def test_every_batch_and_head_has_its_own(causal):
-    assert worst(*arguments((2, 3, 35, 64)), causal=causal) < 2e-3
+def test_every_batch_and_head_has_its_own(causal, monkeypatch):
+    if DEVICE == "cpu":
+        cut(monkeypatch, *[Tile(32, 32, 4, 2)] * 3)                # two blocks of each
+    assert worst(*arguments((2, 2, 35, 64)), causal=causal) < 2e-3
 
 
 @each_mask

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -328,28 +329,55 @@ def finish(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-RUN_HERE = (0, 4)               # .ci/run runs all five, under the oldest torch
+INTERRUPTED, TO_ITS_END = 0, 4              # .ci/run runs all five, under the oldest torch
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two steps side by side in another folder, both appending to one file: ({step: (status, out, err)}, its path)."""
+    """Two steps side by side in another folder, both appending to one file: ({step: (status, out, err)}, its path).
+
+    One gets Ctrl-C as it begins to time the second pass, which takes half a second at least.
+    """
     folder = tmp_path_factory.mktemp("runs")
     path = folder / "all.jsonl"
-    running = {step: start(step, *TINY, "--max-seconds", "0.2", "--json", path, cwd=folder) for step in RUN_HERE}
-    return {step: finish(process) for step, process in running.items()}, path
+    ends = start(TO_ITS_END, *TINY, "--max-seconds", "0.2", "--json", path, cwd=folder)
+    interrupted = start(INTERRUPTED, *TINY, "--json", path, cwd=folder)
+    deadline = time.monotonic() + 100
+    while not (path.exists() and any("0_baseline" in line and '"launches"' in line
+                                     for line in path.read_text().splitlines())):
+        assert interrupted.poll() is None and time.monotonic() < deadline, interrupted.communicate()
+        time.sleep(0.01)
+    interrupted.send_signal(signal.SIGINT)
+    return {INTERRUPTED: finish(interrupted), TO_ITS_END: finish(ends)}, path
 
 
-@pytest.mark.parametrize("step", RUN_HERE)
-def test_a_script_runs(runs, step):
-    """Exit status 0, a card within 100 columns, and nothing on stderr but that it waited for another to end."""
-    status, out, err = runs[0][step]
-    assert status == 0 and err in ("", f"{steps.path(step).name}: waiting for another run on this device to end\n")
-    assert card_value(out, "step") == steps.path(step).stem and card_value(out, "status") == "ok"
+def own_words(step: int, err: str) -> str:
+    """Without the line that says that it waited for the other one to end."""
+    return err.replace(f"{steps.path(step).name}: waiting for another run on this device to end\n", "")
+
+
+def test_a_script_runs(runs):
+    """Exit status 0, a card within 100 columns, and nothing on stderr."""
+    status, out, err = runs[0][TO_ITS_END]
+    assert status == 0 and own_words(TO_ITS_END, err) == ""
+    assert card_value(out, "step") == steps.path(TO_ITS_END).stem and card_value(out, "status") == "ok"
     assert max(map(len, out.splitlines())) <= 100
     values = re.findall(r"[\d.]+", card_value(out, "median ms"))
     assert len(values) == 2 and all(float(value) > 0 for value in values)
-    assert ("means nothing" in out) == (step == 4) and ("emulated" in card_value(out, "engine")) == (step == 4)
+    assert "means nothing" in out and "emulated" in card_value(out, "engine")
+
+
+def test_an_interrupted_run_keeps_its_finished_records(runs):
+    """The first pass's records are whole."""
+    status, out, err = runs[0][INTERRUPTED]
+    own = [r for r in records_of(runs) if r["model"]["backend"] == steps.path(INTERRUPTED).stem]
+    assert (status, out) == (130, "")
+    assert one_line(own_words(INTERRUPTED, err)) == f"0_baseline.py: interrupted; {len(own)} finished records kept"
+    assert {r["benchmark"]["mode"] for r in own} == {"check", "forward"}
+
+
+def records_of(runs) -> list[dict]:
+    return [json.loads(line) for line in runs[1].read_text().splitlines()]
 
 
 def test_one_run_at_a_time_measures(monkeypatch, tmp_path):
@@ -379,27 +407,14 @@ def test_one_run_at_a_time_measures(monkeypatch, tmp_path):
 
 def test_runs_at_once_leave_only_whole_records(runs):
     """Whatever the order in which they wrote."""
-    records = [json.loads(line) for line in runs[1].read_text().splitlines()]
     assert runs[1].read_text().endswith("\n")
-    for step in RUN_HERE:
-        own = [r for r in records if r["model"]["backend"] == steps.path(step).stem]
-        names = collections.Counter(r["metric"]["name"] for r in own)
-        assert names["latency"] == 4 and names["launches"] == 2 and names["parameter gradient error"] == 1
-        modes = [mode for mode, _ in itertools.groupby(own, lambda r: r["benchmark"]["mode"])]
-        assert modes == ["check", "forward", "forward+backward"]
-        samples = [r["metric"]["benchmark_values"] for r in own if r["metric"]["name"] == "latency"]
-        assert sum(map(bool, samples)) == 2 and all(s > 0 for values in samples for s in values)
-
-
-def test_an_interrupted_run_keeps_its_finished_records(main, quick, tmp_path, ctrl_c):
-    """Ctrl-C while the second pass is timed: the first pass's records are whole."""
-    ctrl_c(timing, "measure", 2)
-    path = tmp_path / "out.jsonl"
-    status, out, err = main(0, *TINY, "--json", path)
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert (status, out) == (130, "")
-    assert one_line(err) == f"0_baseline.py: interrupted; {len(records)} finished records kept"
-    assert {r["benchmark"]["mode"] for r in records} == {"check", "forward"} and path.read_text().endswith("\n")
+    own = [r for r in records_of(runs) if r["model"]["backend"] == steps.path(TO_ITS_END).stem]
+    names = collections.Counter(r["metric"]["name"] for r in own)
+    assert names["latency"] == 4 and names["launches"] == 2 and names["parameter gradient error"] == 1
+    assert [mode for mode, _ in itertools.groupby(own, lambda r: r["benchmark"]["mode"])] == [
+        "check", "forward", "forward+backward"]
+    samples = [r["metric"]["benchmark_values"] for r in own if r["metric"]["name"] == "latency"]
+    assert sum(map(bool, samples)) == 2 and all(s > 0 for values in samples for s in values)
 
 
 def test_help_says_what_each_step_is(monkeypatch, capsys):

@@ -39,6 +39,9 @@ GELU = ("void transformer_engine::unary_kernel<16, true, float, transformer_engi
         "gelu<float, float>(float, transformer_engine::Empty const&)), __half, __nv_fp8_e4m3>(__half const*, ")
 ADD = ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >"
        "(int, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>)")
+CAST = ("void transformer_engine::unary_kernel<16, true, float, transformer_engine::Empty, &transformer_engine::"
+        "detail::identity, __half, __nv_fp8_e4m3>(__half const*, float const*, __nv_fp8_e4m3*, ")
+CAST_TRANSPOSE = "cast_transpose_optimized_kernel(__half const*, float const*, __nv_fp8_e4m3*, __nv_fp8_e4m3*, "
 BY_HAND = [SOFTMAX, MASK]
 CPU_FLASH, GRAPH = "aten::_scaled_dot_product_flash_attention_for_cpu", "## Call CompiledFxGraph fabc123 ##"
 
@@ -73,6 +76,10 @@ KNOWN = [
     (CUDNN_LAYER_NORM, "cuDNN LayerNorm"),
     ("ln_tma_bwd_kernel", None),
     (GELU, "GELU to FP8"),
+    (CAST, "cast to FP8"),
+    (CAST_TRANSPOSE, "cast to FP8"),
+    ("transpose_optimized_kernel(__nv_fp8_e4m3 const*, float const*, __nv_fp8_e4m3*, unsigned long)", None),
+    ("cast_transpose_fusion_kernel_optimized(te::CTDBiasDActParam<__half, __half, __nv_fp8_e5m2, float>)", None),
     ("aten::addmm", "matmul"),
     (ADD, None),
     ("Memcpy DtoD (Device -> Device)", None),
@@ -157,6 +164,19 @@ def test_each_part_of_a_claim_must_be_seen(step, matmul, missing, kinds):
     kernels = [name for name in (matmuls[matmul], *all_of_it[step]) if name != missing]
     seen = verdict(step, matmul, *kernels, uncompiled_launches=100)
     assert seen.verdict == "unproven" and seen.because.startswith(f"not seen: {kinds}")
+
+
+@pytest.mark.parametrize("weights", [0, 4])
+@pytest.mark.parametrize("others, expected", [(1, "proven"), (2, "proven"), (3, "unproven"), (4, "unproven")])
+def test_what_cudnn_normalises_must_not_be_cast_apart(weights, others, expected):
+    """Attention's output is, and its inputs where attention is in FP8. LayerNorm's two outputs would be two more."""
+    kernels = Counter([FP8, CUDNN, CUDNN_LAYER_NORM, GELU]) + Counter({CAST: others, CAST_TRANSPOSE: weights})
+    seen = judge(kernels, 4, "float8", GPU)
+    assert seen.verdict == expected
+    if expected == "unproven":
+        assert seen.because == f"{weights + others} casts to FP8: one may be of LayerNorm's output"
+    own = judge(kernels - Counter([CUDNN_LAYER_NORM]) + Counter([LAYER_NORM]), 4, "float8", GPU)
+    assert own.verdict == "proven"                                       # its name says what it writes
 
 
 @pytest.mark.parametrize("uncompiled, expected", [(4, "proven"), (3, "unproven"), (2, "unproven"), (None, "proven")])

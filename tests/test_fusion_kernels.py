@@ -107,7 +107,8 @@ def test_activations_of_no_rows(name):
 @each_activation
 def test_every_run_of_an_activation_gives_the_same_bits(name, monkeypatch):
     monkeypatch.setattr(activations, "PROGRAMS", 3)         # fewer than tiles: each adds up several
-    monkeypatch.setitem(activations.SMALL, "elements", 16)
+    for tile in (activations.SMALL, activations.LARGE):
+        monkeypatch.setitem(tile, "elements", 16)
     given = arguments(name, (22, 10), torch.float16)
     assert max(errors(*ACTIVATIONS[name][:2], given)) < 3 * GATES[torch.float16]
     for a, b in zip(outputs(ACTIVATIONS[name][0], given), outputs(ACTIVATIONS[name][0], given), strict=True):
@@ -211,14 +212,13 @@ def test_softmax_where_one_score_outweighs_all():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_softmax_of_strange_scores_is_eager_s_up_to_the_diagonal(bad, p):
+def test_softmax_of_strange_scores_is_eager_s(bad, p):
     x = random((24, 24))
     x[0, 0] = x[9, 4] = x[15, 20] = bad                     # the last is beyond the diagonal
     y, eager = softmax.softmax_dropout(x, p, 3), plain_softmax(x, True)
     if p:
         eager = eager * kept(x.shape, p, 3) * (1 / (1 - p))
-    torch.testing.assert_close(y.tril(), eager.tril(), rtol=1e-5, atol=1e-6, equal_nan=True)
-    assert y.triu(1).eq(0).all()
+    torch.testing.assert_close(y, eager, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def test_beyond_the_diagonal_are_zeros_that_nothing_reads(monkeypatch):

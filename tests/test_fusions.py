@@ -107,7 +107,7 @@ def test_the_study_on_a_cpu(study_main, no_inductor, tmp_path):
             assert len(run.samples(mode, "eager")) == 6 and run.value(mode, "work rate", "eager") > 0
             assert run.value(mode, "percent of limit", "eager") is None          # no word on a CPU's caches
         assert run.value("forward", "throughput", "eager") is None
-    assert runs["SwiGLU, all sizes, Triton"].status == "skipped" and "it needs a GPU" in out
+    assert runs["SwiGLU, all sizes, Triton"].status == "skipped" and "timed on a GPU alone" in out
 
 
 def test_a_level_that_is_wrong_is_a_row_and_the_others_are_timed(study_main, no_inductor, monkeypatch):

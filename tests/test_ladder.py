@@ -89,7 +89,7 @@ def test_attribution_adds_up_and_shows_what_it_can_not_explain():
     assert [row[name] for name in ("pair", "launch", "gained ms", "GEMM", "attention", "idle")] == [
         "1 -> 2", "eager, graph", "+5.00", "+3.00", "-1.90", "+4.00"]
     assert (row["unexplained"], row["bound"]) == ("-0.100", "0.250")        # 5 % of the 5 ms gained
-    assert row["by profiling"] == "n/a"
+    assert row["while profiled"] == "n/a"
     lines = (made("1_cublas", both([10.0] * 6, []), parts={"forward": before})
              + made("2_sdpa", both([9.9] * 6, []), parts={"forward": before}))
     assert ladder.attribution(lines, "forward")[0][0][-1] == "0.050 EXCEEDED"      # 0.5 % of the slower step
@@ -101,8 +101,11 @@ def test_what_profiling_changes_is_told_apart_from_what_is_unexplained():
              + made("2_sdpa", both([9.0] * 6, []), parts={"forward": parts(GEMM=9.19)}, clocked=9.2))
     rows, headers = ladder.attribution(lines, "forward")
     row = dict(zip(headers, rows[0], strict=True))
-    assert [row[name] for name in ("gained ms", "GEMM", "by profiling", "unexplained", "bound")] == [
+    assert [row[name] for name in ("gained ms", "GEMM", "while profiled", "unexplained", "bound")] == [
         "+1.00", "+1.21", "-0.300", "+0.090", "0.050 EXCEEDED"]
+    lines = (made("1_cublas", both([10.0] * 6, []), parts={"forward": parts(GEMM=10.4)}, clocked=10.4)
+             + made("2_sdpa", both([9.0] * 6, []), parts={"forward": parts(GEMM=9.3)}, clocked=9.3))
+    assert ladder.attribution(lines, "forward")[0][0][-3:] == ["-0.100", "+0.000", "0.050 EXCEEDED with profiling"]
 
 
 @unit
@@ -176,7 +179,7 @@ def test_dram_traffic_is_a_table_or_its_reason():
     missing = [report.record(r, "dram traffic", "bytes", [], "forward", reason="ncu is not there")]
     assert counters.table(lines + counted + missing, "forward") == counters.table(lines + counted, "forward")
     other = made("2_sdpa", both([1.0] * 6, []))
-    assert counters.table(lines + counted + other, "forward").endswith("n/a because: not counted yet")
+    assert counters.table(lines + counted + other, "forward").endswith("n/a because: not counted in this run")
 
 
 # The command.

@@ -18,8 +18,8 @@ from torch.library import triton_op
 from .launch import launchable, require_float, require_like
 from .norms import add_up, as_rows, gelu, gelu_slope
 
-# What a program reads at a time of each tensor. In 16 bits, 8 elements are one access of 16 bytes. The fastest of those
-# tried on an H200: the larger one for five tensors, and where a bias is read once for the rows of a tile.
+# What a program reads at a time of each tensor; in 16 bits, 8 elements are one access of 16 bytes. LARGE for SwiGLU's
+# backward, which has five tensors, and for GELU's forward, which reads its bias once for a tile's rows.
 SMALL = dict(elements=1024, rows_of_a_tile=1, per_thread=8)
 LARGE = dict(elements=4096, rows_of_a_tile=4, per_thread=16)
 PROGRAMS = 1056                   # that add up rows: eight for each multiprocessor of an H200; fixed, so that sums are

@@ -56,12 +56,12 @@ def _exp(x):
 
 
 @triton.jit
-def _store(y_ptr, y, row, exist, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The first COLUMNS keys from y, zeros from there on."""
+def _store(y_ptr, y, beyond, row, exist, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The first COLUMNS keys from y, from there on the row's `beyond` [ROWS]."""
     for start in range(0, S, COLUMNS):
         key = start + tl.arange(0, COLUMNS)[None, :]
         tl.store(y_ptr + row[:, None] * S + key, y, mask=exist[:, None] & (key < S))
-        y = tl.zeros((ROWS, COLUMNS), tl.float32)
+        y = tl.broadcast_to(beyond[:, None], (ROWS, COLUMNS))
 
 
 @triton.jit
@@ -77,7 +77,8 @@ def _forward(scores_ptr, seed_ptr, y_ptr, maximum_ptr, inverse_ptr, first, last,
     if DROPOUT:                                             # times 0, as in eager: a NaN stays one, dropped or not
         kept = tl.cast(scale, tl.float32) * factor          # a float is FP64 when the compiler launches this
         factor = tl.where(_keep(seed_ptr, row, threshold, S, ROWS, COLUMNS), kept, 0.0 * factor)
-    _store(y_ptr, tl.where(counts, y * factor, 0.0), row, exist, S, ROWS, COLUMNS)
+    beyond = 0.0 * inverse                                  # in eager a row with a NaN is NaN behind the diagonal too
+    _store(y_ptr, tl.where(counts, y * factor, beyond[:, None]), beyond, row, exist, S, ROWS, COLUMNS)
     tl.store(maximum_ptr + row, maximum, mask=exist)
     tl.store(inverse_ptr + row, inverse, mask=exist)
 
@@ -95,7 +96,7 @@ def _backward(scores_ptr, seed_ptr, maximum_ptr, inverse_ptr, dy_ptr, dscores_pt
         dp *= tl.where(_keep(seed_ptr, row, threshold, S, ROWS, COLUMNS), tl.cast(scale, tl.float32), 0.0)
     mean = tl.sum(tl.where(counts, p * dp, 0.0), axis=1)    # of dp, weighted by p
     dscores = p * (dp - mean[:, None])
-    _store(dscores_ptr, tl.where(counts, dscores, 0.0), row, exist, S, ROWS, COLUMNS)
+    _store(dscores_ptr, tl.where(counts, dscores, 0.0), tl.zeros((ROWS,), tl.float32), row, exist, S, ROWS, COLUMNS)
 
 
 def _launch(kernel, tensors: tuple[Tensor, ...], scores: Tensor, p: float, causal: bool, per_thread: int) -> None:
