@@ -79,6 +79,15 @@ def pytest_runtest_setup(item):
         pytest.skip(f"needs Transformer Engine and a GPU with FP8: {reason}")
 
 
+def pytest_terminal_summary(terminalreporter):
+    """What tests have to show, `record_property("seen", ...)`, whichever process they ran in."""
+    shown = [value for report in terminalreporter.stats.get("passed", []) for name, value in report.user_properties
+             if name == "seen"]
+    if shown:
+        terminalreporter.section("seen")
+        terminalreporter.write_line("\n".join(sorted(shown)))
+
+
 def fp8_missing() -> str | None:
     """Why Transformer Engine can't multiply in FP8 here, or None."""
     if not torch.cuda.is_available():

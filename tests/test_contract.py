@@ -52,14 +52,13 @@ def test_a_script_is_read_in_one_sitting(script):
 
 
 @pytest.mark.parametrize("old, new, most", [(0, 1, 25), (1, 2, 25), (2, 3, 25), (2, 4, math.inf), (3, 4, math.inf)])
-def test_neighbours_differ_by_the_optimization_alone(old, new, most, capsys):
+def test_neighbours_differ_by_the_optimization_alone(old, new, most, record_property):
     """Added plus removed lines, as `diff a b | grep -c '^[<>]'` counts them."""
     if not shutil.which("diff"):
         pytest.skip("needs the diff command")
     lines = subprocess.run(["diff", SCRIPTS[old], SCRIPTS[new]], capture_output=True, text=True).stdout.splitlines()
     changed = sum(line.startswith(("<", ">")) for line in lines)
-    with capsys.disabled():
-        print(f"\n{SCRIPTS[old].stem} -> {SCRIPTS[new].stem}: {changed} lines added or removed", end=" ")
+    record_property("seen", f"{SCRIPTS[old].stem} -> {SCRIPTS[new].stem}: {changed} lines added or removed")
     assert 0 < changed <= most
 
 
@@ -250,7 +249,8 @@ def test_requirements_allow_the_containers_torch():
     """The image's torch is an alpha of 2.10: at least 2.9, but not at least 2.10. The engine is no requirement."""
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     requirements = {r.name: r for r in (Requirement(line.split("#")[0]) for line in lines if line[:1].isalpha())}
-    assert set(requirements) == {"torch", "triton", "numpy", "pytest", "tabulate", "matplotlib", "tqdm", "nvidia-ml-py"}
+    assert set(requirements) == {"torch", "triton", "numpy", "pytest", "pytest-xdist", "tabulate", "matplotlib", "tqdm",
+                                 "nvidia-ml-py"}
     torch_versions = requirements["torch"].specifier
     assert torch_versions.contains("2.10.0a0+nv25.11", prereleases=True) and torch_versions.contains("2.9.0")
     assert not torch_versions.contains("2.8.0") and not requirements["numpy"].specifier
