@@ -329,7 +329,7 @@ def finish(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-INTERRUPTED, TO_ITS_END = 0, 4              # .ci/run runs all five, under the oldest torch
+INTERRUPTED, TO_ITS_END = 0, 4              # .ci/run runs all five
 
 
 @pytest.fixture(scope="module")
