@@ -5,9 +5,9 @@
     python -m benchmarks.ladder --readme               # rewrite README's tables and charts from the recorded runs
 
 Every step is checked against FP64 before it is timed. `x previous` is the median of the ratios within one round, with
-its 95 % bootstrap interval; SAME where that holds 1. Then, for each pair of neighbours, where the milliseconds went,
-from profiled kernels of the same run. Exit status: 0 ok, 1 a step failed, 2 usage,
-3 out of memory, 130 interrupted.
+its 95 % bootstrap interval; SAME where that holds 1 and stays within 5 % of it, UNSURE where it holds 1 and does not.
+Then, for each pair of neighbours, where the milliseconds went, from profiled kernels of the same run.
+Exit status: 0 ok, 1 a step failed, 2 usage, 3 out of memory, 130 interrupted.
 """
 import argparse
 import itertools
@@ -135,7 +135,7 @@ def versus(previous: Run, run: Run, mode: str) -> str:
     if ratio is None:
         return f"{previous.best_ms(mode) / run.best_ms(mode):.2f} (unpaired)"
     middle, low, high = ratio
-    return f"{middle:.3f} [{low:.3f}, {high:.3f}]" + (" SAME" if low <= 1 <= high else "")
+    return f"{middle:.3f} [{low:.3f}, {high:.3f}]{records.verdict(low, high)}"
 
 
 def bound_by(run: Run, mode: str) -> str:

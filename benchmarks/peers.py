@@ -238,15 +238,8 @@ def _row(run: records.Run, runs: list[records.Run], mode: str) -> list[str]:
     ratio = records.paired(run, base, mode) if base and base is not run else None
     told = ""
     if ratio:
-        told = "{:.3f} [{:.3f}, {:.3f}]".format(*ratio) + _verdict(*ratio[1:])
+        told = "{:.3f} [{:.3f}, {:.3f}]".format(*ratio) + records.verdict(*ratio[1:])
     return [*cells, launch, f"{run.best_ms(mode):.2f}", told, base.info["step"][0] if base else ""]
-
-
-def _verdict(low: float, high: float) -> str:
-    """SAME where the interval holds 1 and stays within 5 % of it, UNSURE where it holds 1 and does not."""
-    if not low <= 1 <= high:
-        return ""
-    return " SAME" if low >= 0.95 and high <= 1.05 else " UNSURE"
 
 
 def chart_stems(lines: list[dict], stem: str) -> list[str]:

@@ -204,6 +204,13 @@ def paired(a: Run, b: Run, mode: str) -> tuple[float, float, float] | None:
     return timing.paired_ratio(first, second)
 
 
+def verdict(low: float, high: float) -> str:
+    """SAME where the interval holds 1 and stays within 5 % of it, UNSURE where it holds 1 and does not."""
+    if not low <= 1 <= high:
+        return ""
+    return " SAME" if low >= 0.95 and high <= 1.05 else " UNSURE"
+
+
 def beside_the_parts(a: Run, b: Run, mode: str) -> tuple[float | None, float]:
     """What the difference of two medians (a less b) holds besides that of the parts, in ms: (while profiled, the rest).
 

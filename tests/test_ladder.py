@@ -38,6 +38,9 @@ def test_the_table_tells_times_the_first_and_the_previous_by_paired_rounds():
     assert first["x first"] == "1.00" and first["x previous [95 %]"] == ""
     assert second["x first"] == "2.00" and second["x previous [95 %]"] == "2.000 [2.000, 2.000]"
     assert third["x previous [95 %]"].endswith(" SAME")
+    noisy = [4 * d * (1.2 if n % 2 else 0.8) for n, d in enumerate(drift)]
+    lines += made("3_compile", both(noisy, []), config=GPU_CONFIG, facts=GPU)
+    assert rows_of(lines)[-1]["x previous [95 %]"].endswith(" UNSURE")
     assert [first[name] for name in ("GiB", "% limit", "error", "launches")] == ["1.0", "34", "2.0e-07", "3"]
 
 
