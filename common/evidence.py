@@ -114,7 +114,7 @@ def judge(kernels: Counter, step: int | None, matmul: str, device: torch.device,
     if step == 3 and uncompiled_launches is not None and sum(kernels.values()) >= uncompiled_launches:
         return Evidence(kernels, kinds, "unproven",
                         f"{sum(kernels.values())} launches, and {uncompiled_launches} without the compiler")
-    if step == 4 and matmul == "float8" and not emulated and kinds["cuDNN LayerNorm"] and _casts_apart(kinds):
+    if step == 4 and matmul == "float8" and kinds["cuDNN LayerNorm"] and _casts_apart(kinds):
         return Evidence(kernels, kinds, "unproven",
                         f"{kinds['cast to FP8']} casts to FP8: one may be of LayerNorm's output")
     missing = [" or ".join(kinds_) for kinds_ in needed if not any(kinds[kind] for kind in kinds_)]
