@@ -8,14 +8,16 @@ of the rounds, its time to ours: peers in 16 bits against step 3, FP8 peers agai
 Missing packages are rows with their reason. Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 
 With FP32 parameters te.TransformerLayer returns y in 16 bits; it is timed as it is and with y cast to FP32 as in every
-step. It runs as it comes but for LayerNorm, which is cuDNN's as in step 4 (one setting of the process holds for both);
-so its GELU is a kernel of its own, where step 4 has it ride on the matmul. Its residual is in 16 bits, as step 4's is;
-torchao's, whose block is step 2's, is in the dtype of the parameters. Autograd casts its weights' gradients to FP32,
-where step 4 has compiled code do it; in one row of its own it gets that too. All FP8 blocks of Transformer Engine in a
-process share the update of their scales, which costs each of them a little more than alone.
+step. It runs as it comes: LayerNorm and GELU are Transformer Engine's own kernels, where in step 4 the one is cuDNN's
+and the other rides on the matmul, and autograd casts its weights' gradients to FP32, where step 4 has compiled code do
+it. In one row of its own ("tuned") it gets step 4's LayerNorm and casts. Its residual is in 16 bits, as step 4's is;
+torchao's, whose block is step 2's, is in the dtype of the parameters. All FP8 blocks of Transformer Engine in a process
+share the update of their scales, which costs each of them a little more than alone.
 """
+import ctypes
 import functools
 import importlib.util
+import os
 import sys
 
 import torch
@@ -106,7 +108,10 @@ class GPT2(Peer):
 
 
 class TransformerLayer(Peer):
-    """Transformer Engine's layer; y is [B, S, E] in `output_dtype`. With `fp8` its weights are quantized every call."""
+    """Transformer Engine's layer; y is [B, S, E] in `output_dtype`. With `fp8` its weights are quantized every call.
+
+    `tuned`: its LayerNorm is what step 4's is, else Transformer Engine's own.
+    """
 
     parameter_names = {
         "ln_1.weight": "layer.self_attention.layernorm_qkv.layer_norm_weight",
@@ -124,10 +129,11 @@ class TransformerLayer(Peer):
     }
     fresh = None           # as in step 4: quantize the weights at every call
 
-    def __init__(self, config: BlockConfig, dtype: torch.dtype, output_dtype: torch.dtype, fp8: bool):
+    def __init__(self, config: BlockConfig, dtype: torch.dtype, output_dtype: torch.dtype, fp8: bool,
+                 tuned: bool = False):
         super().__init__(config)
         te = te_emulation.transformer_engine_pytorch
-        self.output_dtype, self.fp8, self.residual_dtype = output_dtype, fp8, config.amp_dtype
+        self.output_dtype, self.fp8, self.tuned, self.residual_dtype = output_dtype, fp8, tuned, config.amp_dtype
         self.engine = f"Transformer Engine {te_emulation.transformer_engine.__version__}"
         self.recipe, self.autocast = te.quantization.DelayedScaling(), te.autocast
         self.layer = te.TransformerLayer(
@@ -136,9 +142,30 @@ class TransformerLayer(Peer):
             qkv_weight_interleaved=False, attn_input_format="bshd", params_dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        choose_layer_norm(self.tuned)
         with self.autocast(enabled=self.fp8, recipe=self.recipe):
             y = self.layer(x)
         return y.to(self.output_dtype)
+
+
+def choose_layer_norm(tuned: bool) -> None:
+    """From here on Transformer Engine normalises as step 4 has it (`tuned`), or by its own kernels.
+
+    Its setting is one of the whole process, which a program has by environment variables that are read once. So each of
+    its blocks here sets it whenever it is called, by what reads them; the backward that follows finds it so.
+    """
+    library = ctypes.CDLL(None)            # Transformer Engine loads its own for all to see
+    for direction in ("fwd", "bwd"):
+        cudnn = tuned and os.environ.get(f"NVTE_NORM_{direction.upper()}_USE_CUDNN") == "1"
+        library[f"nvte_enable_cudnn_norm_{direction}"](ctypes.c_bool(cudnn))
+
+
+def build_step_4(config: BlockConfig, values: dict[str, Tensor], device) -> nn.Module:
+    """Step 4, whose LayerNorm is its own whatever else of Transformer Engine runs in this process."""
+    block = steps.load(4).build(config, values, device)
+    if not block.engine.startswith("emulated"):
+        block.register_forward_pre_hook(lambda *_: choose_layer_norm(True))
+    return block
 
 
 def build(kind, compiled: bool, config: BlockConfig, values: dict[str, Tensor], device, casts: bool = False
@@ -178,8 +205,8 @@ def cases(config: BlockConfig, dtype: torch.dtype, device: torch.device) -> list
         config.check_fp8()
     except ValueError as error:
         no_fp8 = str(error)
-    found = [case(steps.path(n).stem, steps.load(n).build, n, claims=n, missing=no_fp8 if n == 4 else "")
-             for n in (3, 4)]
+    found = [case(steps.path(3).stem, steps.load(3).build, 3, claims=3),
+             case(steps.path(4).stem, build_step_4, 4, claims=4, missing=no_fp8)]
     for compiled, word in ((False, ""), (True, ", compiled")):
         found.append(case(f"nn.TransformerEncoderLayer{word}", functools.partial(build, EncoderLayer, compiled), 2))
         found.append(case(f"GPT2Block{word}", functools.partial(build, GPT2, compiled), 2, missing=no_transformers))
@@ -189,10 +216,9 @@ def cases(config: BlockConfig, dtype: torch.dtype, device: torch.device) -> list
             found.append(case(f"te.TransformerLayer {word}, y in {dtype_name(output)}",
                               functools.partial(build, layer, False), 4 if fp8 else 2,
                               missing=no_te or (no_fp8 if fp8 else "")))
-    if dtype == torch.float32:             # how much of step 4's lead is its cast of the weights' gradients
-        layer = functools.partial(TransformerLayer, output_dtype=dtype, fp8=True)
-        found.append(case("te.TransformerLayer FP8, casts compiled", functools.partial(build, layer, False, casts=True),
-                          4, missing=no_te or no_fp8))
+    layer = functools.partial(TransformerLayer, output_dtype=dtype, fp8=True, tuned=True)
+    found.append(case("te.TransformerLayer FP8, tuned", functools.partial(build, layer, False, casts=True), 4,
+                      missing=no_te or no_fp8))
     for recipe in ("tensorwise", "rowwise"):
         found.append(case(f"torchao float8 {recipe}, compiled", functools.partial(build_torchao, recipe), 4,
                           missing=no_torchao or no_fp8))

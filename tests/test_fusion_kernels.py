@@ -257,8 +257,8 @@ def test_dropout_depends_on_the_seed_and_the_place_alone(monkeypatch):
 
 
 def test_the_bits_are_philox_s():
-    """Counter 0 and key 0 give these four words, the known answer of Philox 4x32 with ten rounds."""
-    words = (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    """Counter 0 and key 0 give these four words, the known answer of Philox 4x32 with seven rounds."""
+    words = (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     for p in (0.2, 0.5, 0.7, 0.8):
         first = kept((8, 8), p, 0)[0].tolist()

@@ -1,5 +1,7 @@
 """Other libraries' layers are the same block, and are compared with their like."""
 import functools
+import os
+import re
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from conftest import case, errors, worst
 from made_records import both, made
 
 from benchmarks import peers, records
-from common import PRESETS, BlockConfig, parameters
+from common import PRESETS, BlockConfig, evidence, parameters
 
 pytestmark = pytest.mark.unit
 KINDS = {"nn.TransformerEncoderLayer": peers.EncoderLayer, "GPT2Block": peers.GPT2, "te": peers.TransformerLayer}
@@ -48,6 +50,32 @@ def test_transformer_layer_is_the_same_block(fp8, gate, output):
     for _ in range(3):
         found = errors(block, values, x, dy.to(output))
     assert max(worst(found)) < gate and block(x).dtype == output
+
+
+@pytest.mark.transformer_engine
+@pytest.mark.skipif(os.environ.get("NVTE_NORM_FWD_USE_CUDNN") == "0", reason="NVTE_NORM_FWD_USE_CUDNN is 0")
+def test_transformer_layer_normalises_by_its_own_kernels_and_tuned_as_step_4_does():
+    """One process, in any order: what the backward runs is what its forward has set, too."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("step 4 normalises by Transformer Engine's own kernels on this GPU")
+    config = BlockConfig(2, 128, 256, 4, amp_dtype=torch.float16)
+    values, x, dy = case(config, "cuda")
+    layers = [functools.partial(peers.TransformerLayer, output_dtype=torch.float32, fp8=True, tuned=tuned)
+              for tuned in (False, True)]
+    own, tuned = (peers.build(layer, False, config, values, "cuda") for layer in layers)
+    step_4 = peers.build_step_4(config, values, "cuda")
+
+    def by_cudnn(block):
+        ran = evidence.observe(lambda: block(x).backward(dy), torch.device("cuda"))
+        return {direction: any(re.match(rf"ln_\w*{direction}", name) for name in ran) for direction in ("fwd", "bwd")}
+    try:
+        for block in (own, step_4, own, tuned, step_4):
+            for _ in range(2):                                  # cuDNN builds its kernels at the first call
+                block(x).backward(dy)
+            expected = block is not own
+            assert by_cudnn(block) == {"fwd": expected, "bwd": expected}, type(block)
+    finally:
+        peers.choose_layer_norm(True)
 
 
 @pytest.mark.gpu

@@ -44,11 +44,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         });
     });
     module.def("layer_norm_gelu_backward", [](Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor rstd, Tensor dy,
-                                              Tensor dx, Tensor dweight, Tensor dbias) {
+                                              Tensor dx, Tensor sums, Tensor dvectors) {
         on_device_of(x, [&](Float type, cudaStream_t stream) {
             layer_norm_gelu_backward(type, in(x), in(weight), in(bias), in_float(mean), in_float(rstd), in(dy), out(dx),
-                                     out_float(dweight), out_float(dbias), x.size(0), x.size(1), dweight.size(0),
-                                     stream);
+                                     out(dvectors), out_float(sums), x.size(0), x.size(1), sums.size(0), stream);
         });
     });
     module.def("rms_norm_forward", [](Tensor x, Tensor weight, Tensor y, Tensor rstd, double eps) {
@@ -56,10 +55,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             rms_norm_forward(type, in(x), in(weight), out(y), out_float(rstd), x.size(0), x.size(1), eps, stream);
         });
     });
-    module.def("rms_norm_backward", [](Tensor x, Tensor weight, Tensor rstd, Tensor dy, Tensor dx, Tensor dweight) {
+    module.def("rms_norm_backward", [](Tensor x, Tensor weight, Tensor rstd, Tensor dy, Tensor dx, Tensor sums,
+                                       Tensor dweight) {
         on_device_of(x, [&](Float type, cudaStream_t stream) {
-            rms_norm_backward(type, in(x), in(weight), in_float(rstd), in(dy), out(dx), out_float(dweight), x.size(0),
-                              x.size(1), dweight.size(0), stream);
+            rms_norm_backward(type, in(x), in(weight), in_float(rstd), in(dy), out(dx), out(dweight), out_float(sums),
+                              x.size(0), x.size(1), sums.size(0), stream);
         });
     });
     module.def("swiglu_forward", [](Tensor a, Tensor b, Tensor y) {

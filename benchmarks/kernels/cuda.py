@@ -118,9 +118,10 @@ def _per_row(x: Tensor) -> Tensor:
     return torch.empty(x.size(0), dtype=torch.float32, device=x.device)
 
 
-def _sums(x: Tensor) -> Tensor:
-    """Room for each block's sums over its rows, [blocks, width] in FP32, not filled."""
-    return torch.empty(min(x.size(0), BLOCKS), x.size(1), dtype=torch.float32, device=x.device)
+def _sums(x: Tensor, vectors: int) -> tuple[Tensor, Tensor]:
+    """Room for each block's sums over its rows, [blocks, vectors, width] in FP32, and for all rows' in x's dtype."""
+    sums = torch.empty(min(x.size(0), BLOCKS), vectors, x.size(1), dtype=torch.float32, device=x.device)
+    return sums, x.new_zeros(vectors, x.size(1)) if not len(x) else x.new_empty(vectors, x.size(1))
 
 
 @custom_op("transformer_block::cuda_layer_norm_gelu", mutates_args=())
@@ -134,12 +135,12 @@ def _layer_norm_gelu(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tup
 
 @custom_op("transformer_block::cuda_layer_norm_gelu_backward", mutates_args=())
 def _layer_norm_gelu_backward(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, dy: Tensor
-                              ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight [width], dbias [width])."""
-    dx, dweight, dbias = torch.empty_like(x), _sums(x), _sums(x)
+                              ) -> tuple[Tensor, Tensor]:
+    """(dx, [dweight, dbias] as [2, width])."""
+    dx, (sums, vectors) = torch.empty_like(x), _sums(x, 2)
     if x.numel():
-        extension.load().layer_norm_gelu_backward(x, weight, bias, mean, rstd, dy, dx, dweight, dbias)
-    return dx, dweight.sum(0).to(x.dtype), dbias.sum(0).to(x.dtype)
+        extension.load().layer_norm_gelu_backward(x, weight, bias, mean, rstd, dy, dx, sums, vectors)
+    return dx, vectors
 
 
 @custom_op("transformer_block::cuda_rms_norm", mutates_args=())
@@ -153,11 +154,11 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @custom_op("transformer_block::cuda_rms_norm_backward", mutates_args=())
 def _rms_norm_backward(x: Tensor, weight: Tensor, rstd: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """(dx, dweight [width])."""
-    dx, dweight = torch.empty_like(x), _sums(x)
+    """(dx, dweight as [1, width])."""
+    dx, (sums, vectors) = torch.empty_like(x), _sums(x, 1)
     if x.numel():
-        extension.load().rms_norm_backward(x, weight, rstd, dy, dx, dweight)
-    return dx, dweight.sum(0).to(x.dtype)
+        extension.load().rms_norm_backward(x, weight, rstd, dy, dx, sums, vectors)
+    return dx, vectors
 
 
 @custom_op("transformer_block::cuda_swiglu", mutates_args=())
@@ -213,7 +214,7 @@ def _(x, weight, bias, eps):
 
 @_layer_norm_gelu_backward.register_fake
 def _(x, weight, bias, mean, rstd, dy):
-    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
+    return torch.empty_like(x), x.new_empty(2, x.size(1))
 
 
 @_rms_norm.register_fake
@@ -223,7 +224,7 @@ def _(x, weight, eps):
 
 @_rms_norm_backward.register_fake
 def _(x, weight, rstd, dy):
-    return torch.empty_like(x), torch.empty_like(weight)
+    return torch.empty_like(x), x.new_empty(1, x.size(1))
 
 
 @_swiglu.register_fake
@@ -261,7 +262,8 @@ def _save_layer_norm_gelu(ctx, inputs, output):
 
 
 def _differentiate_layer_norm_gelu(ctx, dy, *_):
-    return *_layer_norm_gelu_backward(*ctx.saved_tensors, dy.contiguous()), None
+    dx, vectors = _layer_norm_gelu_backward(*ctx.saved_tensors, dy.contiguous())
+    return dx, *vectors, None
 
 
 def _save_rms_norm(ctx, inputs, output):
@@ -272,7 +274,8 @@ def _save_rms_norm(ctx, inputs, output):
 
 
 def _differentiate_rms_norm(ctx, dy, *_):
-    return *_rms_norm_backward(*ctx.saved_tensors, dy.contiguous()), None
+    dx, vectors = _rms_norm_backward(*ctx.saved_tensors, dy.contiguous())
+    return dx, *vectors, None
 
 
 def _save_swiglu(ctx, inputs, output):

@@ -9,13 +9,13 @@ enum class Float { half, bfloat16, single };
 void layer_norm_gelu_forward(Float type, const void* x, const void* weight, const void* bias, void* y, float* mean,
                              float* rstd, int64_t rows, int width, float eps, cudaStream_t stream);
 void layer_norm_gelu_backward(Float type, const void* x, const void* weight, const void* bias, const float* mean,
-                              const float* rstd, const void* dy, void* dx, float* dweight, float* dbias, int64_t rows,
+                              const float* rstd, const void* dy, void* dx, void* dvectors, float* sums, int64_t rows,
                               int width, int blocks, cudaStream_t stream);
 
 void rms_norm_forward(Float type, const void* x, const void* weight, void* y, float* rstd, int64_t rows, int width,
                       float eps, cudaStream_t stream);
 void rms_norm_backward(Float type, const void* x, const void* weight, const float* rstd, const void* dy, void* dx,
-                       float* dweight, int64_t rows, int width, int blocks, cudaStream_t stream);
+                       void* dweight, float* sums, int64_t rows, int width, int blocks, cudaStream_t stream);
 
 void swiglu_forward(Float type, const void* a, const void* b, void* y, int64_t count, cudaStream_t stream);
 void swiglu_backward(Float type, const void* a, const void* b, const void* dy, void* da, void* db, int64_t count,

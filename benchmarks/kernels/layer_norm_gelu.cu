@@ -16,7 +16,7 @@ constexpr float SLOPE = 1.5957691216057308f;                 // 2 sqrt(2 / pi)
 constexpr float CUBIC = 0.044715f * SLOPE;
 
 __device__ float gelu_gate(float h, float square) {
-    return __fdividef(1.0f, 1.0f + exp2_approximate(h * (-LOG2_E * SLOPE + -LOG2_E * CUBIC * square)));
+    return reciprocal_approximate(1.0f + exp2_approximate(h * (-LOG2_E * SLOPE + -LOG2_E * CUBIC * square)));
 }
 
 __device__ float gelu(float h) { return h * gelu_gate(h, h * h); }
@@ -75,38 +75,37 @@ forward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ w
 template <typename L>
 __global__ void __launch_bounds__(MAX_THREADS)
 backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ weight,
-         const typename L::T* __restrict__ bias, const float* __restrict__ means, const float* __restrict__ rstds,
-         const typename L::T* __restrict__ dy, typename L::T* __restrict__ dx, float* __restrict__ dweight,
-         float* __restrict__ dbias, int64_t rows, int width) {
-    constexpr bool KEEP = L::VECTORS * L::N == FEW_ITEMS;    // g in registers; wide rows have none left, and repeat it
+         const typename L::T* __restrict__ bias, const float* __restrict__ x_means, const float* __restrict__ rstds,
+         const typename L::T* __restrict__ dy, typename L::T* __restrict__ dx, float* __restrict__ sums, int64_t rows,
+         int width) {
+    constexpr bool KEEP = L::VECTORS * L::N <= FEW_ITEMS;    // g in registers; wide rows have none left, and repeat it
     float dweight_row[L::VECTORS][L::N] = {}, dbias_row[L::VECTORS][L::N] = {};
     Rows<L> x_rows(x, width), dy_rows(dy, width);
+    typename L::Row w, b;                                    // a thread has the same columns of all its rows
+    L::load(w, weight, width);
+    L::load(b, bias, width);
     int turn = 0;
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
         typename L::Row x_row, dy_row;
         x_rows.take(x_row, row, rows);
         dy_rows.take(dy_row, row, rows);
-        const float mean = means[row], rstd = rstds[row];
-        float g[L::VECTORS][L::N], sums[2] = {};
-        Vector<typename L::T, L::N> w, b;
+        const float mean = x_means[row], rstd = rstds[row];
+        float g[L::VECTORS][L::N], means[2] = {};
 #pragma unroll
-        for (int v = 0; v < L::VECTORS; ++v) {
-            if (L::column(v) >= width)
-                break;
-            w.read(weight + L::column(v));
-            b.read(bias + L::column(v));
+        for (int v = 0; v < L::VECTORS; ++v)                 // behind the row dy, and so all sums, are 0
 #pragma unroll
             for (int i = 0; i < L::N; ++i) {
                 const float normal = (x_row[v][i] - mean) * rstd;
-                const float dh = dy_row[v][i] * gelu_slope(normal * w[i] + b[i]);
+                const float dh = dy_row[v][i] * gelu_slope(normal * w[v][i] + b[v][i]);
                 dweight_row[v][i] += dh * normal;
                 dbias_row[v][i] += dh;
-                g[v][i] = dh * w[i];
-                sums[0] += g[v][i];
-                sums[1] += g[v][i] * normal;
+                g[v][i] = dh * w[v][i];
+                means[0] += g[v][i];
+                means[1] += g[v][i] * normal;
             }
-        }
-        reduce_block<Sum>(sums, turn);
+        reduce_block<Sum>(means, turn);
+        // rstd * mean(g) + normal * rstd * mean(g * n), as offset + x * along
+        const float along = means[1] / width * rstd * rstd, offset = means[0] / width * rstd - mean * along;
 #pragma unroll
         for (int v = 0; v < L::VECTORS; ++v) {
             const int column = L::column(v);
@@ -115,15 +114,13 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
             if (!KEEP) {
                 x_row[v].stream_in(x + row * width + column);
                 dy_row[v].stream_in(dy + row * width + column);
-                w.read(weight + column);
-                b.read(bias + column);
             }
             float values[L::N];
 #pragma unroll
             for (int i = 0; i < L::N; ++i) {
-                const float normal = (x_row[v][i] - mean) * rstd;
-                const float gradient = KEEP ? g[v][i] : dy_row[v][i] * gelu_slope(normal * w[i] + b[i]) * w[i];
-                values[i] = rstd * (gradient - (sums[0] + normal * sums[1]) / width);
+                if (!KEEP)
+                    g[v][i] = dy_row[v][i] * gelu_slope((x_row[v][i] - mean) * rstd * w[v][i] + b[v][i]) * w[v][i];
+                values[i] = rstd * g[v][i] - (x_row[v][i] * along + offset);
             }
             Vector<typename L::T, L::N> out;
             out.set(values);
@@ -135,9 +132,9 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
         if (L::column(v) < width)
 #pragma unroll
             for (int i = 0; i < L::N; ++i) {
-                const int64_t here = static_cast<int64_t>(blockIdx.x) * width + L::column(v) + i;
-                dweight[here] = dweight_row[v][i];
-                dbias[here] = dbias_row[v][i];
+                float* const here = sums + 2 * static_cast<int64_t>(blockIdx.x) * width + L::column(v) + i;
+                here[0] = dweight_row[v][i];
+                here[width] = dbias_row[v][i];
             }
 }
 
@@ -155,13 +152,14 @@ void layer_norm_gelu_forward(Float type, const void* x, const void* weight, cons
 }
 
 void layer_norm_gelu_backward(Float type, const void* x, const void* weight, const void* bias, const float* mean,
-                              const float* rstd, const void* dy, void* dx, float* dweight, float* dbias, int64_t rows,
+                              const float* rstd, const void* dy, void* dx, void* dvectors, float* sums, int64_t rows,
                               int width, int blocks, cudaStream_t stream) {
     with_layout<FEW_ITEMS>(type, width, aligned(x, weight, bias, dy, dx), [&](auto layout, int threads) {
         using L = decltype(layout);
         using T = typename L::T;
         backward<L><<<blocks, threads, 0, stream>>>(static_cast<const T*>(x), static_cast<const T*>(weight),
                                                     static_cast<const T*>(bias), mean, rstd, static_cast<const T*>(dy),
-                                                    static_cast<T*>(dx), dweight, dbias, rows, width);
+                                                    static_cast<T*>(dx), sums, rows, width);
+        start_add_up(sums, static_cast<T*>(dvectors), blocks, 2 * width, stream);
     });
 }

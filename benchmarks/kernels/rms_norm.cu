@@ -13,6 +13,8 @@
 
 namespace {
 
+constexpr int BACKWARD_ITEMS = 8;                            // of a row in a thread's registers: a tunable
+
 template <typename L>
 __global__ void __launch_bounds__(MAX_THREADS)
 forward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ weight, typename L::T* __restrict__ y,
@@ -48,41 +50,37 @@ forward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ w
 template <typename L>
 __global__ void __launch_bounds__(MAX_THREADS)
 backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ weight, const float* __restrict__ rstds,
-         const typename L::T* __restrict__ dy, typename L::T* __restrict__ dx, float* __restrict__ dweight,
+         const typename L::T* __restrict__ dy, typename L::T* __restrict__ dx, float* __restrict__ sums,
          int64_t rows, int width) {
     float dweight_row[L::VECTORS][L::N] = {};
     Rows<L> x_rows(x, width), dy_rows(dy, width);
+    typename L::Row w;                                       // a thread has the same columns of all its rows
+    L::load(w, weight, width);
     int turn = 0;
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
         typename L::Row x_row, dy_row;
         x_rows.take(x_row, row, rows);
         dy_rows.take(dy_row, row, rows);
         const float rstd = rstds[row];
-        Vector<typename L::T, L::N> w;
         float dot = 0.0f;
 #pragma unroll
-        for (int v = 0; v < L::VECTORS; ++v) {
-            if (L::column(v) >= width)
-                break;
-            w.read(weight + L::column(v));
+        for (int v = 0; v < L::VECTORS; ++v)                 // behind the row all are 0
 #pragma unroll
             for (int i = 0; i < L::N; ++i) {
-                const float normal = x_row[v][i] * rstd;
-                dweight_row[v][i] += dy_row[v][i] * normal;
-                dot += dy_row[v][i] * w[i] * normal;
+                const float sum = dy_row[v][i] * (x_row[v][i] * rstd);
+                dweight_row[v][i] += sum;
+                dot += sum * w[v][i];
             }
-        }
-        const float mean = reduce_block<Sum>(dot, turn) / width;
+        const float along = reduce_block<Sum>(dot, turn) / width * rstd * rstd;
 #pragma unroll
         for (int v = 0; v < L::VECTORS; ++v) {
             const int column = L::column(v);
             if (column >= width)
                 break;
-            w.read(weight + column);
             float values[L::N];
 #pragma unroll
             for (int i = 0; i < L::N; ++i)
-                values[i] = rstd * (dy_row[v][i] * w[i] - x_row[v][i] * rstd * mean);
+                values[i] = dy_row[v][i] * w[v][i] * rstd - x_row[v][i] * along;
             Vector<typename L::T, L::N> out;
             out.set(values);
             out.stream_out(dx + row * width + column);
@@ -93,7 +91,7 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
         if (L::column(v) < width)
 #pragma unroll
             for (int i = 0; i < L::N; ++i)
-                dweight[static_cast<int64_t>(blockIdx.x) * width + L::column(v) + i] = dweight_row[v][i];
+                sums[static_cast<int64_t>(blockIdx.x) * width + L::column(v) + i] = dweight_row[v][i];
 }
 
 }  // namespace
@@ -109,12 +107,12 @@ void rms_norm_forward(Float type, const void* x, const void* weight, void* y, fl
 }
 
 void rms_norm_backward(Float type, const void* x, const void* weight, const float* rstd, const void* dy, void* dx,
-                       float* dweight, int64_t rows, int width, int blocks, cudaStream_t stream) {
-    with_layout<FEW_ITEMS>(type, width, aligned(x, weight, dy, dx), [&](auto layout, int threads) {
+                       void* dweight, float* sums, int64_t rows, int width, int blocks, cudaStream_t stream) {
+    with_layout<BACKWARD_ITEMS>(type, width, aligned(x, weight, dy, dx), [&](auto layout, int threads) {
         using L = decltype(layout);
         using T = typename L::T;
         backward<L><<<blocks, threads, 0, stream>>>(static_cast<const T*>(x), static_cast<const T*>(weight), rstd,
-                                                    static_cast<const T*>(dy), static_cast<T*>(dx), dweight, rows,
-                                                    width);
+                                                    static_cast<const T*>(dy), static_cast<T*>(dx), sums, rows, width);
+        start_add_up(sums, static_cast<T*>(dweight), blocks, width, stream);
     });
 }

@@ -1,6 +1,7 @@
 // What the memory-bound kernels share: 16-byte accesses, conversion to FP32, reductions over a block, and the choice of
 // a kernel's template arguments by dtype and width.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 #include <cuda_bf16.h>
@@ -12,6 +13,7 @@
 constexpr int MAX_THREADS = 512;
 constexpr int FEW_ITEMS = 16;
 constexpr int MANY_ITEMS = 32;                               // of wide rows, and where registers are left
+constexpr int WIDEST = MAX_THREADS * MANY_ITEMS;
 constexpr float LOG2_E = 1.4426950408889634f;
 
 __device__ inline float to_float(float value) { return value; }
@@ -37,7 +39,13 @@ struct alignas(sizeof(T) * N) Vector {
                                     std::conditional_t<sizeof(T) == 4, unsigned, unsigned short>>;
     T values[N];
 
-    __device__ float operator[](int i) const { return to_float(values[i]); }
+    __device__ float operator[](int i) const {
+        if constexpr (N > 1 && std::is_same_v<T, __nv_bfloat16>) {           // FP32's upper half: one instruction
+            const unsigned pair = reinterpret_cast<const unsigned*>(values)[i / 2];
+            return __uint_as_float(i % 2 ? pair & 0xFFFF0000 : pair << 16);
+        }
+        return to_float(values[i]);
+    }
 
     __device__ void set(const float (&from)[N]) {
         if constexpr (N == 1)
@@ -70,7 +78,7 @@ struct alignas(sizeof(T) * N) Vector {
 template <typename T_, int N_, int ITEMS>
 struct Layout {
     using T = T_;
-    static constexpr int N = N_, VECTORS = ITEMS / N_;
+    static constexpr int N = N_, VECTORS = ITEMS / N_, MOST_THREADS = std::min(MAX_THREADS, WIDEST / ITEMS);
     using Row = Vector<T, N>[VECTORS];
 
     __device__ static int column(int v) { return (v * blockDim.x + threadIdx.x) * N; }
@@ -121,8 +129,14 @@ __device__ inline float exp2_approximate(float x) {          // within 2 units i
     return y;
 }
 
+__device__ inline float reciprocal_approximate(float x) {    // within 1 unit in the last place
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // 1 / (1 + exp(-x)).
-__device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exp2_approximate(-LOG2_E * x)); }
+__device__ inline float sigmoid(float x) { return reciprocal_approximate(1.0f + exp2_approximate(-LOG2_E * x)); }
 
 struct Sum {
     static constexpr float neutral = 0.0f;
@@ -150,7 +164,7 @@ __device__ void reduce_block(float (&values)[COUNT], int turn) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     for (float& value : values)
         value = reduce_warp<Op>(value);
-    if (warps == 1)
+    if (warps == 1)                                          // a row is one warp's: no thread waits for another
         return;
     if (lane == 0)
         for (int i = 0; i < COUNT; ++i)
@@ -167,7 +181,33 @@ __device__ float reduce_block(float value, int turn) {
     return values[0];
 }
 
+// One total for each of `columns`: the sum of the rows of [parts, columns], in an order that never changes.
+constexpr int PARTS_AT_ONCE = 16;
+
+template <typename T>
+__global__ void __launch_bounds__(32 * PARTS_AT_ONCE)
+add_up(const float* __restrict__ sums, T* __restrict__ totals, int parts, int columns) {
+    __shared__ float of_warp[PARTS_AT_ONCE][32];
+    const int column = blockIdx.x * 32 + threadIdx.x;
+    float total = 0.0f;
+    if (column < columns)
+        for (int part = threadIdx.y; part < parts; part += PARTS_AT_ONCE)
+            total += sums[static_cast<int64_t>(part) * columns + column];
+    of_warp[threadIdx.y][threadIdx.x] = total;
+    __syncthreads();
+    if (threadIdx.y > 0 || column >= columns)
+        return;
+    for (int i = 1; i < PARTS_AT_ONCE; ++i)
+        total += of_warp[i][threadIdx.x];
+    round_one(totals + column, total);
+}
+
 // The rest runs on the CPU.
+
+template <typename T>
+void start_add_up(const float* sums, T* totals, int parts, int columns, cudaStream_t stream) {
+    add_up<<<(columns + 31) / 32, dim3(32, PARTS_AT_ONCE), 0, stream>>>(sums, totals, parts, columns);
+}
 
 template <typename... Pointers>
 bool aligned(Pointers... pointers) {
@@ -185,17 +225,18 @@ void with_type(Float type, Body body) {
 }
 
 // body(Layout(), threads) for rows of `width` elements, ITEMS in a thread or, of wide rows, MANY_ITEMS; `vectors` says
-// whether their addresses allow 16-byte accesses.
+// whether their addresses allow 16-byte accesses. Without them a thread holds FEW_ITEMS, if ITEMS are more.
 template <int ITEMS, typename Body>
 void with_layout(Float type, int width, bool vectors, Body body) {
     const auto sized = [&](auto zero, auto n) {
         using T = decltype(zero);
         constexpr int N = decltype(n)::value;
         const auto threads = [&](int items) { return (width + items * 32 - 1) / (items * 32) * 32; };
-        if (width <= MAX_THREADS * ITEMS)
-            body(Layout<T, N, ITEMS>(), threads(ITEMS));
-        else
-            body(Layout<T, N, MANY_ITEMS>(), threads(MANY_ITEMS));
+        constexpr int USUAL = N == 1 ? std::min(ITEMS, FEW_ITEMS) : ITEMS;
+        if constexpr (USUAL < MANY_ITEMS)
+            if (width > MAX_THREADS * USUAL)
+                return body(Layout<T, N, MANY_ITEMS>(), threads(MANY_ITEMS));
+        body(Layout<T, N, USUAL>(), threads(USUAL));
     };
     with_type(type, [&](auto zero) {
         constexpr int N = 16 / sizeof(zero);

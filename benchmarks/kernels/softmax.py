@@ -5,7 +5,9 @@
 Eager PyTorch writes S x S elements for the masked scores, the softmax, the mask of dropout and the result. Here a
 program reads a few rows up to the diagonal, keeps them in registers in FP32, and writes them once. Dropout is drawn by
 Philox, a function of the seed and of an element's place: the backward draws the same bits anew, so no mask is stored,
-and the launch grid changes nothing. One call gives 128 random bits, of which each of eight neighbours gets 16.
+and the launch grid changes nothing. One call gives 128 random bits, of which each of eight neighbours gets 16. These
+bits cost more than all else, so its rounds are the seven in which its authors found no fault (Salmon et al., Parallel
+random numbers: as easy as 1, 2, 3, 2011), where PyTorch takes the ten that they advise for safety.
 """
 import torch
 import triton
@@ -18,6 +20,7 @@ from .launch import described, launchable, require_float
 WIDEST = 16384                    # keys of a query: what the registers of one program hold
 NARROWEST = 256                   # keys in the first band of a causal launch; each further band has twice as many
 TILE = 2048                       # elements of one program, or one row where that is more
+ROUNDS = tl.constexpr(7)          # of Philox
 PER_THREAD = {"forward": 32, "backward": 16}               # elements
 
 
@@ -44,7 +47,7 @@ def _keep(seed_ptr, row, threshold, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS
     group = row[:, None] * ((S + 7) // 8) + tl.arange(0, COLUMNS // 8)[None, :]
     # By halves: from a 64-bit counter some versions of Triton draw 64-bit words.
     low, high = group.to(tl.uint32), (group >> 32).to(tl.uint32)
-    a, b, c, d = tl.philox(tl.load(seed_ptr), low, high, low * 0, low * 0)
+    a, b, c, d = tl.philox(tl.load(seed_ptr), low, high, low * 0, low * 0, ROUNDS)
     words = tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), (ROWS, COLUMNS // 2))
     return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (ROWS, COLUMNS)) >= threshold
 

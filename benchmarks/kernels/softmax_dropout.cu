@@ -1,9 +1,10 @@
 // Softmax over the last dimension, with or without a causal mask, then dropout: what stands between attention's two
 // matrix products when they are not fused.
 //
-// Forward: one block a row. The row is read once into registers; the block finds its maximum (so that no exponential
-// overflows), then the sum of the exponentials, then writes. Under the causal mask, row i of a square matrix has i + 1
-// elements and no vector behind them is read.
+// Forward: a row is read once into the registers of a warp, or of a block where it is wide; they find its maximum (so
+// that no exponential overflows), then the sum of the exponentials, then write. Under the causal mask, row i of a square
+// matrix has i + 1 elements and no vector behind them is read. Such a kernel is limited by how many instructions it
+// spends on an element: so a thread holds many elements, which share what is done once a row.
 //
 // Dropout's mask is never stored. Philox is a random number generator without a state, a function of (seed, counter):
 // whoever asks for element 7's number gets the same one, in the backward too. A call gives four 32-bit words, which
@@ -16,61 +17,89 @@
 
 namespace {
 
-constexpr int ROUNDS = 10;                                   // of Philox4x32: what its authors recommend
+constexpr int HELD_FORWARD = 64, HELD_BACKWARD = 16;         // elements of a row in a thread's registers: tunables
+constexpr int THREADS = 128;                                 // of a block; rows of fewer threads share it
+constexpr int RESIDENT = 768;                                // threads on a multiprocessor: with more, registers spill
+constexpr int ROUNDS = 7;                                    // of Philox4x32: see softmax.py
 
-__device__ uint4 philox(uint64_t seed, uint64_t counter) {
-    uint4 state = {static_cast<unsigned>(counter), static_cast<unsigned>(counter >> 32), 0, 0};
-    unsigned key_low = seed, key_high = seed >> 32;
-#pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
-        const uint64_t a = 0xD2511F53ull * state.x, b = 0xCD9E8D57ull * state.z;
-        state = {static_cast<unsigned>(b >> 32) ^ state.y ^ key_low, static_cast<unsigned>(b),
-                 static_cast<unsigned>(a >> 32) ^ state.w ^ key_high, static_cast<unsigned>(a)};
-        key_low += 0x9E3779B9;
-        key_high += 0xBB67AE85;
-    }
-    return state;
-}
+// Which elements of a launch are dropped. The rounds' keys follow from the seed alone, and come ready from the CPU.
+struct Dropout {
+    unsigned threshold;                                      // of 65536 numbers, how many drop their element
+    unsigned low[ROUNDS], high[ROUNDS];
 
-// What dropout multiplies the N elements from `index` on with. `index` is a multiple of N, and N divides 8.
-template <int N>
-__device__ void dropout_factors(float (&factors)[N], uint64_t seed, int64_t index, unsigned threshold) {
-    if (threshold == 0) {
-        for (float& factor : factors)
-            factor = 1.0f;
-        return;
+    Dropout(unsigned threshold, uint64_t seed) : threshold(threshold) {
+        for (unsigned round = 0; round < ROUNDS; ++round) {
+            low[round] = static_cast<unsigned>(seed) + round * 0x9E3779B9u;
+            high[round] = static_cast<unsigned>(seed >> 32) + round * 0xBB67AE85u;
+        }
     }
-    const uint4 words = philox(seed, index / 8);
-    const uint64_t low = words.x | static_cast<uint64_t>(words.y) << 32;
-    const uint64_t high = words.z | static_cast<uint64_t>(words.w) << 32;
-    const int first = N == 8 ? 0 : index % 8;
-    const float kept = 65536.0f / (65536 - threshold);
+
+    __device__ uint4 philox(uint64_t counter) const {
+        uint4 state = {static_cast<unsigned>(counter), static_cast<unsigned>(counter >> 32), 0, 0};
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const int place = first + i;
-        const unsigned number = (place < 4 ? low : high) >> place % 4 * 16 & 0xFFFF;
-        factors[i] = number < threshold ? 0.0f : kept;
+        for (int round = 0; round < ROUNDS; ++round) {
+            const uint64_t a = 0xD2511F53ull * state.x, b = 0xCD9E8D57ull * state.z;
+            state = {static_cast<unsigned>(b >> 32) ^ state.y ^ low[round], static_cast<unsigned>(b),
+                     static_cast<unsigned>(a >> 32) ^ state.w ^ high[round], static_cast<unsigned>(a)};
+        }
+        return state;
     }
-}
+
+    // `scale` times what the N elements from `index` on are multiplied with; a multiple of N, which divides 8.
+    template <int N>
+    __device__ void factors(float (&to)[N], float scale, int64_t index) const {
+        if (threshold == 0) {
+            for (float& factor : to)
+                factor = scale;
+            return;
+        }
+        const uint4 state = philox(index / 8);
+        const unsigned words[4] = {state.x, state.y, state.z, state.w};
+        const float kept = scale * (65536.0f / (65536 - threshold)), dropped = scale * 0.0f;      // NaN where scale is
+        const unsigned in_high_half = threshold << 16;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const int place = N == 8 ? i : index % 8 + i;
+            unsigned word = words[0];
+            if (N == 8)
+                word = words[place / 2];
+            else
+                for (int other = 1; other < 4; ++other)      // a register has no index
+                    word = place / 2 == other ? words[other] : word;
+            to[i] = (place % 2 ? word : word << 16) < in_high_half ? dropped : kept;
+        }
+    }
+};
+
+// The row that this thread's warp, or block, works on.
+__device__ int64_t this_row() { return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
 
 template <typename L>
-__global__ void __launch_bounds__(MAX_THREADS)
+__global__ void __launch_bounds__(L::MOST_THREADS, RESIDENT / L::MOST_THREADS)
 forward(const typename L::T* __restrict__ scores, typename L::T* __restrict__ y, float* __restrict__ peaks,
-        float* __restrict__ totals, int width, unsigned threshold, uint64_t seed, bool causal) {
-    const int64_t start = static_cast<int64_t>(blockIdx.x) * width;
-    const int end = causal ? blockIdx.x % width + 1 : width;
-    typename L::Row row;
-    L::load(row, scores + start, end, -INFINITY);
+        float* __restrict__ totals, int64_t rows, int width, __grid_constant__ const Dropout dropout, bool causal) {
+    const int64_t row = this_row(), start = row * width;
+    if (row >= rows)
+        return;
+    const int end = causal ? static_cast<unsigned>(row) % width + 1 : width;
+    typename L::Row values;
+    L::load(values, scores + start, end);
     float e[L::VECTORS][L::N], peak = -INFINITY, total = 0.0f;
 #pragma unroll
     for (int v = 0; v < L::VECTORS; ++v) {
-        if (L::column(v) >= end)
+        const int column = L::column(v);
+        if (column >= end)
             break;                                           // warps that lie behind the diagonal have nothing to do
 #pragma unroll
-        for (int i = 0; i < L::N; ++i) {
-            e[v][i] = L::column(v) + i < end ? row[v][i] : -INFINITY;
+        for (int i = 0; i < L::N; ++i)
+            e[v][i] = values[v][i];
+        if (column + L::N > end)
+#pragma unroll
+            for (int i = 1; i < L::N; ++i)
+                e[v][i] = column + i < end ? e[v][i] : -INFINITY;
+#pragma unroll
+        for (int i = 0; i < L::N; ++i)
             peak = fmaxf(peak, e[v][i]);
-        }
     }
     peak = reduce_block<Max>(peak, 0);
 #pragma unroll
@@ -90,46 +119,59 @@ forward(const typename L::T* __restrict__ scores, typename L::T* __restrict__ y,
         const int column = L::column(v);
         if (column >= width)
             break;
-        float values[L::N];
-        if (column < end)
-            dropout_factors(values, seed, start + column, threshold);
+        float written[L::N];
 #pragma unroll
-        for (int i = 0; i < L::N; ++i)                       // a factor of 0, too: NaN stays NaN, as in eager PyTorch
-            values[i] = column < end ? values[i] * e[v][i] * scale : 0.0f * scale;
+        for (float& value : written)                         // a factor of 0: NaN stays NaN, as in eager PyTorch
+            value = 0.0f * scale;
+        if (column < end) {
+            dropout.factors(written, scale, start + column);
+#pragma unroll
+            for (int i = 0; i < L::N; ++i)
+                written[i] *= e[v][i];                       // behind the diagonal it is 0
+        }
         Vector<typename L::T, L::N> out;
-        out.set(values);
+        out.set(written);
         out.stream_out(y + start + column);
     }
     if (threadIdx.x == 0) {
-        peaks[blockIdx.x] = peak;
-        totals[blockIdx.x] = total;
+        peaks[row] = peak;
+        totals[row] = total;
     }
 }
 
 template <typename L>
-__global__ void __launch_bounds__(MAX_THREADS)
+__global__ void __launch_bounds__(L::MOST_THREADS)
 backward(const typename L::T* __restrict__ scores, const float* __restrict__ peaks, const float* __restrict__ totals,
-         const typename L::T* __restrict__ dy, typename L::T* __restrict__ dscores, int width, unsigned threshold,
-         uint64_t seed, bool causal) {
-    const int64_t start = static_cast<int64_t>(blockIdx.x) * width;
-    const int end = causal ? blockIdx.x % width + 1 : width;
-    typename L::Row row, dy_row;
-    L::load(row, scores + start, end);
+         const typename L::T* __restrict__ dy, typename L::T* __restrict__ dscores, int64_t rows, int width,
+         __grid_constant__ const Dropout dropout, bool causal) {
+    const int64_t row = this_row(), start = row * width;
+    if (row >= rows)
+        return;
+    const int end = causal ? static_cast<unsigned>(row) % width + 1 : width;
+    typename L::Row values, dy_row;
+    L::load(values, scores + start, end);
     L::load(dy_row, dy + start, end);
-    const float peak = peaks[blockIdx.x], scale = 1.0f / totals[blockIdx.x];
+    const float peak = peaks[row], scale = 1.0f / totals[row];
     float p[L::VECTORS][L::N], dp[L::VECTORS][L::N], dot = 0.0f;
 #pragma unroll
     for (int v = 0; v < L::VECTORS; ++v) {
-        if (L::column(v) >= end)
+        const int column = L::column(v);
+        if (column >= end)
             break;
-        dropout_factors(dp[v], seed, start + L::column(v), threshold);
+        dropout.factors(dp[v], 1.0f, start + column);
 #pragma unroll
         for (int i = 0; i < L::N; ++i) {
-            const bool inside = L::column(v) + i < end;
-            p[v][i] = inside ? exp2_approximate(LOG2_E * (row[v][i] - peak)) * scale : 0.0f;
-            dp[v][i] = inside ? dp[v][i] * dy_row[v][i] : 0.0f;
-            dot += p[v][i] * dp[v][i];
+            p[v][i] = exp2_approximate(LOG2_E * (values[v][i] - peak)) * scale;
+            dp[v][i] *= dy_row[v][i];
         }
+        if (column + L::N > end)
+#pragma unroll
+            for (int i = 1; i < L::N; ++i)
+                if (column + i >= end)
+                    p[v][i] = dp[v][i] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < L::N; ++i)
+            dot += p[v][i] * dp[v][i];
     }
     dot = reduce_block<Sum>(dot, 0);
 #pragma unroll
@@ -137,37 +179,53 @@ backward(const typename L::T* __restrict__ scores, const float* __restrict__ pea
         const int column = L::column(v);
         if (column >= width)
             break;
-        float values[L::N] = {};
-        if (column < end)
+        float written[L::N] = {};
+        if (column < end) {
 #pragma unroll
             for (int i = 0; i < L::N; ++i)
-                values[i] = column + i < end ? p[v][i] * (dp[v][i] - dot) : 0.0f;
+                written[i] = p[v][i] * (dp[v][i] - dot);
+            if (column + L::N > end)                         // 0 even where dot is NaN
+#pragma unroll
+                for (int i = 1; i < L::N; ++i)
+                    written[i] = column + i < end ? written[i] : 0.0f;
+        }
         Vector<typename L::T, L::N> out;
-        out.set(values);
+        out.set(written);
         out.stream_out(dscores + start + column);
     }
+}
+
+// start(blocks, threads) for rows that `threads` threads hold: one warp, and several rows in a block, or more.
+template <typename Start>
+void with_blocks(int64_t rows, int threads, Start start) {
+    const dim3 block(threads, threads == 32 ? THREADS / 32 : 1);
+    start((rows + block.y - 1) / block.y, block);
 }
 
 }  // namespace
 
 void softmax_dropout_forward(Float type, const void* scores, void* y, float* peak, float* total, int64_t rows,
                              int width, unsigned threshold, uint64_t seed, bool causal, cudaStream_t stream) {
-    with_layout<FEW_ITEMS>(type, width, aligned(scores, y), [&](auto layout, int threads) {
+    with_layout<HELD_FORWARD>(type, width, aligned(scores, y), [&](auto layout, int threads) {
         using L = decltype(layout);
         using T = typename L::T;
-        forward<L><<<rows, threads, 0, stream>>>(static_cast<const T*>(scores), static_cast<T*>(y), peak, total, width,
-                                                 threshold, seed, causal);
+        with_blocks(rows, threads, [&](unsigned blocks, dim3 block) {
+            forward<L><<<blocks, block, 0, stream>>>(static_cast<const T*>(scores), static_cast<T*>(y), peak, total,
+                                                     rows, width, Dropout(threshold, seed), causal);
+        });
     });
 }
 
 void softmax_dropout_backward(Float type, const void* scores, const float* peak, const float* total, const void* dy,
                               void* dscores, int64_t rows, int width, unsigned threshold, uint64_t seed, bool causal,
                               cudaStream_t stream) {
-    with_layout<FEW_ITEMS>(type, width, aligned(scores, dy, dscores), [&](auto layout, int threads) {
+    with_layout<HELD_BACKWARD>(type, width, aligned(scores, dy, dscores), [&](auto layout, int threads) {
         using L = decltype(layout);
         using T = typename L::T;
-        backward<L><<<rows, threads, 0, stream>>>(static_cast<const T*>(scores), peak, total,
-                                                  static_cast<const T*>(dy), static_cast<T*>(dscores), width, threshold,
-                                                  seed, causal);
+        with_blocks(rows, threads, [&](unsigned blocks, dim3 block) {
+            backward<L><<<blocks, block, 0, stream>>>(static_cast<const T*>(scores), peak, total,
+                                                      static_cast<const T*>(dy), static_cast<T*>(dscores), rows, width,
+                                                      Dropout(threshold, seed), causal);
+        });
     });
 }

@@ -28,7 +28,7 @@ forward(const T* __restrict__ a, const T* __restrict__ b, T* __restrict__ y, int
             float values[N];
 #pragma unroll
             for (int i = 0; i < N; ++i)
-                values[i] = __fdividef(a_part[v][i], 1.0f + exp2_approximate(-LOG2_E * a_part[v][i])) * b_part[v][i];
+                values[i] = a_part[v][i] * sigmoid(a_part[v][i]) * b_part[v][i];
             out.set(values);
             out.stream_out(y + here);
         }
