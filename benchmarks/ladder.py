@@ -41,13 +41,15 @@ def cases(config: BlockConfig, device: torch.device, names: tuple[str, ...] = RO
             continue                                           # step 1 has no autocast either: one row of it
         if alone and not (device.type == "cuda" and torch.cuda.is_tf32_supported()):
             missing = "this machine has no TF32: it would be step 0 again"
+        of_row = config.replace(amp_dtype=None) if alone else config
         if step == 4:
+            if config.amp_dtype is None:
+                of_row = config.replace(amp_dtype=machine.amp_default(device, step)[0])
             try:
                 config.check_fp8()
             except ValueError as error:
                 missing = str(error)
-        found.append(Case(steps.path(step).stem, steps.load(step).build, step,
-                          config.replace(amp_dtype=None) if alone else config, claims=step, missing=missing))
+        found.append(Case(steps.path(step).stem, steps.load(step).build, step, of_row, claims=step, missing=missing))
     return found
 
 

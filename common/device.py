@@ -119,17 +119,22 @@ def alone(device: torch.device, name: str):
         os.close(lock)
 
 
-def amp_default(device: torch.device) -> tuple[torch.dtype | None, str]:
+def amp_default(device: torch.device, step: int | None = None) -> tuple[torch.dtype | None, str]:
     """(autocast's dtype where none is asked for, why it is None).
 
     float16 on a GPU, bfloat16 on a CPU that multiplies it: on one that does not (no AVX-512), PyTorch's own loops are
-    so much slower than FP32 that a default run would not end.
+    so much slower than FP32 that a default run would not end. Step 4 has it there too: it multiplies in FP32.
     """
     if device.type == "cuda":
         return torch.float16, ""
-    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if step == 4 or cpu_multiplies_bfloat16():
         return torch.bfloat16, ""
     return None, "this CPU has no fast 16-bit matmuls; --amp-dtype bfloat16 takes the slow ones"
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for it; without them PyTorch's loops take a hundred times as long as FP32."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def compiler_missing(device: torch.device) -> str | None:

@@ -106,9 +106,7 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
         _usage(script, f"--max-seconds {options.max_seconds:g}: give a positive number of seconds")
     if abs(options.seed) >= 10**18:
         _usage(script, f"--seed {options.seed}: give a number of at most 18 digits")
-    auto, options.autocast_off = machine.amp_default(options.device)
-    if step == 4 and not on_gpu:
-        auto, options.autocast_off = torch.bfloat16, ""        # the emulation multiplies in FP32
+    auto, options.autocast_off = machine.amp_default(options.device, step)
     amp = {"auto": auto, "none": None}
     try:
         config = config_of(options).replace(

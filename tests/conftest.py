@@ -101,13 +101,12 @@ def fp8_missing() -> str | None:
 @pytest.fixture(autouse=True)
 def a_cpu_that_multiplies_bfloat16(monkeypatch):
     """Whatever this machine's CPU does: what a test in this process claims of steps must not depend on it."""
-    monkeypatch.setattr(machine, "amp_default", lambda device: (
-        torch.float16 if device.type == "cuda" else torch.bfloat16, ""))
+    monkeypatch.setattr(machine, "cpu_multiplies_bfloat16", lambda: True)
 
 
 @pytest.fixture
 def a_cpu_without_bfloat16(monkeypatch, a_cpu_that_multiplies_bfloat16):
-    monkeypatch.setattr(machine, "amp_default", lambda device: (None, "this CPU has no fast 16-bit matmuls"))
+    monkeypatch.setattr(machine, "cpu_multiplies_bfloat16", lambda: False)
 
 
 @pytest.fixture(autouse=True)

@@ -429,5 +429,7 @@ def test_a_graph_and_its_eager_run_are_timed_in_the_same_rounds(tmp_path, studie
 @unit
 def test_a_cpu_without_16_bit_matmuls_has_one_row_of_step_1():
     config = GPU_CONFIG.replace(amp_dtype=None)
-    assert [case.name for case in ladder.cases(config, torch.device("cpu"))] == [
-        "0_baseline", "1_cublas", "2_sdpa", "3_compile", "4_transformer_engine"]
+    cases = ladder.cases(config, torch.device("cpu"))
+    assert [case.name for case in cases] == ["0_baseline", "1_cublas", "2_sdpa", "3_compile", "4_transformer_engine"]
+    # Emulated FP8 is multiplied in FP32: as in the script, step 4 has the autocast that its residual needs.
+    assert [case.config.amp_dtype for case in cases] == 4 * [None] + [torch.bfloat16]
