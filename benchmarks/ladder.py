@@ -26,7 +26,7 @@ from common.run import EXIT
 from . import charts, command, counters, records
 from .attribution import IDLE, PARTS
 from .records import Run
-from .study import Case, Study
+from .study import Case, Study, of_step_4
 
 ROWS = ("0", "1-tf32", "1", "2", "3", "4")                 # what --steps takes: step 1 with TF32 alone, then autocast
 
@@ -41,10 +41,8 @@ def cases(config: BlockConfig, device: torch.device, names: tuple[str, ...] = RO
             continue                                           # step 1 has no autocast either: one row of it
         if alone and not (device.type == "cuda" and torch.cuda.is_tf32_supported()):
             missing = "this machine has no TF32: it would be step 0 again"
-        of_row = config.replace(amp_dtype=None) if alone else config
+        of_row = config.replace(amp_dtype=None) if alone else of_step_4(config, device) if step == 4 else config
         if step == 4:
-            if config.amp_dtype is None:
-                of_row = config.replace(amp_dtype=machine.amp_default(device, step)[0])
             try:
                 config.check_fp8()
             except ValueError as error:

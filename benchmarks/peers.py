@@ -10,9 +10,9 @@ Missing packages are rows with their reason. Exit status: 0 ok, 1 failed, 2 usag
 With FP32 parameters te.TransformerLayer returns y in 16 bits; it is timed as it is and with y cast to FP32 as in every
 step. It runs as it comes: LayerNorm and GELU are Transformer Engine's own kernels, where in step 4 the one is cuDNN's
 and the other rides on the matmul, and autograd casts its weights' gradients to FP32, where step 4 has compiled code do
-it. In one row of its own ("tuned") it gets step 4's LayerNorm and casts. Its residual is in 16 bits, as step 4's is;
-torchao's, whose block is step 2's, is in the dtype of the parameters. All FP8 blocks of Transformer Engine in a process
-share the update of their scales, which costs each of them a little more than alone.
+it. In rows of its own it gets step 4's casts, and its LayerNorm too ("tuned"). Its residual is in 16 bits, as step 4's
+is; torchao's, whose block is step 2's, is in the dtype of the parameters. All FP8 blocks of Transformer Engine in a
+process share the update of their scales, which costs each of them a little more than alone.
 """
 import ctypes
 import functools
@@ -30,7 +30,7 @@ from common.config import LAYER_NORM_EPS, PRESETS, dtype_name
 from common.precision import compile_gradient_casts, float32_matmul_precision
 
 from . import charts, command, records
-from .study import Case, Study
+from .study import Case, Study, of_step_4
 
 # What others have published of a block like this one, forward+backward; not measured here.
 PUBLISHED = [
@@ -151,13 +151,17 @@ class TransformerLayer(Peer):
 def choose_layer_norm(tuned: bool) -> None:
     """From here on Transformer Engine normalises as step 4 has it (`tuned`), or by its own kernels.
 
-    Its setting is one of the whole process, which a program has by environment variables that are read once. So each of
-    its blocks here sets it whenever it is called, by what reads them; the backward that follows finds it so.
+    Its setting is one of the whole process, taken from environment variables at the first use. So each of its blocks
+    here sets it whenever it is called, by the functions that override those variables; its backward finds it so.
     """
-    library = ctypes.CDLL(None)            # Transformer Engine loads its own for all to see
-    for direction in ("fwd", "bwd"):
-        cudnn = tuned and os.environ.get(f"NVTE_NORM_{direction.upper()}_USE_CUDNN") == "1"
-        library[f"nvte_enable_cudnn_norm_{direction}"](ctypes.c_bool(cudnn))
+    for direction, set_direction in _layer_norm_setters().items():
+        set_direction(ctypes.c_bool(tuned and os.environ.get(f"NVTE_NORM_{direction}_USE_CUDNN") == "1"))
+
+
+@functools.cache
+def _layer_norm_setters() -> dict:
+    library = ctypes.CDLL(None)            # Transformer Engine has loaded its own for all to see
+    return {direction: library[f"nvte_enable_cudnn_norm_{direction.lower()}"] for direction in ("FWD", "BWD")}
 
 
 def build_step_4(config: BlockConfig, values: dict[str, Tensor], device) -> nn.Module:
@@ -192,7 +196,8 @@ def build_torchao(recipe: str, config: BlockConfig, values: dict[str, Tensor], d
 
 def cases(config: BlockConfig, dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Ours and all peers with parameters of `dtype`."""
-    case = functools.partial(Case, config=config, parameter_dtype=dtype)
+    def case(name, build, step, its_config=config, **more):
+        return Case(name, build, step, its_config, parameter_dtype=dtype, **more)
     no_transformers = "" if importlib.util.find_spec("transformers") else "transformers is not installed"
     _, engine = te_emulation.choose(PRESETS["tiny"], {name: value.to(dtype) for name, value in parameters.seeded(
         PRESETS["tiny"]).items()}, device)
@@ -206,7 +211,7 @@ def cases(config: BlockConfig, dtype: torch.dtype, device: torch.device) -> list
     except ValueError as error:
         no_fp8 = str(error)
     found = [case(steps.path(3).stem, steps.load(3).build, 3, claims=3),
-             case(steps.path(4).stem, build_step_4, 4, claims=4, missing=no_fp8)]
+             case(steps.path(4).stem, build_step_4, 4, of_step_4(config, device), claims=4, missing=no_fp8)]
     for compiled, word in ((False, ""), (True, ", compiled")):
         found.append(case(f"nn.TransformerEncoderLayer{word}", functools.partial(build, EncoderLayer, compiled), 2))
         found.append(case(f"GPT2Block{word}", functools.partial(build, GPT2, compiled), 2, missing=no_transformers))
@@ -216,9 +221,10 @@ def cases(config: BlockConfig, dtype: torch.dtype, device: torch.device) -> list
             found.append(case(f"te.TransformerLayer {word}, y in {dtype_name(output)}",
                               functools.partial(build, layer, False), 4 if fp8 else 2,
                               missing=no_te or (no_fp8 if fp8 else "")))
-    layer = functools.partial(TransformerLayer, output_dtype=dtype, fp8=True, tuned=True)
-    found.append(case("te.TransformerLayer FP8, tuned", functools.partial(build, layer, False, casts=True), 4,
-                      missing=no_te or no_fp8))
+    for tuned in (False, True) if dtype == torch.float32 else (True,):     # in 16 bits there is nothing to cast
+        layer = functools.partial(TransformerLayer, output_dtype=dtype, fp8=True, tuned=tuned)
+        found.append(case(f"te.TransformerLayer FP8, {'tuned' if tuned else 'casts compiled'}",
+                          functools.partial(build, layer, False, casts=True), 4, missing=no_te or no_fp8))
     for recipe in ("tensorwise", "rowwise"):
         found.append(case(f"torchao float8 {recipe}, compiled", functools.partial(build_torchao, recipe), 4,
                           missing=no_torchao or no_fp8))

@@ -47,6 +47,13 @@ class Case:
                                         device)
 
 
+def of_step_4(config: BlockConfig, device: torch.device) -> BlockConfig:
+    """`config` as step 4's script has it: with FP8 on a CPU without 16-bit matmuls too, emulated in FP32."""
+    if config.amp_dtype is None and device.type == "cpu":
+        return config.replace(amp_dtype=machine.amp_default(device, 4)[0])
+    return config
+
+
 class Study:
     """One process that measures: keeps its reports and records, and knows where its time goes."""
 

@@ -21,7 +21,7 @@ from benchmarks import operations
 from benchmarks.kernels import cuda, extension
 from common import oracle
 
-SHAPES = [(3, 1), (3, 1000), (3, 4097), (2, 5, 64), (1, 1), (7,), (3, 8200), (2, 8193)]
+SHAPES = [(3, 1), (3, 1000), (3, 4097), (2, 5, 64), (1, 1), (7,), (3, 8200), (2, 8193), (3, 16384), (40, 24)]
 P, SEED = 0.3, -7
 
 
@@ -118,6 +118,20 @@ def test_outputs_and_gradients_are_right(name, shape, dtype):
     found = errors(name, given)
     if shape[-1] == 1 and name != "swiglu":       # nothing depends on x then: its gradient is rounding and nothing else
         found = [found[0], found[-1]] if len(found) > 2 else found[:1]
+    assert max(found) < 3 * GATES[dtype], found
+
+
+@pytest.mark.gpu
+@pytest.mark.integration
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [264, 1031, 2056])
+def test_a_diagonal_through_many_vectors_and_warps(length, dtype):
+    given = kernel_cases.arguments(1, 0, (2, length, length), dtype)
+
+    def truth(scores):
+        hidden = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
+        return softmax_dropout(scores.masked_fill(hidden, -math.inf))
+    found = kernel_cases.errors(lambda scores: cuda.softmax_dropout(scores, P, SEED, causal=True), truth, given)
     assert max(found) < 3 * GATES[dtype], found
 
 

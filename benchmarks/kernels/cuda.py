@@ -19,7 +19,7 @@ from .launch import described, require_dtype, require_like
 
 WIDEST = 16384                    # elements of a row: what the registers of one block hold
 BLOCKS = 264                      # of the norms' backward: two for each multiprocessor of an H200. Fixed: so are sums
-MOST_ROWS = 2**31 - 1             # a block each
+MOST_ROWS = 2**31 - 1             # a block each, of most kernels
 HEAD_WIDTHS = (64, 128)
 
 
@@ -119,9 +119,10 @@ def _per_row(x: Tensor) -> Tensor:
 
 
 def _sums(x: Tensor, vectors: int) -> tuple[Tensor, Tensor]:
-    """Room for each block's sums over its rows, [blocks, vectors, width] in FP32, and for all rows' in x's dtype."""
+    """Room for each block's sums, [blocks, vectors, width] in FP32, and for their totals, [vectors, width] like x."""
     sums = torch.empty(min(x.size(0), BLOCKS), vectors, x.size(1), dtype=torch.float32, device=x.device)
-    return sums, x.new_zeros(vectors, x.size(1)) if not len(x) else x.new_empty(vectors, x.size(1))
+    make = x.new_empty if len(x) else x.new_zeros            # of no rows no kernel runs
+    return sums, make(vectors, x.size(1))
 
 
 @custom_op("transformer_block::cuda_layer_norm_gelu", mutates_args=())

@@ -75,24 +75,32 @@ forward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ w
 template <typename L>
 __global__ void __launch_bounds__(MAX_THREADS)
 backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ weight,
-         const typename L::T* __restrict__ bias, const float* __restrict__ x_means, const float* __restrict__ rstds,
+         const typename L::T* __restrict__ bias, const float* __restrict__ means, const float* __restrict__ rstds,
          const typename L::T* __restrict__ dy, typename L::T* __restrict__ dx, float* __restrict__ sums, int64_t rows,
          int width) {
-    constexpr bool KEEP = L::VECTORS * L::N <= FEW_ITEMS;    // g in registers; wide rows have none left, and repeat it
+    constexpr bool KEEP = L::KEEPS_WEIGHTS;                  // g in registers, too; wide rows repeat it
     float dweight_row[L::VECTORS][L::N] = {}, dbias_row[L::VECTORS][L::N] = {};
     Rows<L> x_rows(x, width), dy_rows(dy, width);
-    typename L::Row w, b;                                    // a thread has the same columns of all its rows
-    L::load(w, weight, width);
-    L::load(b, bias, width);
+    typename L::Row w, b;
+    if (L::KEEPS_WEIGHTS)
+#pragma unroll
+        for (int v = 0; v < L::VECTORS; ++v) {
+            L::read(w, v, weight, width);
+            L::read(b, v, bias, width);
+        }
     int turn = 0;
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
         typename L::Row x_row, dy_row;
         x_rows.take(x_row, row, rows);
         dy_rows.take(dy_row, row, rows);
-        const float mean = x_means[row], rstd = rstds[row];
-        float g[L::VECTORS][L::N], means[2] = {};
+        const float mean = means[row], rstd = rstds[row];
+        float g[L::VECTORS][L::N], totals[2] = {};
 #pragma unroll
-        for (int v = 0; v < L::VECTORS; ++v)                 // behind the row dy, and so all sums, are 0
+        for (int v = 0; v < L::VECTORS; ++v) {               // behind the row dy, and so all sums, are 0
+            if (!L::KEEPS_WEIGHTS) {
+                L::read(w, v, weight, width);
+                L::read(b, v, bias, width);
+            }
 #pragma unroll
             for (int i = 0; i < L::N; ++i) {
                 const float normal = (x_row[v][i] - mean) * rstd;
@@ -100,12 +108,13 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
                 dweight_row[v][i] += dh * normal;
                 dbias_row[v][i] += dh;
                 g[v][i] = dh * w[v][i];
-                means[0] += g[v][i];
-                means[1] += g[v][i] * normal;
+                totals[0] += g[v][i];
+                totals[1] += g[v][i] * normal;
             }
-        reduce_block<Sum>(means, turn);
+        }
+        reduce_block<Sum>(totals, turn);
         // rstd * mean(g) + normal * rstd * mean(g * n), as offset + x * along
-        const float along = means[1] / width * rstd * rstd, offset = means[0] / width * rstd - mean * along;
+        const float along = totals[1] / width * rstd * rstd, offset = totals[0] / width * rstd - mean * along;
 #pragma unroll
         for (int v = 0; v < L::VECTORS; ++v) {
             const int column = L::column(v);
@@ -114,6 +123,8 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
             if (!KEEP) {
                 x_row[v].stream_in(x + row * width + column);
                 dy_row[v].stream_in(dy + row * width + column);
+                L::read(w, v, weight, width);
+                L::read(b, v, bias, width);
             }
             float values[L::N];
 #pragma unroll

@@ -54,8 +54,11 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
          int64_t rows, int width) {
     float dweight_row[L::VECTORS][L::N] = {};
     Rows<L> x_rows(x, width), dy_rows(dy, width);
-    typename L::Row w;                                       // a thread has the same columns of all its rows
-    L::load(w, weight, width);
+    typename L::Row w;
+    if (L::KEEPS_WEIGHTS)
+#pragma unroll
+        for (int v = 0; v < L::VECTORS; ++v)
+            L::read(w, v, weight, width);
     int turn = 0;
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
         typename L::Row x_row, dy_row;
@@ -64,19 +67,24 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
         const float rstd = rstds[row];
         float dot = 0.0f;
 #pragma unroll
-        for (int v = 0; v < L::VECTORS; ++v)                 // behind the row all are 0
+        for (int v = 0; v < L::VECTORS; ++v) {               // behind the row all is 0
+            if (!L::KEEPS_WEIGHTS)
+                L::read(w, v, weight, width);
 #pragma unroll
             for (int i = 0; i < L::N; ++i) {
-                const float sum = dy_row[v][i] * (x_row[v][i] * rstd);
-                dweight_row[v][i] += sum;
-                dot += sum * w[v][i];
+                const float term = dy_row[v][i] * (x_row[v][i] * rstd);
+                dweight_row[v][i] += term;
+                dot += term * w[v][i];
             }
+        }
         const float along = reduce_block<Sum>(dot, turn) / width * rstd * rstd;
 #pragma unroll
         for (int v = 0; v < L::VECTORS; ++v) {
             const int column = L::column(v);
             if (column >= width)
                 break;
+            if (!L::KEEPS_WEIGHTS)
+                L::read(w, v, weight, width);
             float values[L::N];
 #pragma unroll
             for (int i = 0; i < L::N; ++i)

@@ -67,7 +67,7 @@ struct alignas(sizeof(T) * N) Vector {
     __device__ void stream_out(T* to) const {
         __stcs(reinterpret_cast<Bits*>(to), *reinterpret_cast<const Bits*>(this));
     }
-    // Data that every block reads (weights) stays in the L1 cache.
+    // Data that every block reads (weights) stays in the caches.
     __device__ void read(const T* from) {
         *reinterpret_cast<Bits*>(this) = __ldg(reinterpret_cast<const Bits*>(from));
     }
@@ -82,6 +82,17 @@ struct Layout {
     using Row = Vector<T, N>[VECTORS];
 
     __device__ static int column(int v) { return (v * blockDim.x + threadIdx.x) * N; }
+
+    // A thread has the same columns of every row: its part of the weights stays in registers, where these are left.
+    static constexpr bool KEEPS_WEIGHTS = ITEMS <= FEW_ITEMS;
+
+    // Vector v of the weights; 0 behind the row.
+    __device__ static void read(Row& row, int v, const T* from, int width) {
+        if (column(v) < width)
+            row[v].read(from + column(v));
+        else
+            row[v].fill(0.0f);
+    }
 
     // All loads are issued before the first value is needed. What is beyond `width` is `filler`.
     __device__ static void load(Row& row, const T* from, int width, float filler = 0.0f) {
@@ -155,9 +166,9 @@ __device__ float reduce_warp(float value) {
     return value;
 }
 
-// COUNT values over all threads of the block; every thread gets the results, in an order that never changes. `turn` is 0
-// and 1 by turns from one call to the next: a thread that is ahead writes where the others do not read any more, and one
-// barrier a call is enough. (Each Op and COUNT has memory of its own, so that their turns are counted apart.)
+// COUNT values over all threads of the block; every thread gets the results, in an order that never changes. `turn` is
+// 0 and 1 by turns from one call to the next: a thread that is ahead writes where the others do not read any more, and
+// one barrier a call is enough. (Each Op and COUNT has memory of its own, so that their turns are counted apart.)
 template <typename Op, int COUNT>
 __device__ void reduce_block(float (&values)[COUNT], int turn) {
     __shared__ float of_warp[2][COUNT][32];
@@ -224,25 +235,24 @@ void with_type(Float type, Body body) {
     }
 }
 
-// body(Layout(), threads) for rows of `width` elements, ITEMS in a thread or, of wide rows, MANY_ITEMS; `vectors` says
-// whether their addresses allow 16-byte accesses. Without them a thread holds FEW_ITEMS, if ITEMS are more.
+// body(Layout(), threads) for rows of `width` elements, ITEMS in a thread, or twice or four times as many of wide rows.
+template <typename T, int N, int ITEMS, typename Body>
+void with_items(int width, Body body) {
+    if constexpr (ITEMS < MANY_ITEMS)
+        if (width > MAX_THREADS * ITEMS)
+            return with_items<T, N, 2 * ITEMS>(width, body);
+    body(Layout<T, N, ITEMS>(), (width + ITEMS * 32 - 1) / (ITEMS * 32) * 32);
+}
+
+// The same by dtype; `vectors` says whether the rows' addresses allow 16-byte accesses. Without them a thread holds
+// FEW_ITEMS, if ITEMS are more.
 template <int ITEMS, typename Body>
 void with_layout(Float type, int width, bool vectors, Body body) {
-    const auto sized = [&](auto zero, auto n) {
-        using T = decltype(zero);
-        constexpr int N = decltype(n)::value;
-        const auto threads = [&](int items) { return (width + items * 32 - 1) / (items * 32) * 32; };
-        constexpr int USUAL = N == 1 ? std::min(ITEMS, FEW_ITEMS) : ITEMS;
-        if constexpr (USUAL < MANY_ITEMS)
-            if (width > MAX_THREADS * USUAL)
-                return body(Layout<T, N, MANY_ITEMS>(), threads(MANY_ITEMS));
-        body(Layout<T, N, USUAL>(), threads(USUAL));
-    };
     with_type(type, [&](auto zero) {
         constexpr int N = 16 / sizeof(zero);
         if (vectors && width % N == 0)
-            sized(zero, std::integral_constant<int, N>());
+            with_items<decltype(zero), N, ITEMS>(width, body);
         else
-            sized(zero, std::integral_constant<int, 1>());
+            with_items<decltype(zero), 1, std::min(ITEMS, FEW_ITEMS)>(width, body);
     });
 }

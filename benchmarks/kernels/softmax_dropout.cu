@@ -2,14 +2,14 @@
 // matrix products when they are not fused.
 //
 // Forward: a row is read once into the registers of a warp, or of a block where it is wide; they find its maximum (so
-// that no exponential overflows), then the sum of the exponentials, then write. Under the causal mask, row i of a square
-// matrix has i + 1 elements and no vector behind them is read. Such a kernel is limited by how many instructions it
-// spends on an element: so a thread holds many elements, which share what is done once a row.
+// that no exponential overflows), then the sum of the exponentials, then write. Under the causal mask, row i of a
+// square matrix has i + 1 elements, and no vector behind them is read. Such a kernel is limited by the instructions that
+// it spends on an element: so a thread holds many, which share what is done once a row.
 //
 // Dropout's mask is never stored. Philox is a random number generator without a state, a function of (seed, counter):
-// whoever asks for element 7's number gets the same one, in the backward too. A call gives four 32-bit words, which
-// serve eight neighbouring elements, 16 bits each: an element is dropped where its number is below `threshold`, of
-// 65536.
+// whoever asks for element 7's number gets the same one, in the backward too. A call gives four 32-bit words, 16 bits
+// for each of eight neighbouring elements: an element is dropped where its number is below `threshold`, of 65536.
+// (A thread whose vectors are shorter than eight elements repeats its neighbours' call.)
 //
 // Backward: with p = softmax(scores), recomputed from the row's maximum and sum, and dp = dy * mask / (1 - dropped),
 //     dscores = p * (dp - sum over the row of dp * p).
@@ -18,8 +18,8 @@
 namespace {
 
 constexpr int HELD_FORWARD = 64, HELD_BACKWARD = 16;         // elements of a row in a thread's registers: tunables
-constexpr int THREADS = 128;                                 // of a block; rows of fewer threads share it
-constexpr int RESIDENT = 768;                                // threads on a multiprocessor: with more, registers spill
+constexpr int THREADS = 128;                                 // of a block in which each warp has a row
+constexpr int RESIDENT = 768;                                // threads on a multiprocessor: a tunable (see below)
 constexpr int ROUNDS = 7;                                    // of Philox4x32: see softmax.py
 
 // Which elements of a launch are dropped. The rounds' keys follow from the seed alone, and come ready from the CPU.
@@ -45,7 +45,7 @@ struct Dropout {
         return state;
     }
 
-    // `scale` times what the N elements from `index` on are multiplied with; a multiple of N, which divides 8.
+    // `scale` times what the N elements from `index` on are multiplied with. `index` is a multiple of N; N divides 8.
     template <int N>
     __device__ void factors(float (&to)[N], float scale, int64_t index) const {
         if (threshold == 0) {
@@ -74,6 +74,8 @@ struct Dropout {
 // The row that this thread's warp, or block, works on.
 __device__ int64_t this_row() { return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
 
+// RESIDENT makes the compiler spill a few registers: that costs less than one block fewer on each multiprocessor does,
+// and with one more the spilling costs more than it gains.
 template <typename L>
 __global__ void __launch_bounds__(L::MOST_THREADS, RESIDENT / L::MOST_THREADS)
 forward(const typename L::T* __restrict__ scores, typename L::T* __restrict__ y, float* __restrict__ peaks,
