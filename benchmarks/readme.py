@@ -21,8 +21,9 @@ STUDIES = {"ladder": ladder, "ablation": ablation, "sweep": sweep, "peers": peer
 
 
 def recorded(study: str) -> list[Path]:
-    """The recorded runs of a study, results/<machine>/<study>-<shape>.jsonl, GPUs before CPUs."""
-    return sorted(RESULTS.glob(f"*/{study}-*.jsonl"), key=lambda path: (path.parent.name == "cpu", path))
+    """The recorded runs of a study, results/<machine>/<study>-<shape>.jsonl: GPUs before CPUs, their default first."""
+    return sorted(RESULTS.glob(f"*/{study}-*.jsonl"), key=lambda path: (
+        path.parent.name == "cpu", not path.stem.endswith("te-tutorial"), path))
 
 
 def scripts_table(lines: list[dict]) -> str:
