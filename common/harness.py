@@ -364,7 +364,10 @@ def observe(step: int | None, block: torch.nn.Module, device: torch.device, iter
         with torch.compiler.set_stance("force_eager"):
             uncompiled = sum(evidence.observe(clean_iteration, device).values())
             if backward and result.study == "step":
-                samples = timing.clock_for(device).sample(iteration, between, 10)
+                clock = timing.clock_for(device)
+                samples = clock.sample(iteration, between, 3)
+                if sum(samples) < 500:                           # ms; slower ones are known well enough
+                    samples += clock.sample(iteration, between, 7)
                 result.compilation.uncompiled_ms = statistics.median(samples)
     between()
     result.evidence[mode] = evidence.judge(kernels, step, result.matmul, device, uncompiled, result.emulated)
