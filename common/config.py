@@ -39,8 +39,10 @@ class BlockConfig:
             if type(value) is not int or not 1 <= value <= 2**24:
                 raise ValueError(f"{name} is {value}: give a whole number from 1 to {2**24}")
         if self.hidden_size % self.num_heads:
+            heads = min((n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0),
+                        key=lambda n: abs(n - self.num_heads))
             raise ValueError(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}: "
-                             f"try {max(1, self.hidden_size // self.num_heads) * self.num_heads}")
+                             f"try num_heads {heads}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}: give a probability in [0, 1)")
         if self.amp_dtype not in (None, torch.float16, torch.bfloat16):
