@@ -1,5 +1,6 @@
 """The one model configuration that every step shares, and the named shapes."""
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -41,8 +42,10 @@ class BlockConfig:
         if self.hidden_size % self.num_heads:
             heads = min((n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0),
                         key=lambda n: abs(n - self.num_heads))
+            unit = math.lcm(self.num_heads, 16)                # FP8 takes multiples of 16 alone
+            width = max(1, round(self.hidden_size / unit)) * unit
             raise ValueError(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}: "
-                             f"try num_heads {heads}")
+                             f"try hidden_size {width} or num_heads {heads}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}: give a probability in [0, 1)")
         if self.amp_dtype not in (None, torch.float16, torch.bfloat16):

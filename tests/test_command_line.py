@@ -74,7 +74,7 @@ def card_value(card: str, label: str) -> str:
 
 
 @pytest.mark.parametrize("step, argv, value, fix", [
-    (0, ["--hidden-size", "65"], "65", "try 64"),
+    (0, ["--hidden-size", "65"], "65", "try hidden_size 64 or num_heads 5"),
     (0, ["--num-heads", "128"], "128", "try"),
     (4, ["--batch-size", "1", "--seq-len", "65"], "65", "try 80"),
     (4, ["--hidden-size", "72"], "72", "try 80"),
@@ -434,7 +434,7 @@ def test_a_mistake_ends_the_process_with_one_line(tmp_path):
     """Across the process boundary as inside: exit status 2, nothing on stdout, no traceback."""
     status, out, err = finish(start(0, *TINY, "--hidden-size", "66", cwd=tmp_path))
     assert (status, out) == (2, "")
-    assert one_line(err) == "0_baseline.py: error: hidden_size 66 is not divisible by num_heads 4: try num_heads 3"
+    assert one_line(err) == "0_baseline.py: error: hidden_size 66 is not divisible by num_heads 4: try hidden_size 64 or num_heads 3"
 
 
 def test_a_timeline_is_written_on_request(main, quick, tmp_path):
