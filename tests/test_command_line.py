@@ -434,7 +434,8 @@ def test_a_mistake_ends_the_process_with_one_line(tmp_path):
     """Across the process boundary as inside: exit status 2, nothing on stdout, no traceback."""
     status, out, err = finish(start(0, *TINY, "--hidden-size", "66", cwd=tmp_path))
     assert (status, out) == (2, "")
-    assert one_line(err) == "0_baseline.py: error: hidden_size 66 is not divisible by num_heads 4: try hidden_size 64 or num_heads 3"
+    assert one_line(err) == ("0_baseline.py: error: hidden_size 66 is not divisible by num_heads 4: "
+                             "try hidden_size 64 or num_heads 3")
 
 
 def test_a_timeline_is_written_on_request(main, quick, tmp_path):
