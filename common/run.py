@@ -196,6 +196,7 @@ def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Re
         result.peaks = ", ".join(f"{name} {rate / 1e12:.{0 if rate > 1e13 else 2}f} TFLOP/s"
                                  for name, rate in sorted(peaks.flops.items()))
         result.peaks += f"; copy {peaks.bandwidth / 1e12:.2f} TB/s (read + written)"
+    on_gpu = device.type == "cuda"                         # a CPU has no clocks to raise first: the card comes sooner
     for mode in report.MODES:
         backward = mode == "forward+backward"
         iteration, between = subject.iterations(backward)
@@ -208,7 +209,7 @@ def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Re
                 row.limit_ms = roofline.limit_ms(config, kinds, peaks, backward)
             result.rows[mode, launch] = row
             harness.time_row(block, x, iteration, between, launch, row, result,
-                             timing.StopRule(max_seconds=options.max_seconds),
+                             timing.StopRule(max_seconds=options.max_seconds, warmup_seconds=2 if on_gpu else 1),
                              lambda count, ms, what=f"{mode}, {launch}": progress.set_description_str(
                                  f"{what}: {count} samples, {ms:.3g} ms"))
         result.clock = timing.clock_for(device).name
