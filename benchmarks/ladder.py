@@ -41,8 +41,9 @@ def cases(config: BlockConfig, device: torch.device, names: tuple[str, ...] = RO
             continue                                           # step 1 has no autocast either: one row of it
         if alone and not (device.type == "cuda" and torch.cuda.is_tf32_supported()):
             missing = "this machine has no TF32: it would be step 0 again"
-        of_row = config.replace(amp_dtype=None) if alone else of_step_4(config, device) if step == 4 else config
+        of_row = config.replace(amp_dtype=None) if alone else config
         if step == 4:
+            of_row = of_step_4(config, device)
             try:
                 config.check_fp8()
             except ValueError as error:

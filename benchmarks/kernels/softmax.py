@@ -5,9 +5,9 @@
 Eager PyTorch writes S x S elements for the masked scores, the softmax, the mask of dropout and the result. Here a
 program reads a few rows up to the diagonal, keeps them in registers in FP32, and writes them once. Dropout is drawn by
 Philox, a function of the seed and of an element's place: the backward draws the same bits anew, so no mask is stored,
-and the launch grid changes nothing. One call gives 128 random bits, of which each of eight neighbours gets 16. These
-bits cost more than all else, so its rounds are the seven in which its authors found no fault (Salmon et al., Parallel
-random numbers: as easy as 1, 2, 3, 2011), where PyTorch takes the ten that they advise for safety.
+and the launch grid changes nothing. One call gives 128 random bits, of which each of eight neighbours gets 16. Its
+rounds are the seven in which its authors found no fault (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
+2011), where PyTorch takes the ten that they advise for safety: fewer rounds are fewer instructions.
 """
 import torch
 import triton

@@ -3,8 +3,8 @@
 //
 // Forward: a row is read once into the registers of a warp, or of a block where it is wide; they find its maximum (so
 // that no exponential overflows), then the sum of the exponentials, then write. Under the causal mask, row i of a
-// square matrix has i + 1 elements, and no vector behind them is read. Such a kernel is limited by the instructions that
-// it spends on an element: so a thread holds many, which share what is done once a row.
+// square matrix has i + 1 elements, and no vector behind them is read. A thread holds many elements, which share the
+// instructions that are spent once a row.
 //
 // Dropout's mask is never stored. Philox is a random number generator without a state, a function of (seed, counter):
 // whoever asks for element 7's number gets the same one, in the backward too. A call gives four 32-bit words, 16 bits
@@ -74,8 +74,7 @@ struct Dropout {
 // The row that this thread's warp, or block, works on.
 __device__ int64_t this_row() { return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
 
-// RESIDENT makes the compiler spill a few registers: that costs less than one block fewer on each multiprocessor does,
-// and with one more the spilling costs more than it gains.
+// RESIDENT makes the compiler spill a few registers, so that one more block fits on each multiprocessor.
 template <typename L>
 __global__ void __launch_bounds__(L::MOST_THREADS, RESIDENT / L::MOST_THREADS)
 forward(const typename L::T* __restrict__ scores, typename L::T* __restrict__ y, float* __restrict__ peaks,
