@@ -3,6 +3,7 @@ import contextlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -117,6 +118,17 @@ def alone(device: torch.device, name: str):
         yield
     finally:
         os.close(lock)
+
+
+def own_folder(path: str) -> bool:
+    """Whether nobody else can write to the folder `path`, which is made where there is none."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        found = os.lstat(path)
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & stat.S_IWOTH
+    except (OSError, AttributeError):              # it can't be made; or this system has no such owners
+        return False
 
 
 def amp_default(device: torch.device, step: int | None = None) -> tuple[torch.dtype | None, str]:

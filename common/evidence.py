@@ -64,7 +64,8 @@ def observe(iteration: Callable, device: torch.device, trace: str | None = None)
     """
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CUDA] if on_gpu and not trace else list(_activities(on_gpu))
-    iteration()
+    if on_gpu:                             # what only a first iteration launches; a CPU has been through it
+        iteration()
     with profile(activities=activities, acc_events=True) as profiler:
         iteration()
         if on_gpu:

@@ -2,6 +2,7 @@
 import atexit
 import contextlib
 import functools
+import getpass
 import math
 import os
 import re
@@ -180,15 +181,28 @@ def _used_scales(block: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tenso
     return [(scale, used) for scale, used in seen if used.any()]
 
 
+def _inductor_folder() -> str:
+    """Where Inductor keeps its files unless told otherwise; asking it would take the seconds of its import."""
+    try:
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, ModuleNotFoundError, OSError):          # a container's user without a name
+        user = f"uid_{os.getuid()}"
+    return os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
+
+
 def use_private_caches() -> None:
     """Point Inductor and Triton at a new, empty folder that this process removes when it ends.
 
-    Their default is a predictable path that all users share, and what lies in it gets executed.
+    Their default is a predictable path that all users share, and what lies in it gets executed. One thing stays there:
+    the C++ headers that Inductor precompiles once for a CPU, ten seconds of g++; where somebody else could have put
+    them, it does without.
     """
     caches = tempfile.mkdtemp(prefix="inductor-")          # mode 0700
     atexit.register(shutil.rmtree, caches, ignore_errors=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
     os.environ["TRITON_CACHE_DIR"] = os.path.join(caches, "triton")
+    if not machine.own_folder(_inductor_folder()):
+        torch._inductor.config.cpp_cache_precompile_headers = False
 
 
 def compilation_time(block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Compilation:
@@ -365,9 +379,9 @@ def observe(step: int | None, block: torch.nn.Module, device: torch.device, iter
             uncompiled = sum(evidence.observe(clean_iteration, device).values())
             if backward and result.study == "step":
                 clock = timing.clock_for(device)
-                samples = clock.sample(iteration, between, 3)
-                if sum(samples) < 500:                           # ms; slower ones are known well enough
-                    samples += clock.sample(iteration, between, 7)
+                samples = clock.sample(iteration, between, 2)
+                if sum(samples) < 1000:                          # ms; slower ones are known well enough
+                    samples += clock.sample(iteration, between, 8)
                 result.compilation.uncompiled_ms = statistics.median(samples)
     between()
     result.evidence[mode] = evidence.judge(kernels, step, result.matmul, device, uncompiled, result.emulated)

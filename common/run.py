@@ -85,8 +85,8 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run")
     parser.add_argument("--launch", choices=("eager", "graph", "both"), default="both",
                         help="launch kernel by kernel, replay a CUDA graph, or time both")
-    parser.add_argument("--max-seconds", type=float, default=timing.StopRule.max_seconds, metavar="S",
-                        help="at most this long for each row of samples")
+    parser.add_argument("--max-seconds", type=float, metavar="S",
+                        help="at most this long for each row of samples (default: 4 on a GPU, 3 on a CPU)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and inputs")
     parser.add_argument("--json", metavar="FILE", help="append one JSON line per metric")
     parser.add_argument("--profile", metavar="FILE", help="write a timeline of one forward+backward for Perfetto")
@@ -102,6 +102,8 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
     on_gpu = options.device.type == "cuda"
     if options.launch == "graph" and not on_gpu:
         _usage(script, f"--launch graph: {harness.NOT_A_GPU}; use --launch eager")
+    if options.max_seconds is None:                        # a card should come within a minute
+        options.max_seconds = 4.0 if on_gpu else 3.0
     if not 0 < options.max_seconds < math.inf:
         _usage(script, f"--max-seconds {options.max_seconds:g}: give a positive number of seconds")
     if abs(options.seed) >= 10**18:
@@ -209,7 +211,7 @@ def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Re
                 row.limit_ms = roofline.limit_ms(config, kinds, peaks, backward)
             result.rows[mode, launch] = row
             harness.time_row(block, x, iteration, between, launch, row, result,
-                             timing.StopRule(max_seconds=options.max_seconds, warmup_seconds=2 if on_gpu else 1),
+                             timing.StopRule(max_seconds=options.max_seconds, warmup_seconds=2 if on_gpu else 0.5),
                              lambda count, ms, what=f"{mode}, {launch}": progress.set_description_str(
                                  f"{what}: {count} samples, {ms:.3g} ms"))
         result.clock = timing.clock_for(device).name

@@ -21,7 +21,7 @@ class StopRule:
     """When a row has been measured: times in seconds of iterations, not of the wall clock."""
     min_samples: int = 30
     min_seconds: float = 0.5
-    max_seconds: float = 4.0            # a card has four rows, and should come within a minute
+    max_seconds: float = 4.0
     precision: float = 0.005            # half-width of the median's 95 % interval, relative to the median
     warmup_chunk: float = 0.1           # one look at the median while warming up
     warmup_seconds: float = 2.0         # at most; ends earlier once two looks agree within 1 %

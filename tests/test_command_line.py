@@ -8,8 +8,10 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -403,6 +405,34 @@ def test_one_run_at_a_time_measures(monkeypatch, tmp_path):
     monkeypatch.setattr(device.tempfile, "gettempdir", lambda: str(tmp_path / "missing"))
     with device.alone(cpu, "third"), device.alone(cpu, "fourth"):
         assert len(told) == 1
+
+
+@pytest.mark.parametrize("found, trusted", [(None, True), (0o700, True), (0o775, True), (0o777, False),
+                                            ("a file", False)])
+def test_precompiled_headers_are_used_from_a_folder_of_ones_own(found, trusted, monkeypatch, tmp_path):
+    """Inductor keeps them in the temporary folder that all users share, under a path that any of them can make."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(variable, "")
+    from torch._inductor import config
+    from torch._inductor.runtime.runtime_utils import default_cache_dir
+    folder = Path(default_cache_dir())
+    if found == "a file":
+        folder.touch()
+    elif found:
+        folder.mkdir()
+        folder.chmod(found)
+    with config.patch(cpp_cache_precompile_headers=True):
+        harness.use_private_caches()
+        assert config.cpp_cache_precompile_headers == trusted
+    assert folder.is_dir() or found == "a file"
+    assert not os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(folder))
+
+
+def test_a_folder_of_another_user_or_none_is_not_ones_own(monkeypatch, tmp_path):
+    assert device.own_folder(str(tmp_path)) and not device.own_folder(str(tmp_path / "missing" / "folder"))
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    assert not device.own_folder(str(tmp_path))
 
 
 def test_runs_at_once_leave_only_whole_records(runs):
