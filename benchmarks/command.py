@@ -59,6 +59,13 @@ def parse(found: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
     return options
 
 
+def count(text_: str) -> int:
+    """"3" -> 3. Raises argparse.ArgumentTypeError."""
+    if not text_.isdecimal() or not 1 <= int(text_) < 1000:
+        raise argparse.ArgumentTypeError(f"{text_!r}: give a whole number from 1 to 999")
+    return int(text_)
+
+
 def numbers(text_: str) -> tuple[int, ...]:
     """"1,2,4" -> (1, 2, 4). Raises argparse.ArgumentTypeError."""
     try:

@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace) -> Study:
     for case in cases(options.config, options.device, options.steps):
         study.prepare(case)
     for mode in report.MODES:
-        study.time(mode, attribute=True)
+        study.time(mode, profiled=options.profiled or (2 if options.quick else options.rounds))
     if options.counters:
         study.say("counting DRAM traffic")
         counters.measure(study)
@@ -79,6 +79,8 @@ def in_processes(options: argparse.Namespace, each: list[tuple[str, ...]], argv:
             path = Path(folder) / f"{number}.jsonl"
             command_line = [sys.executable, "-m", "benchmarks.ladder", *argv, "--steps", ",".join(rows),
                             "--processes", "1", "--chart", "", "--json", str(path)]
+            if options.processes > 1 and not options.profiled:
+                command_line += ["--profiled", "1"]                      # their times are what is asked for
             status = None
             try:
                 status = subprocess.run(command_line, cwd=steps.ROOT, stdout=subprocess.DEVNULL).returncode
@@ -244,8 +246,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = command.parser("ladder", __doc__)
     parser.add_argument("--steps", type=rows_of, default=ROWS, metavar="LIST",
                         help=f"which rows, of {','.join(ROWS)} (default: all)")
-    parser.add_argument("--processes", type=int, choices=range(1, 100), default=1, metavar="N",
+    parser.add_argument("--processes", type=command.count, default=1, metavar="N",
                         help="run the whole N times, each in a process of its own: a noise floor for compare")
+    parser.add_argument("--profiled", type=command.count, metavar="N",
+                        help="rounds under the profiler, for where the ms went (default: as many as are timed; 2 with "
+                             "--quick, 1 with --processes)")
     parser.add_argument("--counters", action="store_true", help="bytes read and written in DRAM, by ncu (slow)")
     parser.add_argument("--readme", action="store_true", help="measure nothing: rewrite README.md from recorded runs")
     argv = sys.argv[1:] if argv is None else argv

@@ -126,11 +126,11 @@ class Study:
             self.say("peaks of this machine")
             self.peaks = roofline.measure_peaks(config, kinds, self.device, self.peaks)
 
-    def time(self, mode: str, attribute: bool = False) -> None:
+    def time(self, mode: str, profiled: int = 0) -> None:
         """Time every prepared case, all ways of launching in the same rounds; writes the records of each.
 
-        With `attribute` the faster way of launching of each is profiled too: timed and profiled rounds alternate in
-        four blocks, so that clocks and heat are alike for both.
+        The faster way of launching of each is `profiled` rounds under the profiler too: these and the timed ones
+        alternate in up to four blocks, so that clocks and heat are alike for both.
         """
         runs, between = self._ready(mode)
         if not runs:
@@ -145,18 +145,20 @@ class Study:
         again = ""
         try:
             with harness.compiled_for_good(*(subject.block for subject in self.subjects.values())):
-                for block, rounds in enumerate(_split(self.options.rounds, 4 if attribute else 1)):
+                blocks = max(1, min(4, profiled))
+                for block, (rounds, watched) in enumerate(zip(_split(self.options.rounds, blocks),
+                                                              _split(profiled, blocks), strict=True)):
                     self._sample(mode, runs, between, clock, rounds, block, samples, expected)
-                    if attribute:
+                    if watched:
                         chosen = chosen or self._faster(samples)
-                        self._profile(mode, chosen, runs, between, samples, rounds, block, seen)
+                        self._profile(mode, chosen, runs, between, samples, watched, block, seen)
         except harness.Failed as error:
             again = str(error)
         if again:                                             # compiled again: time the others without those that were
             del runs, between
             for key in [key for key, subject in self.subjects.items() if harness.holds_compiled(subject.block)]:
                 self._fail(key, mode, "failed", again)
-            return self.time(mode, attribute)
+            return self.time(mode, profiled)
         state = self.look(runs)
         calibration = {name: samples.pop((None, name)) for name in calibrations}
         for (key, launch), taken in samples.items():

@@ -83,7 +83,7 @@ def measure(study: Study, points: list[tuple[str, BlockConfig]], known: set[tupl
             for case in ladder.cases(config, study.device, ROWS):
                 study.prepare(case)
             for mode in report.MODES:
-                study.time(mode, attribute=study.device.type == "cuda")
+                study.time(mode, profiled=1 if study.device.type == "cuda" else 0)    # which are bound by launches
             study.release()
         r = Report(study.name, config, "float32", study.facts, study=study.name, run=study.run)
         study.write([report.record(r, DONE, "", [], "run", **where)])

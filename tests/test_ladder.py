@@ -341,6 +341,7 @@ def test_several_processes_are_recorded_one_after_the_other(main, tmp_path, monk
     status, out, _ = main("--steps", "0", "--rounds", 6, "--processes", 2, "--json", path)
     assert status == 0 and "0_baseline" in out
     assert len({run.info["run"] for run in records.runs(records.read(path))}) == len(begun) == 2
+    assert all(argv[argv.index("--profiled") + 1] == "1" for argv in begun)
 
 
 @integration
@@ -353,8 +354,8 @@ def test_counters_say_why_there_are_none(main):
 @unit
 @pytest.mark.parametrize("argv, words", [
     (["--steps", "7"], "no row '7'"), (["--steps", ""], "no row ''"), (["--rounds", "5"], "at least 6"),
-    (["--rounds", "many"], "invalid int"), (["--processes", "0"], "invalid choice"), (["--what"], "--what"),
-    (["--rounds", "0"], "at least 6"),
+    (["--rounds", "many"], "invalid int"), (["--processes", "0"], "from 1 to 999"), (["--what"], "--what"),
+    (["--profiled", "two"], "from 1 to 999"), (["--rounds", "0"], "at least 6"),
     (["--hidden-size", "65"], "divisible"), (["--json", "/nowhere/at/all"], "No such file"),
     (["--chart", "/nowhere/at/all"], "no folder that"), (["--seed", str(10**30)], "at most 18 digits"),
     (["--preset", "huge"], "invalid choice"),
