@@ -4,11 +4,12 @@
     python -m benchmarks.compare old.jsonl new.jsonl --fail-above 5%
 
 Milliseconds of different days can't be compared as they are: clocks and neighbours differ. So the change of each time
-is held against that of a matmul and a copy which were sampled in between, weighted by the share of the row's time that
-goes to matmuls and attention (half where that was not profiled), and what is left against the noise: the spread of the
-medians within a process, and between processes of the same code, from at least five of them (`python -m
-benchmarks.ladder --processes 5`): in the files themselves, in --noise, or recorded for this GPU. Where samples were
-taken in different ways (a script's, and those of interleaved rounds on a GPU) times are compared as they are. Verdicts:
+is held against that of a matmul (an FP32 row's against one in FP32) and a copy which were sampled in between, weighted
+by the share of the row's time that goes to matmuls and attention (half where that was not profiled), and what is left
+against the noise: the spread of the medians within a process, and between processes of the same code, from at least
+five of them (`python -m benchmarks.ladder --processes 5`): in the files themselves, in --noise, or recorded for this
+GPU. Where samples were taken in different ways (a script's, and those of interleaved rounds on a GPU) times are
+compared as they are. Verdicts:
 
     FASTER, SLOWER   the difference is beyond the noise
     SAME             it is not, and the noise is at most 5 %: what is larger would have been seen
@@ -52,8 +53,7 @@ class What:
 class Measured:
     """One row of a file, over all processes that measured it; times in ms."""
     ms: float                         # the median of their medians
-    gemm: float | None                # the same of the calibration; None where there is none
-    copy: float | None
+    machine: dict[str, float]         # the same of the calibrations, by name; of those that all processes sampled
     share: float | None               # of its time that goes to matmuls and attention; None where it was not profiled
     within: float                     # reach of the 95 % interval of the median within a process, relative
     between: float | None             # reach of one process's median, relative; None with fewer than five
@@ -84,7 +84,7 @@ def rows(lines: list[dict]) -> dict[What, list[Run]]:
 
 def measured(where: What, runs: list[Run]) -> Measured:
     """One row from the runs that measured it."""
-    medians, widths, units, shares = [], [], {"gemm": [], "copy": []}, []
+    medians, widths, shares, machines = [], [], [], []
     for run in runs:
         line = run.find(where.mode, "latency", where.launch)
         samples, calibration = line["metric"]["benchmark_values"], line["metric"]["extra_info"].get("calibration") or {}
@@ -93,26 +93,27 @@ def measured(where: What, runs: list[Run]) -> Measured:
             low, high = min(samples), max(samples)
         medians.append(median)
         widths.append((high - low) / 2 / median)
-        for name, taken in units.items():
-            if calibration.get(name):
-                taken.append(statistics.median(calibration[name]))
+        machines.append({name: statistics.median(taken) for name, taken in calibration.items() if taken})
         if parts := run.parts(where.mode):
             shares.append((parts["GEMM"] + parts["attention"]) / sum(parts.values()))
-    gemm, copy = (statistics.median(taken) if len(taken) == len(runs) else None for taken in units.values())
+    names = set.intersection(*(set(machine) for machine in machines))
+    machine = {name: statistics.median(one[name] for one in machines) for name in names}
     share = statistics.median(shares) if shares else None
     between = None
     if len(runs) >= PROCESSES:
-        scaled = medians if gemm is None else [
-            median / clock(a / gemm, b / copy, share) for median, a, b in zip(medians, *units.values(), strict=True)]
+        scaled = [median / clock(where, machine, one, share) for median, one in zip(medians, machines, strict=True)]
         between = REACH * statistics.stdev(scaled) / statistics.mean(scaled)
-    return Measured(statistics.median(medians), gemm, copy, share, statistics.median(widths), between, len(runs),
+    return Measured(statistics.median(medians), machine, share, statistics.median(widths), between, len(runs),
                     line["metric"]["extra_info"].get("clock", ""))
 
 
-def clock(gemm: float, copy: float, share: float | None) -> float:
-    """How much longer a machine should take for a row, from how much longer it takes for a matmul and a copy."""
+def clock(where: What, old: dict[str, float], new: dict[str, float], share: float | None) -> float:
+    """How much longer the new machine should take for a row, from how much longer its matmul and its copy take."""
+    gemm = "gemm float32" if where.dtype.startswith("float32") and "gemm float32" in old.keys() & new.keys() else "gemm"
+    if not {gemm, "copy"} <= old.keys() & new.keys():
+        return 1.0
     share = 0.5 if share is None else share
-    return share * gemm + (1 - share) * copy
+    return share * new[gemm] / old[gemm] + (1 - share) * new["copy"] / old["copy"]
 
 
 def floors(lines: list[dict]) -> dict[What, float]:
@@ -134,12 +135,12 @@ def noise_of(side: Measured, floor: float) -> float:
     return reach if side.processes < PROCESSES else 1.25 * reach / math.sqrt(side.processes)
 
 
-def verdict(old: Measured, new: Measured, floor: float) -> tuple[float, float, str]:
+def verdict(where: What, old: Measured, new: Measured, floor: float) -> tuple[float, float, str]:
     """(difference, noise, verdict); difference and noise are relative to old, the difference positive where slower."""
+    known = [share for share in (old.share, new.share) if share is not None]
     expected = 1.0
-    if old.clock == new.clock and None not in (old.gemm, new.gemm, old.copy, new.copy):
-        known = [share for share in (old.share, new.share) if share is not None]
-        expected = clock(new.gemm / old.gemm, new.copy / old.copy, statistics.mean(known) if known else None)
+    if old.clock == new.clock:
+        expected = clock(where, old.machine, new.machine, statistics.mean(known) if known else None)
     difference = new.ms / old.ms / expected - 1
     noise = math.hypot(noise_of(old, floor), noise_of(new, floor))
     if abs(difference) > noise:
@@ -213,7 +214,7 @@ def compare(old: list[dict], new: list[dict], noise: list[dict], force: bool
     for a, b in pairs:
         left, right = measured(a, before[a]), measured(b, after[b])
         floor = max((known[where] for where in (a, b) if where in known), default=None)
-        difference, width, word = verdict(left, right, floor or NO_FLOOR)
+        difference, width, word = verdict(b, left, right, floor or NO_FLOOR)
         if word == "SLOWER":
             slower[f"{b.step}, {b.mode}, {b.launch}"] = difference
         own = [f"{100 * noise_of(side, floor or NO_FLOOR):.1f} %{'' if floor else '?'}" for side in (left, right)]

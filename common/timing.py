@@ -104,18 +104,23 @@ def nothing() -> None:
 
 
 def calibration(device: torch.device | str) -> dict[str, Callable]:
-    """Two pieces of work that no step changes, a matmul and a copy: how fast the machine is at that moment.
+    """Work that no step changes, matmuls and a copy: how fast the machine is at that moment.
 
-    The time of a step over theirs can be compared between days on which the clocks differ. On a GPU an FP16 matmul of
-    8192 cubed and a copy of 512 MiB, on a CPU an FP32 matmul of 1024 cubed and a copy of 64 MiB.
+    The time of a step over theirs can be compared between days on which the clocks differ, and between two GPUs. On a
+    GPU "gemm" is an FP16 matmul of 8192 cubed, "gemm float32" one on its ordinary cores of 4096 cubed, whose clocks are
+    others, and "copy" one of 512 MiB; on a CPU they are an FP32 matmul of 1024 cubed and a copy of 64 MiB.
     """
+    def matmul(side: int, dtype: torch.dtype) -> Callable:
+        a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+        product = torch.empty_like(a)
+        return lambda: torch.mm(a, b, out=product)
+
     on_gpu = torch.device(device).type == "cuda"
-    side, dtype = (8192, torch.float16) if on_gpu else (1024, torch.float32)
-    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    product = torch.empty_like(a)
     source = torch.ones(2**27 if on_gpu else 2**24, device=device)
     target = torch.empty_like(source)
-    return {"gemm": lambda: torch.mm(a, b, out=product), "copy": lambda: target.copy_(source)}
+    found = {"gemm": matmul(8192, torch.float16) if on_gpu else matmul(1024, torch.float32),
+             "copy": lambda: target.copy_(source)}
+    return found | {"gemm float32": matmul(4096, torch.float32)} if on_gpu else found
 
 
 def measure(iteration: Callable, clock, between: Callable = nothing, rule: StopRule = StopRule(),
