@@ -59,29 +59,27 @@ def credit(intervals: Iterable[tuple[float, float, str]], start: float, end: flo
 
 @dataclass
 class Profiled:
-    """What was seen of one case under the profiler, in ms, a value for each burst."""
-    parts: list[dict[str, float]] = field(default_factory=list)            # of the profiled iterations, their middle
-    clocked: list[float] = field(default_factory=list)                     # of those between, their median by the clock
+    """What was seen of one case under the profiler, in ms: pairs of iterations, one behind the other."""
+    parts: list[dict[str, float]] = field(default_factory=list)            # of the profiled one
+    clocked: list[float] = field(default_factory=list)                     # the other one, by the clock
 
     def middle(self) -> tuple[dict[str, float], float]:
-        """(ms by part, ms by the clock) over all bursts."""
-        return middle(self.parts), statistics.median(self.clocked)
+        """(ms by part, ms by the clock): means over the middle three fifths of the pairs by length, the same for both.
 
-
-def middle(iterations: list[dict[str, float]]) -> dict[str, float]:
-    """The mean over the middle three fifths by length: what was disturbed is left out, and the parts still add up."""
-    ordered = sorted(iterations, key=lambda parts: sum(parts.values()))
-    cut = len(ordered) // 5
-    kept = ordered[cut:len(ordered) - cut]
-    return {part: statistics.mean(parts[part] for parts in kept) for part in PARTS}
+        What was disturbed is left out, and the parts still add up.
+        """
+        pairs = sorted(zip(self.parts, self.clocked, strict=True), key=lambda pair: sum(pair[0].values()) + pair[1])
+        kept = pairs[len(pairs) // 5:len(pairs) - len(pairs) // 5]
+        return ({part: statistics.mean(parts[part] for parts, _ in kept) for part in PARTS},
+                statistics.mean(clocked for _, clocked in kept))
 
 
 def profiled(runs: dict, between: dict, expected: dict, device: torch.device, rounds: int, say: Callable[[str], None],
              seed: int = 0) -> dict[object, Profiled]:
     """`rounds` bursts of each of `runs` (key -> callable) under the profiler, interleaved; key -> what was seen.
 
-    `between` (key -> callable) runs before each iteration; `expected` (key -> ms of one) makes the bursts as long as
-    those of the clock, but for a cap on the iterations that the profiler must keep. `say` is told when they are over.
+    `between` (key -> callable) runs before each iteration; `expected` (key -> ms of one) tells how many fill a burst,
+    up to a cap: the profiler must keep them all. `say` is told when they are over.
     Raises RuntimeError where the profiler did not see them all.
     """
     sampler = _Gpu() if device.type == "cuda" else _Cpu()
@@ -95,14 +93,15 @@ def profiled(runs: dict, between: dict, expected: dict, device: torch.device, ro
         raise RuntimeError(f"the profiler saw {len(seen)} of {ran} iterations")
     by_key, rest = {key: Profiled() for key in runs}, iter(seen)
     for key, taken in sampler.bursts:
-        by_key[key].parts.append(middle(list(itertools.islice(rest, len(taken)))))
-        by_key[key].clocked.append(statistics.median(taken))
+        by_key[key].parts += itertools.islice(rest, len(taken))
+        by_key[key].clocked += taken
     return by_key
 
 
 class _Gpu(timing.EventClock):
     """In the place of the clock: runs (key, iteration) by turns between two events and two marker kernels."""
     MOST = 120, 10                                   # iterations before them, and pairs: the profiler keeps all kernels
+    burst_ms = 200.0                                 # of each of the two: their difference is a small one
 
     def __init__(self):
         self.bursts: list[tuple[object, list[float]]] = []                 # key, ms by events
