@@ -89,10 +89,10 @@ def long_tables() -> dict[Path, str]:
 
 
 def comparisons() -> str:
-    """Recorded runs of the same code on two machines of one kind, {first,second}-<stem>.jsonl: compared."""
+    """A recorded study, and the same on another machine of its kind in first-<the same name>: compared."""
     blocks = []
-    for path in sorted(RESULTS.glob("*/second-*.jsonl")):
-        old, new = records.read(path.with_name(path.name.replace("second-", "first-"))), records.read(path)
+    for path in sorted(RESULTS.glob("*/first-*.jsonl")):
+        old, new = records.read(path), records.read(path.with_name(path.name.removeprefix("first-")))
         found, headers, _ = compare.compare(old, new, compare.recorded_noise(new), force=False)
         table = compare.text(old, new, found, headers, WIDTH)
         blocks.append(f"{records.provenance(new)}\n\n<details><summary>{compare.summary(found)}</summary>\n\n"
