@@ -55,7 +55,7 @@ def ladder(lines: list[dict], stem: str) -> None:
 def attributed(lines: list[dict]) -> list[tuple[records.Run, dict[str, float]]]:
     """The steps that were timed and profiled, forward+backward, each with its milliseconds by part."""
     return [(run, run.parts(MODE)) for run in records.latest(lines).values()
-            if run.info["step"][0].isdigit() and run.status == "ok" and run.best(MODE) and run.parts(MODE)]
+            if run.info["step"][0].isdigit() and run.status == "ok" and run.best(MODE) and run.attributed(MODE)]
 
 
 def _name(run: records.Run) -> str:

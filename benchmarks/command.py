@@ -23,7 +23,7 @@ def parser(name: str, doc: str) -> argparse.ArgumentParser:
     found.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (default: auto)")
     found.add_argument("--rounds", type=int, metavar="N",
                        help="interleaved samples of each case (default: 16 on a GPU, 12 on a CPU)")
-    found.add_argument("--quick", action="store_true", help="8 rounds: a look, not a measurement")
+    found.add_argument("--quick", action="store_true", help="6 rounds: a look, not a measurement")
     found.add_argument("--seed", type=int, default=0, help="of parameters, inputs and order (default: 0)")
     found.add_argument("--json", metavar="FILE", help="append one JSON line per metric")
     found.add_argument("--chart", metavar="STEM", help="draw STEM.png and STEM.svg")
@@ -42,7 +42,7 @@ def parse(found: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
         on_gpu = options.device.type == "cuda"
         options.config = run.config_of(options).replace(amp_dtype=device.amp_default(options.device)[0])
         if options.rounds is None:
-            options.rounds = 8 if options.quick else 16 if on_gpu else 12
+            options.rounds = 6 if options.quick else 16 if on_gpu else 12
         if options.rounds < 6:
             raise ValueError(f"--rounds {options.rounds}: give at least 6, fewer bound no median")
         if abs(options.seed) >= 10**18:

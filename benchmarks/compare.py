@@ -53,7 +53,7 @@ class What:
 class Measured:
     """One row of a file, over all processes that measured it; times in ms."""
     ms: float                         # the median of their medians
-    machine: dict[str, float]         # the same of the calibrations, by name; of those that all processes sampled
+    calibration: dict[str, float]     # the same of each calibration, by name; of those that all processes sampled
     share: float | None               # of its time that goes to matmuls and attention; None where it was not profiled
     within: float                     # reach of the 95 % interval of the median within a process, relative
     between: float | None             # reach of one process's median, relative; None with fewer than five
@@ -84,7 +84,7 @@ def rows(lines: list[dict]) -> dict[What, list[Run]]:
 
 def measured(where: What, runs: list[Run]) -> Measured:
     """One row from the runs that measured it."""
-    medians, widths, shares, machines = [], [], [], []
+    medians, widths, shares, calibrations = [], [], [], []
     for run in runs:
         line = run.find(where.mode, "latency", where.launch)
         samples, calibration = line["metric"]["benchmark_values"], line["metric"]["extra_info"].get("calibration") or {}
@@ -93,21 +93,22 @@ def measured(where: What, runs: list[Run]) -> Measured:
             low, high = min(samples), max(samples)
         medians.append(median)
         widths.append((high - low) / 2 / median)
-        machines.append({name: statistics.median(taken) for name, taken in calibration.items() if taken})
+        calibrations.append({name: statistics.median(taken) for name, taken in calibration.items() if taken})
         if parts := run.parts(where.mode):
             shares.append((parts["GEMM"] + parts["attention"]) / sum(parts.values()))
-    names = set.intersection(*(set(machine) for machine in machines))
-    machine = {name: statistics.median(one[name] for one in machines) for name in names}
+    names = set.intersection(*map(set, calibrations))
+    middle = {name: statistics.median(one[name] for one in calibrations) for name in names}
     share = statistics.median(shares) if shares else None
     between = None
     if len(runs) >= PROCESSES:
-        scaled = [median / clock(where, machine, one, share) for median, one in zip(medians, machines, strict=True)]
+        scaled = [median / expected_ratio(where, middle, one, share)
+                  for median, one in zip(medians, calibrations, strict=True)]
         between = REACH * statistics.stdev(scaled) / statistics.mean(scaled)
-    return Measured(statistics.median(medians), machine, share, statistics.median(widths), between, len(runs),
+    return Measured(statistics.median(medians), middle, share, statistics.median(widths), between, len(runs),
                     line["metric"]["extra_info"].get("clock", ""))
 
 
-def clock(where: What, old: dict[str, float], new: dict[str, float], share: float | None) -> float:
+def expected_ratio(where: What, old: dict[str, float], new: dict[str, float], share: float | None) -> float:
     """How much longer the new machine should take for a row, from how much longer its matmul and its copy take."""
     gemm = "gemm float32" if where.dtype.startswith("float32") and "gemm float32" in old.keys() & new.keys() else "gemm"
     if not {gemm, "copy"} <= old.keys() & new.keys():
@@ -140,7 +141,7 @@ def verdict(where: What, old: Measured, new: Measured, floor: float) -> tuple[fl
     known = [share for share in (old.share, new.share) if share is not None]
     expected = 1.0
     if old.clock == new.clock:
-        expected = clock(where, old.machine, new.machine, statistics.mean(known) if known else None)
+        expected = expected_ratio(where, old.calibration, new.calibration, statistics.mean(known) if known else None)
     difference = new.ms / old.ms / expected - 1
     noise = math.hypot(noise_of(old, floor), noise_of(new, floor))
     if abs(difference) > noise:

@@ -137,8 +137,10 @@ def _gradients(module: Callable, leaves: list[Tensor], y: Tensor, dy: Tensor) ->
     y.backward(dy)
     found = {"output": y.detach()}
     found |= {f"gradient of input {n}": leaf.grad for n, leaf in enumerate(leaves) if leaf.requires_grad}
+    canonical = {own: name for name, own in getattr(module, "parameter_names", {}).items()}         # step 4's block
     for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
-        found[f"gradient of {name.removeprefix('_orig_mod.')}"] = parameter.grad
+        name = name.removeprefix("_orig_mod.")
+        found[f"gradient of {canonical.get(name, name)}"] = parameter.grad
         parameter.grad = None
     return found
 

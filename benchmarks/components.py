@@ -110,7 +110,7 @@ class NaiveBlock(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's own with a forward outside of torch.nn: of a module of torch.nn alone torch 2.11 compiles nothing."""
+    """torch's own with a forward outside of torch.nn: compile() in place does nothing to torch's own in torch 2.11."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
@@ -238,8 +238,10 @@ def measure(study: Study, part: str, values: dict[str, Tensor]) -> None:
     graphs = counters["stats"]["unique_graphs"]
     result = compare(found, (x,), reference, options.rounds, gates, options.seed,
                      lambda what: study.say(f"{what}, {part}"))
-    if counters["stats"]["unique_graphs"] == graphs and result.results["compiled"].status == "ok":
-        raise RuntimeError(f"torch.compile compiled nothing of the {part}")
+    compiled = result.results["compiled"]
+    if counters["stats"]["unique_graphs"] == graphs and compiled.status == "ok":
+        compiled.status, compiled.reason = "failed", "torch.compile compiled nothing"
+        compiled.samples.clear()
     state = study.look({"tuned": lambda: _keep_busy(found["tuned"], x, result.results["tuned"].best_ms("forward"))})
     kinds = roofline.arithmetic(config, 2, dtype, device)
     study.measure_peaks(config, kinds)

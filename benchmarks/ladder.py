@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace) -> Study:
     for case in cases(options.config, options.device, options.steps):
         study.prepare(case)
     for mode in report.MODES:
-        study.time(mode, profiled=options.profiled or (2 if options.quick else options.rounds))
+        study.time(mode, profiled=options.profiled or (records.PAIRS if options.quick else options.rounds))
     if options.counters:
         study.say("counting DRAM traffic")
         counters.measure(study)
@@ -165,9 +165,9 @@ def attribution(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
     watching costs, and how the machine drifts between rounds; n/a, and in what is unexplained, in records from before
     it was taken. "unexplained" is what is then left between clock and kernels. The bound is the larger of 5 % of the
     gain and 0.5 % of the slower step; EXCEEDED where what is unexplained is beyond it, and "EXCEEDED with profiling"
-    where the two together are.
+    where the two together are. Steps of which fewer than five iterations were profiled have no row.
     """
-    timed = [run for run in of_steps(lines) if run.parts(mode)]
+    timed = [run for run in of_steps(lines) if run.attributed(mode)]
     rows = []
     for a, b in itertools.pairwise(timed):
         before, after = a.parts(mode), b.parts(mode)
@@ -249,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=command.count, default=1, metavar="N",
                         help="run the whole N times, each in a process of its own: a noise floor for compare")
     parser.add_argument("--profiled", type=command.count, metavar="N",
-                        help="rounds under the profiler, for where the ms went (default: as many as are timed; 2 with "
+                        help="rounds under the profiler, for where the ms went (default: as many as are timed; 5 with "
                              "--quick, 1 with --processes)")
     parser.add_argument("--counters", action="store_true", help="bytes read and written in DRAM, by ncu (slow)")
     parser.add_argument("--readme", action="store_true", help="measure nothing: rewrite README.md from recorded runs")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from common import report, timing
 
+PAIRS = 5                       # profiled iterations, at the least: of fewer, a disturbed one would tell most
+
 
 class BadRecords(ValueError):
     """A file that does not hold records; the message names it, and the line."""
@@ -127,6 +129,11 @@ class Run:
         """Milliseconds by part of an iteration, from its profiled kernels; None where it was not profiled."""
         line = self.find(mode, "time by part")
         return line["metric"]["extra_info"].get("parts") if line else None
+
+    def attributed(self, mode: str) -> bool:
+        """Whether so many iterations were profiled that the parts tell where the time goes."""
+        line = self.find(mode, "time by part")
+        return bool(self.parts(mode)) and line["metric"]["extra_info"].get("pairs", PAIRS) >= PAIRS
 
     def profiled(self, mode: str) -> str:
         """The way of launching that was profiled: the faster one of the first rounds, not always that of all."""

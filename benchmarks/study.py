@@ -1,7 +1,7 @@
 """The shape that all studies share: cases, a check of each against FP64, interleaved rounds, records, a table, a chart.
 
 A study names its cases; `Study.prepare` builds and checks them, `Study.time` times all that passed in the same rounds,
-in a new random order each round, together with a matmul and a copy for calibration. What it finds goes into records,
+in a new random order each round, together with matmuls and a copy for calibration. What it finds goes into records,
 and its table and its chart are drawn from records alone, those of this run or of a recorded one.
 """
 import argparse
@@ -171,7 +171,8 @@ class Study:
             if seen[key].parts:
                 parts, clocked = seen[key].middle()
                 self.write([report.record(self.reports[key], "time by part", "ms", [sum(parts.values())], mode,
-                                          parts=parts, clocked=clocked, of=chosen[key])])
+                                          parts=parts, clocked=clocked, of=chosen[key],
+                                          pairs=len(seen[key].parts))])
             if self.reports[key].status != "ok":
                 self._drop(key)
 

@@ -121,12 +121,12 @@ def alone(device: torch.device, name: str):
 
 
 def own_folder(path: str) -> bool:
-    """Whether nobody else can write to the folder `path`, which is made where there is none."""
+    """Whether `path` is a folder that nobody else can write to; it is made where there is none."""
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         found = os.lstat(path)
-        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & stat.S_IWOTH
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
     except (OSError, AttributeError):              # it can't be made; or this system has no such owners
         return False
 

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -194,14 +193,15 @@ def use_private_caches() -> None:
     """Point Inductor and Triton at a new, empty folder that this process removes when it ends.
 
     Their default is a predictable path that all users share, and what lies in it gets executed. One thing stays there:
-    the C++ headers that Inductor precompiles once for a CPU, ten seconds of g++; where somebody else could have put
-    them, it does without.
+    the C++ headers that Inductor precompiles for a CPU, ten seconds of g++ once for each user and compiler; where
+    somebody else could have put them, it does without.
     """
     caches = tempfile.mkdtemp(prefix="inductor-")          # mode 0700
     atexit.register(shutil.rmtree, caches, ignore_errors=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
     os.environ["TRITON_CACHE_DIR"] = os.path.join(caches, "triton")
-    if not machine.own_folder(_inductor_folder()):
+    folder = _inductor_folder()
+    if not (machine.own_folder(folder) and machine.own_folder(os.path.join(folder, "precompiled_headers"))):
         torch._inductor.config.cpp_cache_precompile_headers = False
 
 
@@ -382,6 +382,6 @@ def observe(step: int | None, block: torch.nn.Module, device: torch.device, iter
                 samples = clock.sample(iteration, between, 2)
                 if sum(samples) < 1000:                          # ms; slower ones are known well enough
                     samples += clock.sample(iteration, between, 8)
-                result.compilation.uncompiled_ms = statistics.median(samples)
+                result.compilation.uncompiled = samples
     between()
     result.evidence[mode] = evidence.judge(kernels, step, result.matmul, device, uncompiled, result.emulated)

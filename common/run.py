@@ -19,6 +19,7 @@ from .report import Report, Row
 EXIT = {"ok": 0, "failed": 1, "usage": 2, "oom": 3, "skipped": 4, "interrupted": 130}
 
 
+MAX_SECONDS = {"cuda": timing.StopRule.max_seconds, "cpu": 3.0}           # on a CPU compiling takes most of a minute
 _SIZES = {"batch_size": "B", "seq_len": "S", "hidden_size": "E", "num_heads": "H", "ffn_hidden_size": "F"}
 
 
@@ -86,7 +87,8 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
     parser.add_argument("--launch", choices=("eager", "graph", "both"), default="both",
                         help="launch kernel by kernel, replay a CUDA graph, or time both")
     parser.add_argument("--max-seconds", type=float, metavar="S",
-                        help="at most this long for each row of samples (default: 4 on a GPU, 3 on a CPU)")
+                        help="at most this long for each row of samples (default: {cuda:g} on a GPU, {cpu:g} on a CPU)"
+                        .format(**MAX_SECONDS))
     parser.add_argument("--seed", type=int, default=0, help="of parameters and inputs")
     parser.add_argument("--json", metavar="FILE", help="append one JSON line per metric")
     parser.add_argument("--profile", metavar="FILE", help="write a timeline of one forward+backward for Perfetto")
@@ -102,8 +104,8 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
     on_gpu = options.device.type == "cuda"
     if options.launch == "graph" and not on_gpu:
         _usage(script, f"--launch graph: {harness.NOT_A_GPU}; use --launch eager")
-    if options.max_seconds is None:                        # a card should come within a minute
-        options.max_seconds = 4.0 if on_gpu else 3.0
+    if options.max_seconds is None:
+        options.max_seconds = MAX_SECONDS[options.device.type]
     if not 0 < options.max_seconds < math.inf:
         _usage(script, f"--max-seconds {options.max_seconds:g}: give a positive number of seconds")
     if abs(options.seed) >= 10**18:
@@ -198,7 +200,7 @@ def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Re
         result.peaks = ", ".join(f"{name} {rate / 1e12:.{0 if rate > 1e13 else 2}f} TFLOP/s"
                                  for name, rate in sorted(peaks.flops.items()))
         result.peaks += f"; copy {peaks.bandwidth / 1e12:.2f} TB/s (read + written)"
-    on_gpu = device.type == "cuda"                         # a CPU has no clocks to raise first: the card comes sooner
+    on_gpu = device.type == "cuda"                         # a CPU has been at work since the check: it is warm sooner
     for mode in report.MODES:
         backward = mode == "forward+backward"
         iteration, between = subject.iterations(backward)

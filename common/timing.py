@@ -21,7 +21,7 @@ class StopRule:
     """When a row has been measured: times in seconds of iterations, not of the wall clock."""
     min_samples: int = 30
     min_seconds: float = 0.5
-    max_seconds: float = 4.0
+    max_seconds: float = 4.0            # a card has four rows on a GPU, two on a CPU, and should come within a minute
     precision: float = 0.005            # half-width of the median's 95 % interval, relative to the median
     warmup_chunk: float = 0.1           # one look at the median while warming up
     warmup_seconds: float = 2.0         # at most; ends earlier once two looks agree within 1 %
@@ -106,14 +106,21 @@ def nothing() -> None:
 def calibration(device: torch.device | str) -> dict[str, Callable]:
     """Work that no step changes, matmuls and a copy: how fast the machine is at that moment.
 
-    The time of a step over theirs can be compared between days on which the clocks differ, and between two GPUs. On a
-    GPU "gemm" is an FP16 matmul of 8192 cubed, "gemm float32" one on its ordinary cores of 4096 cubed, whose clocks are
-    others, and "copy" one of 512 MiB; on a CPU they are an FP32 matmul of 1024 cubed and a copy of 64 MiB.
+    The time of a step over theirs can be compared between days on which the clocks differ, and between two machines of
+    one kind. On a GPU "gemm" is an FP16 matmul of 8192 cubed, "gemm float32" one in IEEE FP32 of 4096 cubed, which
+    draws other power and so runs at other clocks, and "copy" one of 512 MiB; on a CPU they are an FP32 matmul of 1024
+    cubed and a copy of 64 MiB.
     """
     def matmul(side: int, dtype: torch.dtype) -> Callable:
         a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
         product = torch.empty_like(a)
-        return lambda: torch.mm(a, b, out=product)
+
+        def multiply() -> None:
+            before = torch.get_float32_matmul_precision()            # TF32 in NVIDIA's images
+            torch.set_float32_matmul_precision("highest")
+            torch.mm(a, b, out=product)
+            torch.set_float32_matmul_precision(before)
+        return multiply
 
     on_gpu = torch.device(device).type == "cuda"
     source = torch.ones(2**27 if on_gpu else 2**24, device=device)
@@ -129,10 +136,12 @@ def measure(iteration: Callable, clock, between: Callable = nothing, rule: StopR
     """Time `iteration` until the median is known to `rule.precision`, or `rule.max_seconds` have been measured.
 
     `between` runs before each iteration, outside the timed region. `progress` gets (samples so far, their median).
-    Each of `calibrations` is sampled once before every chunk of samples.
+    Each of `calibrations` is sampled before every chunk of samples, five times at the least in all.
     Looking at the interval repeatedly makes its 95 % somewhat optimistic: compare runs by `paired_ratio` instead.
     """
     others: dict[str, list[float]] = {name: [] for name in calibrations or {}}
+    for work in (calibrations or {}).values():
+        clock.sample(work, nothing, 1)                               # the first one touches its memory
     look = statistics.median(clock.sample(iteration, between, 1))
     warmed = 0.0
     while warmed < rule.warmup_seconds:
@@ -144,8 +153,8 @@ def measure(iteration: Callable, clock, between: Callable = nothing, rule: StopR
     taken: list[float] = []
     seconds = 0.0
     while True:
-        for name in others:
-            others[name] += clock.sample(calibrations[name], nothing, 1)
+        for name, found in others.items():
+            found += clock.sample(calibrations[name], nothing, 1 if found else 5)
         left = math.ceil((rule.max_seconds - seconds) * 1e3 / max(look, 1e-6))
         chunk = clock.sample(iteration, between, max(1, min(left, _count(rule.min_seconds / 4, look, at_least=8))))
         taken += chunk

@@ -45,6 +45,10 @@ def test_the_middle_leaves_out_what_disturbed_an_iteration():
     bursts = [parts(GEMM=1.0), parts(GEMM=1.0), parts(GEMM=1.1), parts(GEMM=0.2), parts(GEMM=9.0, idle=50.0)]
     clocked = [1.2, 1.1, 1.0, 0.1, 1.3]
     assert attribution.Profiled(bursts, clocked).middle() == (parts(GEMM=pytest.approx(3.1 / 3)), pytest.approx(1.1))
+    bursts = [parts(GEMM=ms) for ms in (1.0, 1.1, 1.2, 1.3, 1.4)]
+    clocked = [1.1, 1.0, 70.0, 1.2, 1.3]                                     # what the clock alone saw disturbed
+    found = attribution.Profiled(bursts, clocked).middle()
+    assert found == (parts(GEMM=pytest.approx(3.8 / 3)), pytest.approx(3.5 / 3))
 
 
 @pytest.mark.parametrize("name, category", [

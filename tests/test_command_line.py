@@ -407,9 +407,10 @@ def test_one_run_at_a_time_measures(monkeypatch, tmp_path):
         assert len(told) == 1
 
 
-@pytest.mark.parametrize("found, trusted", [(None, True), (0o700, True), (0o775, True), (0o777, False),
-                                            ("a file", False)])
-def test_precompiled_headers_are_used_from_a_folder_of_ones_own(found, trusted, monkeypatch, tmp_path):
+@pytest.mark.parametrize("found, inside, trusted", [
+    (None, None, True), (0o755, None, True), (0o755, 0o700, True), (0o775, None, False), (0o777, None, False),
+    (0o755, 0o775, False), ("a file", None, False), ("a link", None, False)])
+def test_precompiled_headers_are_used_from_a_folder_of_ones_own(found, inside, trusted, monkeypatch, tmp_path):
     """Inductor keeps them in the temporary folder that all users share, under a path that any of them can make."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
@@ -419,13 +420,15 @@ def test_precompiled_headers_are_used_from_a_folder_of_ones_own(found, trusted, 
     folder = Path(default_cache_dir())
     if found == "a file":
         folder.touch()
-    elif found:
-        folder.mkdir()
-        folder.chmod(found)
+    elif found == "a link":
+        folder.symlink_to(tmp_path)
+    for place, mode in ((folder, found), (folder / "precompiled_headers", inside)):
+        if isinstance(mode, int):
+            place.mkdir()
+            place.chmod(mode)
     with config.patch(cpp_cache_precompile_headers=True):
         harness.use_private_caches()
         assert config.cpp_cache_precompile_headers == trusted
-    assert folder.is_dir() or found == "a file"
     assert not os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(folder))
 
 

@@ -168,6 +168,22 @@ def test_a_wrong_part_is_a_row_and_the_others_are_timed(study_main, monkeypatch,
     assert row[1] == "failed" and float(row[2]) > 0
 
 
+def test_what_was_not_compiled_is_no_compiled_part(study_main, monkeypatch):
+    monkeypatch.setattr(components.harness, "compile_in_place", lambda module: None)
+    status, out, _ = study_main(components, "--rounds", 6, "--part", "LayerNorm")
+    assert status == 1 and "LayerNorm, compiled, no autocast: failed: torch.compile compiled nothing" in out
+    row = next(line.split() for line in out.splitlines() if line.startswith("LayerNorm "))
+    assert row.count("failed") == 1
+
+
+def test_gradients_go_by_canonical_names():
+    """Those of step 4's block too, whose parameters have names of their own."""
+    values, x, _ = case(CONFIG)
+    blocks = {step: components.steps.load(step).build(CONFIG, values, "cpu") for step in (2, 4)}
+    found = compare({"step 4": blocks[4]}, (x,), blocks[2], rounds=6).results["step 4"]
+    assert {f"gradient of {name}" for name in values} < found.errors.keys()
+
+
 def test_an_unknown_part_is_one_line(study_main):
     status, _, err = study_main(components, "--part", "head")
     assert status == 2 and err.startswith("components: error: argument --part") and err.count("\n") == 1

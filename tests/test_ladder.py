@@ -321,6 +321,18 @@ def test_a_process_that_dies_leaves_a_row(main, monkeypatch):
 
 
 @unit
+@pytest.mark.parametrize("argv, profiled", [([], 12), (["--quick"], 5), (["--profiled", "7"], 7),
+                                            (["--rounds", "9"], 9)])
+def test_how_many_rounds_are_profiled(argv, profiled, main, monkeypatch):
+    seen = []
+    monkeypatch.setattr(study.Study, "prepare", lambda self, case: True)
+    monkeypatch.setattr(study.Study, "time", lambda self, mode, profiled: seen.append(profiled))
+    monkeypatch.setattr(ladder, "text", lambda lines: "")
+    main("--steps", "0", *argv)
+    assert seen == [profiled] * 2
+
+
+@unit
 def test_rounds_are_split_evenly():
     assert study._split(10, 4) == [3, 3, 2, 2] and study._split(6, 1) == [6]
 

@@ -65,6 +65,36 @@ def test_every_sample_after_the_warm_up_is_kept_in_order():
     assert samples == given[-len(samples):] and len(given) > len(samples)
 
 
+def test_calibrations_are_warm_and_at_least_five():
+    clock, calls = constant(3000.0), []
+    found = timing.measure(timing.nothing, clock, rule=StopRule(max_seconds=1.0),
+                           calibrations={"gemm": lambda: calls.append("gemm"), "copy": lambda: calls.append("copy")})
+    assert {name: len(taken) for name, taken in found.calibration.items()} == {"gemm": 5, "copy": 5}
+    assert calls.count("gemm") == calls.count("copy") == 6              # the first one is not kept
+
+
+def test_calibration_is_ieee_fp32_whatever_the_process_has_set(monkeypatch):
+    """NVIDIA's images allow TF32 from the start."""
+    seen = []
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: seen.append((a.dtype, torch.get_float32_matmul_precision())))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        timing.calibration("cpu")["gemm"]()
+        assert seen == [(torch.float32, "highest")] and torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.gpu
+def test_calibrations_on_a_gpu(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: seen.append((a.dtype, torch.get_float32_matmul_precision())))
+    found = timing.calibration("cuda")
+    found["gemm float32"](), found["gemm"](), found["copy"]()
+    assert seen == [(torch.float32, "highest"), (torch.float16, "highest")]
+
+
 def test_a_warm_up_that_never_settles_ends():
     clock = ScriptedClock(lambda n, count: [10.0 if n % 2 else 20.0] * count)
     samples = measure(clock, warmup_seconds=2.0, max_seconds=1.0).samples
