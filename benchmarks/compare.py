@@ -56,6 +56,7 @@ class Measured:
     calibration: dict[str, float]     # the same of each calibration, by name; of those that all processes sampled
     share: float | None               # of its time that goes to matmuls and attention; None where it was not profiled
     within: float                     # reach of the 95 % interval of the median within a process, relative
+    calibration_within: float         # the same of what `expected_ratio` takes of the calibrations
     between: float | None             # reach of one process's median, relative; None with fewer than five
     processes: int
     clock: str                        # how it was sampled
@@ -84,16 +85,14 @@ def rows(lines: list[dict]) -> dict[What, list[Run]]:
 
 def measured(where: What, runs: list[Run]) -> Measured:
     """One row from the runs that measured it."""
-    medians, widths, shares, calibrations = [], [], [], []
+    medians, widths, shares, calibrations, reaches = [], [], [], [], []
     for run in runs:
         line = run.find(where.mode, "latency", where.launch)
         samples, calibration = line["metric"]["benchmark_values"], line["metric"]["extra_info"].get("calibration") or {}
-        median, (low, high) = statistics.median(samples), timing.median_interval(samples)
-        if math.isinf(high):                              # fewer than six samples: as wide as they are apart
-            low, high = min(samples), max(samples)
-        medians.append(median)
-        widths.append((high - low) / 2 / median)
+        medians.append(statistics.median(samples))
+        widths.append(reach(samples))
         calibrations.append({name: statistics.median(taken) for name, taken in calibration.items() if taken})
+        reaches.append({name: 1 + reach(taken) for name, taken in calibration.items() if taken})
         if parts := run.parts(where.mode):
             shares.append((parts["GEMM"] + parts["attention"]) / sum(parts.values()))
     names = set.intersection(*map(set, calibrations))
@@ -104,8 +103,18 @@ def measured(where: What, runs: list[Run]) -> Measured:
         scaled = [median / expected_ratio(where, middle, one, share)
                   for median, one in zip(medians, calibrations, strict=True)]
         between = REACH * statistics.stdev(scaled) / statistics.mean(scaled)
-    return Measured(statistics.median(medians), middle, share, statistics.median(widths), between, len(runs),
+    none = dict.fromkeys(names, 1.0)
+    off = statistics.median(expected_ratio(where, none, one, share) - 1 for one in reaches)
+    return Measured(statistics.median(medians), middle, share, statistics.median(widths), off, between, len(runs),
                     line["metric"]["extra_info"].get("clock", ""))
+
+
+def reach(samples: list[float]) -> float:
+    """Of the 95 % interval of their median, relative; of fewer than six, how far they are apart."""
+    low, high = timing.median_interval(samples)
+    if math.isinf(high):
+        low, high = min(samples), max(samples)
+    return (high - low) / 2 / statistics.median(samples)
 
 
 def expected_ratio(where: What, old: dict[str, float], new: dict[str, float], share: float | None) -> float:
@@ -132,18 +141,20 @@ def floors(lines: list[dict]) -> dict[What, float]:
 
 def noise_of(side: Measured, floor: float) -> float:
     """How far the row may be off, relative: a median over n processes is nearer than that of one."""
-    reach = max(side.within, floor)
-    return reach if side.processes < PROCESSES else 1.25 * reach / math.sqrt(side.processes)
+    one = max(side.within, floor)
+    return one if side.processes < PROCESSES else 1.25 * one / math.sqrt(side.processes)
 
 
-def verdict(where: What, old: Measured, new: Measured, floor: float) -> tuple[float, float, str]:
+def verdict(where: What, old: Measured, new: Measured, floor: float | None) -> tuple[float, float, str]:
     """(difference, noise, verdict); difference and noise are relative to old, the difference positive where slower."""
     known = [share for share in (old.share, new.share) if share is not None]
     expected = 1.0
     if old.clock == new.clock:
         expected = expected_ratio(where, old.calibration, new.calibration, statistics.mean(known) if known else None)
     difference = new.ms / old.ms / expected - 1
-    noise = math.hypot(noise_of(old, floor), noise_of(new, floor))
+    noise = math.hypot(noise_of(old, floor or NO_FLOOR), noise_of(new, floor or NO_FLOOR))
+    if floor is None and old.clock == new.clock:           # a floor between processes holds that of the calibrations
+        noise = math.hypot(noise, old.calibration_within, new.calibration_within)
     if abs(difference) > noise:
         return difference, noise, "SLOWER" if difference > 0 else "FASTER"
     return difference, noise, "SAME" if noise <= RESOLUTION else "UNSURE"
@@ -215,7 +226,7 @@ def compare(old: list[dict], new: list[dict], noise: list[dict], force: bool
     for a, b in pairs:
         left, right = measured(a, before[a]), measured(b, after[b])
         floor = max((known[where] for where in (a, b) if where in known), default=None)
-        difference, width, word = verdict(b, left, right, floor or NO_FLOOR)
+        difference, width, word = verdict(b, left, right, floor)
         if word == "SLOWER":
             slower[f"{b.step}, {b.mode}, {b.launch}"] = difference
         own = [f"{100 * noise_of(side, floor or NO_FLOOR):.1f} %{'' if floor else '?'}" for side in (left, right)]

@@ -93,9 +93,11 @@ def comparisons() -> str:
     blocks = []
     for path in sorted(RESULTS.glob("*/first-*.jsonl")):
         old, new = records.read(path), records.read(path.with_name(path.name.removeprefix("first-")))
-        found, headers, _ = compare.compare(old, new, compare.recorded_noise(new), force=False)
+        noise = [line for line in compare.recorded_noise(new) if line["model"]["name"] == new[0]["model"]["name"]]
+        found, headers, _ = compare.compare(old, new, noise, force=False)
         table = compare.text(old, new, found, headers, WIDTH)
-        blocks.append(f"{records.provenance(new)}\n\n<details><summary>{compare.summary(found)}</summary>\n\n"
+        blocks.append(f"{records.provenance(new)} Against commit {records.commits(old)}; noise of five processes of "
+                      f"commit {records.commits(noise)}.\n\n<details><summary>{compare.summary(found)}</summary>\n\n"
                       f"```\n{table}\n```\n\n</details>")
     return "\n\n".join(blocks) or "Not recorded yet."
 

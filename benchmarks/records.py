@@ -244,10 +244,14 @@ def provenance(lines: list[dict]) -> str:
                          if name not in ("transformer_engine", "python"))
     engines = sorted({line["dependencies"]["transformer_engine"]["version"] for line in lines
                       if "transformer_engine" in line["dependencies"]})
-    commits = dict.fromkeys(_short(line["benchmark"]["extra_info"]["git"]) for line in lines)
     driver = first["runners"][0]["extra_info"]["driver"]
     shapes = list(dict.fromkeys(line["model"]["name"] for line in lines))
     shape = shapes[0] if len(shapes) == 1 else f"{len(shapes)} shapes"
     return (f"{first['runners'][0]['name']}, {shape}; {versions}, Transformer Engine "
             f"{' and '.join(engines) or 'none'}{f', driver {driver}' if driver else ''}; "
-            f"commit {' and '.join(commits)}.")
+            f"commit {commits(lines)}.")
+
+
+def commits(lines: list[dict]) -> str:
+    """Those that the records are of, in words."""
+    return " and ".join(dict.fromkeys(_short(line["benchmark"]["extra_info"]["git"]) for line in lines))

@@ -379,9 +379,9 @@ def observe(step: int | None, block: torch.nn.Module, device: torch.device, iter
             uncompiled = sum(evidence.observe(clean_iteration, device).values())
             if backward and result.study == "step":
                 clock = timing.clock_for(device)
-                samples = clock.sample(iteration, between, 2)
-                if sum(samples) < 1000:                          # ms; slower ones are known well enough
-                    samples += clock.sample(iteration, between, 8)
+                samples = clock.sample(iteration, between, 1)
+                if samples[0] < 500:                             # ms; ten slower ones would take long
+                    samples += clock.sample(iteration, between, 9)
                 result.compilation.uncompiled = samples
     between()
     result.evidence[mode] = evidence.judge(kernels, step, result.matmul, device, uncompiled, result.emulated)

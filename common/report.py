@@ -58,6 +58,8 @@ class Compilation:
 
     def pays_after(self, compiled: Timing) -> str:
         """How many forward+backwards until what compiling took is won back, in words."""
+        if min(len(self.uncompiled), len(compiled.samples)) < 6:
+            return "n/a: too few samples"
         if compiled.quantile(0.2) > max(self.uncompiled):
             return "never: it is not faster here"
         if compiled.quantile(0.8) >= min(self.uncompiled):

@@ -90,6 +90,16 @@ def test_fp32_rows_are_held_against_fp32_matmuls():
     assert compare.expected_ratio(row, *({"gemm": 1.0, "gemm float32": fp32, "copy": 1.0} for fp32 in (1, 2)), 1) == 1
 
 
+def test_calibrations_that_scatter_call_nothing():
+    """Two scripts on a busy CPU: few samples of the matmul and of the copy, far apart, and no recorded floor."""
+    def on(gemms, copies):
+        return made("0_baseline", both([100.0] * 9, [300.0] * 9), matmul="float32", config=CPU_CONFIG,
+                    calibration={"gemm": gemms, "copy": copies})
+    old, new = on([16.3, 24.2, 22.0, 21.5, 23.0], [5.6, 8.2, 8.0, 7.7, 7.9]), on([16.5] * 5, [5.7] * 5)
+    assert set(verdicts(old, new, noise=[])) == {"UNSURE"}
+    assert set(verdicts(on([22.0] * 5, [7.9] * 5), new, noise=[])) == {"SLOWER"}
+
+
 def test_a_floor_takes_five_processes():
     four, five = ([line for seed in range(n) for line in process(seed)] for n in (4, 5))
     assert compare.floors(four) == {}
