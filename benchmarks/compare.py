@@ -56,7 +56,7 @@ class Measured:
     calibration: dict[str, float]     # the same of each calibration, by name; of those that all processes sampled
     share: float | None               # of its time that goes to matmuls and attention; None where it was not profiled
     within: float                     # reach of the 95 % interval of the median within a process, relative
-    calibration_within: float         # the same of what `expected_ratio` takes of the calibrations
+    calibration_within: float         # the same of the calibrations, weighed as the row is held against them
     between: float | None             # reach of one process's median, relative; None with fewer than five
     processes: int
     clock: str                        # how it was sampled
@@ -92,7 +92,7 @@ def measured(where: What, runs: list[Run]) -> Measured:
         medians.append(statistics.median(samples))
         widths.append(reach(samples))
         calibrations.append({name: statistics.median(taken) for name, taken in calibration.items() if taken})
-        reaches.append({name: 1 + reach(taken) for name, taken in calibration.items() if taken})
+        reaches.append({name: reach(taken) for name, taken in calibration.items() if taken})
         if parts := run.parts(where.mode):
             shares.append((parts["GEMM"] + parts["attention"]) / sum(parts.values()))
     names = set.intersection(*map(set, calibrations))
@@ -103,8 +103,8 @@ def measured(where: What, runs: list[Run]) -> Measured:
         scaled = [median / expected_ratio(where, middle, one, share)
                   for median, one in zip(medians, calibrations, strict=True)]
         between = REACH * statistics.stdev(scaled) / statistics.mean(scaled)
-    none = dict.fromkeys(names, 1.0)
-    off = statistics.median(expected_ratio(where, none, one, share) - 1 for one in reaches)
+    weighed = weights(where, names, share).items()
+    off = statistics.median(sum(weight * one[name] for name, weight in weighed) for one in reaches)
     return Measured(statistics.median(medians), middle, share, statistics.median(widths), off, between, len(runs),
                     line["metric"]["extra_info"].get("clock", ""))
 
@@ -119,11 +119,15 @@ def reach(samples: list[float]) -> float:
 
 def expected_ratio(where: What, old: dict[str, float], new: dict[str, float], share: float | None) -> float:
     """How much longer the new machine should take for a row, from how much longer its matmul and its copy take."""
-    gemm = "gemm float32" if where.dtype.startswith("float32") and "gemm float32" in old.keys() & new.keys() else "gemm"
-    if not {gemm, "copy"} <= old.keys() & new.keys():
-        return 1.0
+    weighed = weights(where, old.keys() & new.keys(), share)
+    return sum(weight * new[name] / old[name] for name, weight in weighed.items()) if weighed else 1.0
+
+
+def weights(where: What, names: set[str], share: float | None) -> dict[str, float]:
+    """How much of a row goes by which of the calibrations `names`; none where the matmul or the copy is missing."""
+    gemm = "gemm float32" if where.dtype.startswith("float32") and "gemm float32" in names else "gemm"
     share = 0.5 if share is None else share
-    return share * new[gemm] / old[gemm] + (1 - share) * new["copy"] / old["copy"]
+    return {gemm: share, "copy": 1 - share} if {gemm, "copy"} <= names else {}
 
 
 def floors(lines: list[dict]) -> dict[What, float]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from common import evidence, harness, oracle, report, timing
+from common import evidence, harness, oracle, parameters, report, timing
 
 from . import command
 
@@ -137,10 +137,13 @@ def _gradients(module: Callable, leaves: list[Tensor], y: Tensor, dy: Tensor) ->
     y.backward(dy)
     found = {"output": y.detach()}
     found |= {f"gradient of input {n}": leaf.grad for n, leaf in enumerate(leaves) if leaf.requires_grad}
-    canonical = {own: name for name, own in getattr(module, "parameter_names", {}).items()}         # step 4's block
-    for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
-        name = name.removeprefix("_orig_mod.")
-        found[f"gradient of {canonical.get(name, name)}"] = parameter.grad
+    own = {}
+    if hasattr(module, "parameter_names"):                           # step 4's block
+        own = parameters.named(module)
+    elif isinstance(module, nn.Module):
+        own = {name.removeprefix("_orig_mod."): parameter for name, parameter in module.named_parameters()}
+    for name, parameter in own.items():
+        found[f"gradient of {name}"] = parameter.grad
         parameter.grad = None
     return found
 

@@ -249,8 +249,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=command.count, default=1, metavar="N",
                         help="run the whole N times, each in a process of its own: a noise floor for compare")
     parser.add_argument("--profiled", type=command.count, metavar="N",
-                        help="rounds under the profiler, for where the ms went (default: as many as are timed; 5 with "
-                             "--quick, 1 with --processes)")
+                        help="rounds under the profiler, for where the ms went (default: as many as are timed; "
+                             f"{records.PAIRS} with --quick, 1 with --processes)")
     parser.add_argument("--counters", action="store_true", help="bytes read and written in DRAM, by ncu (slow)")
     parser.add_argument("--readme", action="store_true", help="measure nothing: rewrite README.md from recorded runs")
     argv = sys.argv[1:] if argv is None else argv

@@ -193,8 +193,8 @@ def use_private_caches() -> None:
     """Point Inductor and Triton at a new, empty folder that this process removes when it ends.
 
     Their default is a predictable path that all users share, and what lies in it gets executed. One thing stays there:
-    the C++ headers that Inductor precompiles for a CPU, ten seconds of g++ once for each user and compiler; where
-    somebody else could have put them, it does without.
+    the C++ headers that Inductor precompiles for a CPU, once for each user and compiler; where somebody else could have
+    put them, it does without.
     """
     caches = tempfile.mkdtemp(prefix="inductor-")          # mode 0700
     atexit.register(shutil.rmtree, caches, ignore_errors=True)

@@ -19,7 +19,7 @@ from .report import Report, Row
 EXIT = {"ok": 0, "failed": 1, "usage": 2, "oom": 3, "skipped": 4, "interrupted": 130}
 
 
-MAX_SECONDS = {"cuda": timing.StopRule.max_seconds, "cpu": 3.0}           # on a CPU compiling takes most of a minute
+MAX_SECONDS = {"cuda": timing.StopRule.max_seconds, "cpu": 3.0}           # a card should come within a minute
 _SIZES = {"batch_size": "B", "seq_len": "S", "hidden_size": "E", "num_heads": "H", "ffn_hidden_size": "F"}
 
 
@@ -200,7 +200,7 @@ def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Re
         result.peaks = ", ".join(f"{name} {rate / 1e12:.{0 if rate > 1e13 else 2}f} TFLOP/s"
                                  for name, rate in sorted(peaks.flops.items()))
         result.peaks += f"; copy {peaks.bandwidth / 1e12:.2f} TB/s (read + written)"
-    on_gpu = device.type == "cuda"                         # a CPU has been at work since the check: it is warm sooner
+    on_gpu = device.type == "cuda"                         # on a CPU less: the card should come within a minute
     for mode in report.MODES:
         backward = mode == "forward+backward"
         iteration, between = subject.iterations(backward)

@@ -21,7 +21,7 @@ class StopRule:
     """When a row has been measured: times in seconds of iterations, not of the wall clock."""
     min_samples: int = 30
     min_seconds: float = 0.5
-    max_seconds: float = 4.0            # a card has four rows on a GPU, two on a CPU, and should come within a minute
+    max_seconds: float = 4.0
     precision: float = 0.005            # half-width of the median's 95 % interval, relative to the median
     warmup_chunk: float = 0.1           # one look at the median while warming up
     warmup_seconds: float = 2.0         # at most; ends earlier once two looks agree within 1 %
@@ -107,16 +107,16 @@ def calibration(device: torch.device | str) -> dict[str, Callable]:
     """Work that no step changes, matmuls and a copy: how fast the machine is at that moment.
 
     The time of a step over theirs can be compared between days on which the clocks differ, and between two machines of
-    one kind. On a GPU "gemm" is an FP16 matmul of 8192 cubed, "gemm float32" one in IEEE FP32 of 4096 cubed, which
-    draws other power and so runs at other clocks, and "copy" one of 512 MiB; on a CPU they are an FP32 matmul of 1024
-    cubed and a copy of 64 MiB.
+    one kind. On a GPU "gemm" is an FP16 matmul of 8192 cubed, "gemm float32" one in IEEE FP32 of 4096 cubed, for
+    rows that multiply in it, and "copy" one of 512 MiB; on a CPU they are an FP32 matmul of 1024 cubed and a copy of 64
+    MiB.
     """
     def matmul(side: int, dtype: torch.dtype) -> Callable:
         a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
         product = torch.empty_like(a)
 
         def multiply() -> None:
-            before = torch.get_float32_matmul_precision()            # TF32 in NVIDIA's images
+            before = torch.get_float32_matmul_precision()            # an environment may allow TF32
             torch.set_float32_matmul_precision("highest")
             torch.mm(a, b, out=product)
             torch.set_float32_matmul_precision(before)

@@ -76,7 +76,7 @@ def test_only_what_the_machine_is_slower_at_is_made_up_for():
 
 
 def test_fp32_rows_are_held_against_fp32_matmuls():
-    """FP32 and FP16 matmuls run at different clocks under a power cap; and a file from before both were sampled."""
+    """Where both files have one: in older ones the only matmul is in FP16."""
     def on(fp32, ms, both_gemms=True):
         gemms = {"gemm": [1.0] * 9} | ({"gemm float32": [fp32] * 9} if both_gemms else {})
         return made("0_baseline", both([ms] * 9, [ms] * 9), matmul="float32", config=CPU_CONFIG,

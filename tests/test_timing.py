@@ -74,7 +74,7 @@ def test_calibrations_are_warm_and_at_least_five():
 
 
 def test_calibration_is_ieee_fp32_whatever_the_process_has_set(monkeypatch):
-    """NVIDIA's images allow TF32 from the start."""
+    """An environment variable may allow TF32 from the start."""
     seen = []
     monkeypatch.setattr(torch, "mm", lambda a, b, out: seen.append((a.dtype, torch.get_float32_matmul_precision())))
     before = torch.get_float32_matmul_precision()
