@@ -86,7 +86,7 @@ forward(const typename A::T* __restrict__ q, const typename A::T* __restrict__ k
     copy_rows<A, KEYS>(v_tiles, v, 0, length);
 
     for (int first_key = 0, stage = 0; first_key < seen; first_key += KEYS, stage ^= 1) {
-        wait_for_copies();
+        wait_for_all_copies();
         __syncthreads();                                     // this tile is here, and no warp is still at the last one
         if (first_key + KEYS < seen) {
             copy_rows<A, KEYS>(k_tiles + (stage ^ 1) * A::TILE, k, first_key + KEYS, length);

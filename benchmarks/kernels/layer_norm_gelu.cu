@@ -21,10 +21,27 @@ __device__ float gelu_gate(float h, float square) {
 
 __device__ float gelu(float h) { return h * gelu_gate(h, h * h); }
 
-__device__ float gelu_slope(float h) {
-    const float square = h * h, gate = gelu_gate(h, square);
-    const float slope = h * (gate - gate * gate);            // of a large h this is 0 before a factor is infinite
-    return gate + slope * (SLOPE + 3.0f * CUBIC * square);
+// GELU's slope at N places. Step by step for all of them: one place's exponential, and then its reciprocal, is on its
+// way while the others' are asked for.
+template <int N>
+__device__ void gelu_slopes(float (&to)[N], const float (&h)[N]) {
+    float gate[N], square[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        square[i] = h[i] * h[i];
+        gate[i] = h[i] * (-LOG2_E * SLOPE + -LOG2_E * CUBIC * square[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+        gate[i] = exp2_approximate(gate[i]);
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+        gate[i] = reciprocal_approximate(1.0f + gate[i]);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float slope = h[i] * (gate[i] - gate[i] * gate[i]);        // of a large h 0, before a factor is infinite
+        to[i] = gate[i] + slope * (SLOPE + 3.0f * CUBIC * square[i]);
+    }
 }
 
 template <typename L>
@@ -73,80 +90,94 @@ forward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ w
 }
 
 template <typename L>
-__global__ void __launch_bounds__(MAX_THREADS)
+__global__ void __launch_bounds__(MAX_THREADS, 1)            // 1: registers may be used up, to wait for less
 backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ weight,
          const typename L::T* __restrict__ bias, const float* __restrict__ means, const float* __restrict__ rstds,
-         const typename L::T* __restrict__ dy, typename L::T* __restrict__ dx, float* __restrict__ sums, int64_t rows,
-         int width) {
+         const typename L::T* __restrict__ dy, typename L::T* __restrict__ dx, float* __restrict__ sums, unsigned rows,
+         int width, bool staged) {
+    extern __shared__ uint4 shared[];
     constexpr bool KEEP = L::KEEPS_WEIGHTS;                  // g in registers, too; wide rows repeat it
     float dweight_row[L::VECTORS][L::N] = {}, dbias_row[L::VECTORS][L::N] = {};
-    Rows<L> x_rows(x, width), dy_rows(dy, width);
+    RowPairs<L> pairs(x, dy, rows, width, staged ? shared : nullptr);
     typename L::Row w, b;
-    if (L::KEEPS_WEIGHTS)
+    if (KEEP)
 #pragma unroll
         for (int v = 0; v < L::VECTORS; ++v) {
-            L::read(w, v, weight, width);
-            L::read(b, v, bias, width);
+            w[v] = L::read(v, weight, width);
+            b[v] = L::read(v, bias, width);
         }
+    const float share = 1.0f / width;
+    float next_mean = means[blockIdx.x], next_rstd = rstds[blockIdx.x];
     int turn = 0;
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
+    for (unsigned row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
         typename L::Row x_row, dy_row;
-        x_rows.take(x_row, row, rows);
-        dy_rows.take(dy_row, row, rows);
-        const float mean = means[row], rstd = rstds[row];
+        pairs.take(x_row, dy_row, row);
+        const float mean = next_mean, rstd = next_rstd;
+        const unsigned next = min(row + gridDim.x, rows - 1);
+        next_mean = means[next], next_rstd = rstds[next];
         float g[L::VECTORS][L::N], totals[2] = {};
 #pragma unroll
         for (int v = 0; v < L::VECTORS; ++v) {               // behind the row dy, and so all sums, are 0
-            if (!L::KEEPS_WEIGHTS) {
-                L::read(w, v, weight, width);
-                L::read(b, v, bias, width);
+            if (!KEEP) {
+                w[v] = L::read(v, weight, width);
+                b[v] = L::read(v, bias, width);
             }
+            float normal[L::N], h[L::N], dh[L::N];
 #pragma unroll
             for (int i = 0; i < L::N; ++i) {
-                const float normal = (x_row[v][i] - mean) * rstd;
-                const float dh = dy_row[v][i] * gelu_slope(normal * w[v][i] + b[v][i]);
-                dweight_row[v][i] += dh * normal;
-                dbias_row[v][i] += dh;
-                g[v][i] = dh * w[v][i];
+                normal[i] = (x_row[v][i] - mean) * rstd;
+                h[i] = normal[i] * w[v][i] + b[v][i];
+            }
+            gelu_slopes(dh, h);
+#pragma unroll
+            for (int i = 0; i < L::N; ++i) {
+                dh[i] *= dy_row[v][i];
+                g[v][i] = dh[i] * w[v][i];
+                dweight_row[v][i] += dh[i] * normal[i];
+                dbias_row[v][i] += dh[i];
                 totals[0] += g[v][i];
-                totals[1] += g[v][i] * normal;
+                totals[1] += g[v][i] * normal[i];
             }
         }
         reduce_block<Sum>(totals, turn);
         // rstd * mean(g) + normal * rstd * mean(g * n), as offset + x * along
-        const float along = totals[1] / width * rstd * rstd, offset = totals[0] / width * rstd - mean * along;
+        const float along = totals[1] * share * rstd * rstd, offset = totals[0] * share * rstd - mean * along;
+        const int64_t start = static_cast<int64_t>(row) * width;
 #pragma unroll
         for (int v = 0; v < L::VECTORS; ++v) {
             const int column = L::column(v);
             if (column >= width)
                 break;
             if (!KEEP) {
-                x_row[v].stream_in(x + row * width + column);
-                dy_row[v].stream_in(dy + row * width + column);
-                L::read(w, v, weight, width);
-                L::read(b, v, bias, width);
+                x_row[v].stream_in(x + start + column);
+                dy_row[v].stream_in(dy + start + column);
+                w[v] = L::read(v, weight, width);
+                b[v] = L::read(v, bias, width);
+                float h[L::N];
+#pragma unroll
+                for (int i = 0; i < L::N; ++i)
+                    h[i] = (x_row[v][i] - mean) * rstd * w[v][i] + b[v][i];
+                gelu_slopes(g[v], h);
+#pragma unroll
+                for (int i = 0; i < L::N; ++i)
+                    g[v][i] *= dy_row[v][i] * w[v][i];
             }
             float values[L::N];
 #pragma unroll
-            for (int i = 0; i < L::N; ++i) {
-                if (!KEEP)
-                    g[v][i] = dy_row[v][i] * gelu_slope((x_row[v][i] - mean) * rstd * w[v][i] + b[v][i]) * w[v][i];
+            for (int i = 0; i < L::N; ++i)
                 values[i] = rstd * g[v][i] - (x_row[v][i] * along + offset);
-            }
             Vector<typename L::T, L::N> out;
             out.set(values);
-            out.stream_out(dx + row * width + column);
+            out.stream_out(dx + start + column);
         }
     }
 #pragma unroll
     for (int v = 0; v < L::VECTORS; ++v)
-        if (L::column(v) < width)
-#pragma unroll
-            for (int i = 0; i < L::N; ++i) {
-                float* const here = sums + 2 * static_cast<int64_t>(blockIdx.x) * width + L::column(v) + i;
-                here[0] = dweight_row[v][i];
-                here[width] = dbias_row[v][i];
-            }
+        if (L::column(v) < width) {
+            float* const here = sums + 2 * static_cast<int64_t>(blockIdx.x) * width + L::column(v);
+            write_floats(here, dweight_row[v]);
+            write_floats(here + width, dbias_row[v]);
+        }
 }
 
 }  // namespace
@@ -168,9 +199,10 @@ void layer_norm_gelu_backward(Float type, const void* x, const void* weight, con
     with_layout<FEW_ITEMS>(type, width, aligned(x, weight, bias, dy, dx), [&](auto layout, int threads) {
         using L = decltype(layout);
         using T = typename L::T;
-        backward<L><<<blocks, threads, 0, stream>>>(static_cast<const T*>(x), static_cast<const T*>(weight),
-                                                    static_cast<const T*>(bias), mean, rstd, static_cast<const T*>(dy),
-                                                    static_cast<T*>(dx), sums, rows, width);
+        const int room = shared_bytes<L>(backward<L>, threads);
+        backward<L><<<blocks, threads, room, stream>>>(
+            static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<const T*>(bias), mean, rstd,
+            static_cast<const T*>(dy), static_cast<T*>(dx), sums, rows, width, room > 0);
         start_add_up(sums, static_cast<T*>(dvectors), blocks, 2 * width, stream);
     });
 }

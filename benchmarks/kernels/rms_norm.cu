@@ -6,14 +6,12 @@
 //
 // Backward: with n = x * rstd and g = dy * weight,
 //     dx = rstd * (g - n * mean(g * n)),    dweight = sum over rows of dy * n.
-// A fixed number of blocks share the rows. Each thread sums dweight for its own columns in registers and writes it
-// once; the blocks' sums are added afterwards in a fixed order, so that each run gives the same bits; with
-// atomics the order, and so the bits, would change.
+// A fixed number of blocks share the rows; while a block works on one, its next is on the way (RowPairs). Each thread
+// sums dweight for its own columns in registers and writes it once; the blocks' sums are added afterwards in a fixed
+// order, so that each run gives the same bits; with atomics the order, and so the bits, would change.
 #include "rows.cuh"
 
 namespace {
-
-constexpr int BACKWARD_ITEMS = 8;                            // of a row in a thread's registers: a tunable
 
 template <typename L>
 __global__ void __launch_bounds__(MAX_THREADS)
@@ -51,25 +49,28 @@ template <typename L>
 __global__ void __launch_bounds__(MAX_THREADS)
 backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ weight, const float* __restrict__ rstds,
          const typename L::T* __restrict__ dy, typename L::T* __restrict__ dx, float* __restrict__ sums,
-         int64_t rows, int width) {
+         unsigned rows, int width, bool staged) {
+    extern __shared__ uint4 shared[];
     float dweight_row[L::VECTORS][L::N] = {};
-    Rows<L> x_rows(x, width), dy_rows(dy, width);
+    RowPairs<L> pairs(x, dy, rows, width, staged ? shared : nullptr);
     typename L::Row w;
     if (L::KEEPS_WEIGHTS)
 #pragma unroll
         for (int v = 0; v < L::VECTORS; ++v)
-            L::read(w, v, weight, width);
+            w[v] = L::read(v, weight, width);
+    const float share = 1.0f / width;
+    float next_rstd = rstds[blockIdx.x];
     int turn = 0;
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
+    for (unsigned row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
         typename L::Row x_row, dy_row;
-        x_rows.take(x_row, row, rows);
-        dy_rows.take(dy_row, row, rows);
-        const float rstd = rstds[row];
+        pairs.take(x_row, dy_row, row);
+        const float rstd = next_rstd;
+        next_rstd = rstds[min(row + gridDim.x, rows - 1)];
         float dot = 0.0f;
 #pragma unroll
         for (int v = 0; v < L::VECTORS; ++v) {               // behind the row all is 0
             if (!L::KEEPS_WEIGHTS)
-                L::read(w, v, weight, width);
+                w[v] = L::read(v, weight, width);
 #pragma unroll
             for (int i = 0; i < L::N; ++i) {
                 const float term = dy_row[v][i] * (x_row[v][i] * rstd);
@@ -77,29 +78,27 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
                 dot += term * w[v][i];
             }
         }
-        const float along = reduce_block<Sum>(dot, turn) / width * rstd * rstd;
+        const float along = reduce_block<Sum>(dot, turn) * share * rstd * rstd;
 #pragma unroll
         for (int v = 0; v < L::VECTORS; ++v) {
             const int column = L::column(v);
             if (column >= width)
                 break;
             if (!L::KEEPS_WEIGHTS)
-                L::read(w, v, weight, width);
+                w[v] = L::read(v, weight, width);
             float values[L::N];
 #pragma unroll
             for (int i = 0; i < L::N; ++i)
                 values[i] = dy_row[v][i] * w[v][i] * rstd - x_row[v][i] * along;
             Vector<typename L::T, L::N> out;
             out.set(values);
-            out.stream_out(dx + row * width + column);
+            out.stream_out(dx + static_cast<int64_t>(row) * width + column);
         }
     }
 #pragma unroll
     for (int v = 0; v < L::VECTORS; ++v)
         if (L::column(v) < width)
-#pragma unroll
-            for (int i = 0; i < L::N; ++i)
-                sums[static_cast<int64_t>(blockIdx.x) * width + L::column(v) + i] = dweight_row[v][i];
+            write_floats(sums + static_cast<int64_t>(blockIdx.x) * width + L::column(v), dweight_row[v]);
 }
 
 }  // namespace
@@ -116,11 +115,13 @@ void rms_norm_forward(Float type, const void* x, const void* weight, void* y, fl
 
 void rms_norm_backward(Float type, const void* x, const void* weight, const float* rstd, const void* dy, void* dx,
                        void* dweight, float* sums, int64_t rows, int width, int blocks, cudaStream_t stream) {
-    with_layout<BACKWARD_ITEMS>(type, width, aligned(x, weight, dy, dx), [&](auto layout, int threads) {
+    with_layout<FEW_ITEMS>(type, width, aligned(x, weight, dy, dx), [&](auto layout, int threads) {
         using L = decltype(layout);
         using T = typename L::T;
-        backward<L><<<blocks, threads, 0, stream>>>(static_cast<const T*>(x), static_cast<const T*>(weight), rstd,
-                                                    static_cast<const T*>(dy), static_cast<T*>(dx), sums, rows, width);
+        const int room = shared_bytes<L>(backward<L>, threads);
+        backward<L><<<blocks, threads, room, stream>>>(
+            static_cast<const T*>(x), static_cast<const T*>(weight), rstd, static_cast<const T*>(dy),
+            static_cast<T*>(dx), sums, rows, width, room > 0);
         start_add_up(sums, static_cast<T*>(dweight), blocks, width, stream);
     });
 }

@@ -7,6 +7,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "copies.cuh"
 #include "launchers.h"
 
 // Tunables: the threads of the largest block, and the elements of a row that one thread holds in registers.
@@ -87,11 +88,13 @@ struct Layout {
     static constexpr bool KEEPS_WEIGHTS = ITEMS <= FEW_ITEMS;
 
     // Vector v of the weights; 0 behind the row.
-    __device__ static void read(Row& row, int v, const T* from, int width) {
+    __device__ static Vector<T, N> read(int v, const T* from, int width) {
+        Vector<T, N> found;
         if (column(v) < width)
-            row[v].read(from + column(v));
+            found.read(from + column(v));
         else
-            row[v].fill(0.0f);
+            found.fill(0.0f);
+        return found;
     }
 
     // All loads are issued before the first value is needed. What is beyond `width` is `filler`.
@@ -105,32 +108,64 @@ struct Layout {
     }
 };
 
-// The rows of a block that works on several, one after the other. Where the registers are left, the next row is on its
-// way while this one is used.
-template <typename L>
-class Rows {
-    static constexpr bool AHEAD = L::VECTORS * L::N <= FEW_ITEMS;
-    const typename L::T* const first;
-    const int width;
-    typename L::Row next;
+// The rows that a block works on, one after the other, of two tensors [rows, width]: number blockIdx.x, and each
+// gridDim.x behind it. While one is used the next are on their way from memory to shared memory, for which no registers
+// are needed. A thread copies what it reads itself, so no thread waits for another. Where there is no shared memory
+// (wide rows, and vectors of one element, for which there is no such copy) a row is loaded when it is asked for.
+constexpr int STAGES = 2;                                    // rows that are on their way or in use: a tunable
+constexpr int MOST_SHARED = 96 * 1024;                       // bytes for them: two blocks fit (an H200 has 227 KB)
 
-public:
-    __device__ Rows(const typename L::T* first, int width) : first(first), width(width) {
-        if constexpr (AHEAD)
-            L::load(next, first + blockIdx.x * static_cast<int64_t>(width), width);
+template <typename L>
+class RowPairs {
+    using T = typename L::T;
+    using Part = Vector<T, L::N>;
+    const T* const tensors[2];
+    const unsigned rows, width;
+    Part* const shared;
+    int stage = 0;
+
+    __device__ Part* place(int of_stage, int tensor) const {
+        return shared + (of_stage * 2 + tensor) * L::VECTORS * blockDim.x + threadIdx.x;
     }
 
-    // Row `number`, which is this block's first or gridDim.x beyond the last that was taken, of `count`.
-    __device__ void take(typename L::Row& row, int64_t number, int64_t count) {
-        if constexpr (AHEAD) {
+    __device__ const T* start(int tensor, unsigned row) const {
+        return tensors[tensor] + static_cast<int64_t>(row) * width;
+    }
+
+    // Behind the last row there is nothing to copy, but the groups of copies are still one a row.
+    __device__ void send(int of_stage, unsigned row) const {
+        for (int tensor = 0; tensor < 2; ++tensor)
 #pragma unroll
             for (int v = 0; v < L::VECTORS; ++v)
-                row[v] = next[v];
-            if (number + gridDim.x < count)
-                L::load(next, first + (number + gridDim.x) * width, width);
-        } else {
-            L::load(row, first + number * width, width);
+                copy_async(place(of_stage, tensor) + v * blockDim.x, start(tensor, row) + L::column(v),
+                           row < rows && L::column(v) < width);
+        end_of_copies();
+    }
+
+public:
+    // `shared` has as many bytes as `shared_bytes` says, or is null.
+    __device__ RowPairs(const T* a, const T* b, unsigned rows, int width, void* shared)
+        : tensors{a, b}, rows(rows), width(width), shared(static_cast<Part*>(shared)) {
+        if (L::N > 1 && shared)
+            for (unsigned ahead = 0; ahead < STAGES; ++ahead)
+                send(ahead, blockIdx.x + ahead * gridDim.x);
+    }
+
+    // The next row of each, which is number `row`; 0 behind its end.
+    __device__ void take(typename L::Row& a, typename L::Row& b, unsigned row) {
+        if (L::N == 1 || !shared) {
+            L::load(a, start(0, row), width);
+            L::load(b, start(1, row), width);
+            return;
         }
+        wait_for_copies<STAGES - 1>();
+#pragma unroll
+        for (int v = 0; v < L::VECTORS; ++v) {
+            a[v] = place(stage, 0)[v * blockDim.x];
+            b[v] = place(stage, 1)[v * blockDim.x];
+        }
+        send(stage, row + STAGES * gridDim.x);               // the place is this thread's own, and free again
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 };
 
@@ -192,8 +227,21 @@ __device__ float reduce_block(float value, int turn) {
     return values[0];
 }
 
+// N neighbouring FP32 numbers, 16 bytes at a time where N allows it: a thread's numbers lie apart from the next one's,
+// and each access that carries 4 bytes of them costs as much as one that carries 16.
+template <int N>
+__device__ void write_floats(float* to, const float (&from)[N]) {
+    if constexpr (N % 4 == 0)
+#pragma unroll
+        for (int i = 0; i < N; i += 4)
+            *reinterpret_cast<float4*>(to + i) = make_float4(from[i], from[i + 1], from[i + 2], from[i + 3]);
+    else
+        for (int i = 0; i < N; ++i)
+            to[i] = from[i];
+}
+
 // One total for each of `columns`: the sum of the rows of [parts, columns], in an order that never changes.
-constexpr int PARTS_AT_ONCE = 16;
+constexpr int PARTS_AT_ONCE = 32;
 
 template <typename T>
 __global__ void __launch_bounds__(32 * PARTS_AT_ONCE)
@@ -202,6 +250,7 @@ add_up(const float* __restrict__ sums, T* __restrict__ totals, int parts, int co
     const int column = blockIdx.x * 32 + threadIdx.x;
     float total = 0.0f;
     if (column < columns)
+#pragma unroll 4
         for (int part = threadIdx.y; part < parts; part += PARTS_AT_ONCE)
             total += sums[static_cast<int64_t>(part) * columns + column];
     of_warp[threadIdx.y][threadIdx.x] = total;
@@ -214,6 +263,18 @@ add_up(const float* __restrict__ sums, T* __restrict__ totals, int parts, int co
 }
 
 // The rest runs on the CPU.
+
+// How much shared memory RowPairs gets in a block of `kernel`: 0 where the rows are too wide for it.
+template <typename L, typename Kernel>
+int shared_bytes(Kernel kernel, int threads) {
+    const int bytes = L::N == 1 ? 0 : STAGES * 2 * threads * L::VECTORS * 16;
+    if (bytes > MOST_SHARED)
+        return 0;
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess)
+        return bytes;
+    cudaGetLastError();                                      // or the next call would find this error
+    return 0;
+}
 
 template <typename T>
 void start_add_up(const float* sums, T* totals, int parts, int columns, cudaStream_t stream) {

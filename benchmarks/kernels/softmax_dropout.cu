@@ -17,9 +17,9 @@
 
 namespace {
 
-constexpr int HELD_FORWARD = 64, HELD_BACKWARD = 16;         // elements of a row in a thread's registers: tunables
+constexpr int HELD_FORWARD = 64, HELD_BACKWARD = 32;         // elements of a row in a thread's registers: tunables
 constexpr int THREADS = 128;                                 // of a block in which each warp has a row
-constexpr int RESIDENT = 768;                                // threads on a multiprocessor: a tunable (see below)
+constexpr int RESIDENT_FORWARD = 768, RESIDENT_BACKWARD = 1024;      // threads on a multiprocessor: tunables, see below
 constexpr int ROUNDS = 7;                                    // of Philox4x32: see softmax.py
 
 // Which elements of a launch are dropped. The rounds' keys follow from the seed alone, and come ready from the CPU.
@@ -71,12 +71,16 @@ struct Dropout {
     }
 };
 
+// exp(score - peak).
+__device__ float above(float score, float peak) { return exp2_approximate(LOG2_E * (score - peak)); }
+
 // The row that this thread's warp, or block, works on.
 __device__ int64_t this_row() { return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
 
-// RESIDENT makes the compiler spill a few registers, so that one more block fits on each multiprocessor.
+// RESIDENT_FORWARD makes the compiler spill a few registers, so that one more block fits on each multiprocessor; so
+// does RESIDENT_BACKWARD for 16-bit elements (of FP32 it is half: they take twice the registers).
 template <typename L>
-__global__ void __launch_bounds__(L::MOST_THREADS, RESIDENT / L::MOST_THREADS)
+__global__ void __launch_bounds__(L::MOST_THREADS, RESIDENT_FORWARD / L::MOST_THREADS)
 forward(const typename L::T* __restrict__ scores, typename L::T* __restrict__ y, float* __restrict__ peaks,
         float* __restrict__ totals, int64_t rows, int width, __grid_constant__ const Dropout dropout, bool causal) {
     const int64_t row = this_row(), start = row * width;
@@ -109,7 +113,7 @@ forward(const typename L::T* __restrict__ scores, typename L::T* __restrict__ y,
             break;
 #pragma unroll
         for (int i = 0; i < L::N; ++i) {
-            e[v][i] = exp2_approximate(LOG2_E * (e[v][i] - peak));
+            e[v][i] = above(e[v][i], peak);
             total += e[v][i];
         }
     }
@@ -141,7 +145,7 @@ forward(const typename L::T* __restrict__ scores, typename L::T* __restrict__ y,
 }
 
 template <typename L>
-__global__ void __launch_bounds__(L::MOST_THREADS)
+__global__ void __launch_bounds__(L::MOST_THREADS, RESIDENT_BACKWARD * 2 / sizeof(typename L::T) / L::MOST_THREADS)
 backward(const typename L::T* __restrict__ scores, const float* __restrict__ peaks, const float* __restrict__ totals,
          const typename L::T* __restrict__ dy, typename L::T* __restrict__ dscores, int64_t rows, int width,
          __grid_constant__ const Dropout dropout, bool causal) {
@@ -153,28 +157,29 @@ backward(const typename L::T* __restrict__ scores, const float* __restrict__ pea
     L::load(values, scores + start, end);
     L::load(dy_row, dy + start, end);
     const float peak = peaks[row], scale = 1.0f / totals[row];
-    float p[L::VECTORS][L::N], dp[L::VECTORS][L::N], dot = 0.0f;
+    float g[L::VECTORS][L::N], dot = 0.0f;                   // g = dp * scale
 #pragma unroll
     for (int v = 0; v < L::VECTORS; ++v) {
         const int column = L::column(v);
         if (column >= end)
             break;
-        dropout.factors(dp[v], 1.0f, start + column);
+        dropout.factors(g[v], scale, start + column);
+        float e[L::N];
 #pragma unroll
         for (int i = 0; i < L::N; ++i) {
-            p[v][i] = exp2_approximate(LOG2_E * (values[v][i] - peak)) * scale;
-            dp[v][i] *= dy_row[v][i];
+            e[i] = above(values[v][i], peak);
+            g[v][i] *= dy_row[v][i];
         }
         if (column + L::N > end)
 #pragma unroll
             for (int i = 1; i < L::N; ++i)
                 if (column + i >= end)
-                    p[v][i] = dp[v][i] = 0.0f;
+                    e[i] = g[v][i] = 0.0f;
 #pragma unroll
         for (int i = 0; i < L::N; ++i)
-            dot += p[v][i] * dp[v][i];
+            dot += e[i] * g[v][i];
     }
-    dot = reduce_block<Sum>(dot, 0);
+    const float mean = reduce_block<Sum>(dot, 0) * scale;
 #pragma unroll
     for (int v = 0; v < L::VECTORS; ++v) {
         const int column = L::column(v);
@@ -183,9 +188,9 @@ backward(const typename L::T* __restrict__ scores, const float* __restrict__ pea
         float written[L::N] = {};
         if (column < end) {
 #pragma unroll
-            for (int i = 0; i < L::N; ++i)
-                written[i] = p[v][i] * (dp[v][i] - dot);
-            if (column + L::N > end)                         // 0 even where dot is NaN
+            for (int i = 0; i < L::N; ++i)                   // the exponential once more: to keep it costs a register
+                written[i] = above(values[v][i], peak) * (g[v][i] - mean);
+            if (column + L::N > end)                         // 0 even where the mean is NaN
 #pragma unroll
                 for (int i = 1; i < L::N; ++i)
                     written[i] = column + i < end ? written[i] : 0.0f;

@@ -1,9 +1,10 @@
-// The four instructions that attention.cu is made of, and how shared memory is laid out for them.
+// The three instructions that attention.cu's products are made of, and how shared memory is laid out for them.
 #pragma once
-#include <cstdint>
 #include <type_traits>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include "copies.cuh"
 
 // A tile is rows of WIDTH 16-bit elements, cut into chunks of 8 (16 bytes). ldmatrix reads one chunk of each of eight
 // neighbouring rows at once. A row is a multiple of 128 bytes, which is all 32 banks: in plain order the eight chunks
@@ -11,19 +12,6 @@
 // and the eight chunks lie in all banks. Returns an offset in elements.
 template <int WIDTH>
 __device__ int swizzled(unsigned row, unsigned chunk) { return row * WIDTH + (chunk ^ (row % 8)) * 8; }
-
-__device__ inline unsigned shared_address(const void* pointer) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
-// Copies 16 bytes to shared memory without passing through registers, and returns at once; zeros where not `inside`.
-__device__ inline void copy_async(void* to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-                 "r"(inside ? 16 : 0) : "memory");
-}
-
-// Waits until this thread's copies have arrived; a barrier then says so for all threads.
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Four 8 x 8 matrices of 16-bit elements; lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i. Of each
 // matrix, lane l gets elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4.
