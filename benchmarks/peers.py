@@ -248,7 +248,8 @@ def text(lines: list[dict], width: int | None = None) -> str:
                 setting = [run for run in runs if run.info["parameter_dtype"] == dtype and _engine(run) == engine]
                 if not any(run.best(mode) for run in setting) and any(run.best(other) for run in setting
                                                                       for other in report.MODES):
-                    continue                                 # a run that ended before this pass was timed
+                    blocks.append(f"{mode}, parameters in {dtype}{engine}: not timed in this run")
+                    continue
                 rows = [_row(run, runs, mode) for run in setting]
                 blocks.append(f"{mode}, parameters in {dtype}{engine}\n\n" + command.table(
                     rows, ["case", "status", "error", "launch", "ms", "its time / ours [95 %]", "ours"], width))

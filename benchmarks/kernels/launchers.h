@@ -1,7 +1,7 @@
 // What binding.cpp may call: each function starts its kernels on `stream` and returns at once.
 // All pointers are to contiguous memory of the current GPU; `void*` points to elements of type `type`.
-// A norm's backward fills `sums` [blocks, vectors, width], and adds them up to its vectors' gradients [vectors, width]:
-// the weight's and, where there is one, the bias's.
+// A norm's backward fills `sums` [blocks, vectors, width], of an address that is a multiple of 16, and adds them up to
+// its vectors' gradients [vectors, width]: the weight's and, where there is one, the bias's.
 #pragma once
 #include <cstdint>
 #include <cuda_runtime_api.h>

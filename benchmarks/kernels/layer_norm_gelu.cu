@@ -90,7 +90,7 @@ forward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ w
 }
 
 template <typename L>
-__global__ void __launch_bounds__(MAX_THREADS, 1)            // 1: registers may be used up, to wait for less
+__global__ void __launch_bounds__(MAX_THREADS)
 backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ weight,
          const typename L::T* __restrict__ bias, const float* __restrict__ means, const float* __restrict__ rstds,
          const typename L::T* __restrict__ dy, typename L::T* __restrict__ dx, float* __restrict__ sums, unsigned rows,

@@ -6,7 +6,7 @@
 //
 // Backward: with n = x * rstd and g = dy * weight,
 //     dx = rstd * (g - n * mean(g * n)),    dweight = sum over rows of dy * n.
-// A fixed number of blocks share the rows; while a block works on one, its next is on the way (RowPairs). Each thread
+// A fixed number of blocks share the rows; while a block works on one, its next are on the way (RowPairs). Each thread
 // sums dweight for its own columns in registers and writes it once; the blocks' sums are added afterwards in a fixed
 // order, so that each run gives the same bits; with atomics the order, and so the bits, would change.
 #include "rows.cuh"

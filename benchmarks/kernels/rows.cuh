@@ -112,8 +112,8 @@ struct Layout {
 // gridDim.x behind it. While one is used the next are on their way from memory to shared memory, for which no registers
 // are needed. A thread copies what it reads itself, so no thread waits for another. Where there is no shared memory
 // (wide rows, and vectors of one element, for which there is no such copy) a row is loaded when it is asked for.
-constexpr int STAGES = 2;                                    // rows that are on their way or in use: a tunable
-constexpr int MOST_SHARED = 96 * 1024;                       // bytes for them: two blocks fit (an H200 has 227 KB)
+constexpr int STAGES = 2;                                    // rows that are on their way: a tunable
+constexpr int MOST_SHARED = 96 * 1024;                       // bytes for them; the smallest GPUs have 99 KB for a block
 
 template <typename L>
 class RowPairs {

@@ -78,7 +78,7 @@ __device__ float above(float score, float peak) { return exp2_approximate(LOG2_E
 __device__ int64_t this_row() { return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
 
 // RESIDENT_FORWARD makes the compiler spill a few registers, so that one more block fits on each multiprocessor; so
-// does RESIDENT_BACKWARD for 16-bit elements (of FP32 it is half: they take twice the registers).
+// does RESIDENT_BACKWARD for 16-bit elements (an element of FP32 takes twice the registers: half of it).
 template <typename L>
 __global__ void __launch_bounds__(L::MOST_THREADS, RESIDENT_FORWARD / L::MOST_THREADS)
 forward(const typename L::T* __restrict__ scores, typename L::T* __restrict__ y, float* __restrict__ peaks,
