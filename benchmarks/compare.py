@@ -16,7 +16,8 @@ compared as they are. Verdicts:
     UNSURE           it is not, and the noise is too large to say more
     LOST             ok in the old file, and in the new one it failed
 
-Exit status: 0 ok, 1 a row is SLOWER by more than --fail-above, or LOST, 2 usage, files that don't go together included.
+Exit status: 0 ok; 1, with --fail-above, a row is SLOWER by more, LOST, or only in the old file; 2 usage, files that
+don't go together included.
 """
 import argparse
 import dataclasses
@@ -272,12 +273,12 @@ def text(old: list[dict], new: list[dict], found: list[list], headers: list[str]
 
 
 def fraction(text: str) -> float:
-    """5% or 0.05 -> 0.05. Raises argparse.ArgumentTypeError."""
+    """5% or 0.05 -> 0.05; what is 1 or more needs its percent sign. Raises argparse.ArgumentTypeError."""
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         value = math.nan
-    if not 0 <= value < 10:
+    if not 0 <= value < (10 if text.endswith("%") else 1):
         raise argparse.ArgumentTypeError(f"{text!r}: give a share such as 5% or 0.05")
     return value
 
@@ -317,8 +318,12 @@ def main(argv: list[str] | None = None) -> int:
         if difference > limit:
             print(f"compare: {row} is {100 * difference:.1f} % slower", file=sys.stderr)
     if "UNSURE" in words:
-        print(f"compare: {words.count('UNSURE')} rows are UNSURE: a slowdown could hide in them", file=sys.stderr)
-    return EXIT["failed" if lost or any(difference > limit for difference in slower.values()) else "ok"]
+        print(f"compare: UNSURE of {words.count('UNSURE')} of {len(words)} rows: a slowdown could hide there",
+              file=sys.stderr)
+    gone = sum(row.startswith("only in the old file") for row in alone)
+    if gone:
+        print(f"compare: the new file lacks {gone} rows of the old one", file=sys.stderr)
+    return EXIT["failed" if lost or gone or any(difference > limit for difference in slower.values()) else "ok"]
 
 
 if __name__ == "__main__":

@@ -300,7 +300,7 @@ def text(lines: list[dict], width: int | None = None) -> str:
             if ways:
                 rows.append([part, *(_cell(ways.get(way), mode) for way in WAYS), *_speed_up(ways, mode)])
         blocks.append(f"{mode}: ms (percent of the part's limit)\n\n" + command.table(
-            rows, ["component", *WAYS, "total speed-up", "of it by"], width))
+            rows, ["component", *WAYS, "total speed-up", "reached by"], width))
     rows = [[name, run.status, _worst(run), *(_launches(run, mode) for mode in report.MODES)]
             for name, run in runs.items()]
     blocks.append("error against FP64, the worst of output and gradients; kernels an iteration, operators on a CPU\n\n"

@@ -11,7 +11,7 @@ MODES = ("forward", "backward")
 COPY = "copy"                          # the row that the others are percent of
 UNSETTLED = "~"                        # beside a median that is not known to 1 %
 SUMMARY = """Percent of a copy of as many bytes (attention: of the matmul rate) at the largest size, forward / backward,
-each level by its faster way of launching, and how many times as fast as the compiler's Triton's kernel is"""
+each level by its faster way of launching, and the compiler's time over that of the Triton kernel"""
 
 
 def summary(lines: list[dict], width: int | None = None) -> str:

@@ -267,10 +267,17 @@ def test_a_step_that_failed_since_is_lost_and_fails(main):
 
 def test_a_gate_that_cannot_see_says_so(main):
     status, _, err = main(process(1), process(2, noise=0.2, samples=8), "--fail-above", "5%")
-    assert status == 0 and "rows are UNSURE" in err
+    assert status == 0 and "UNSURE of 8 of 8 rows" in err
 
 
-@pytest.mark.parametrize("share", ["much", "-1%", "nan", "1000"])
+def test_a_gate_fails_where_rows_are_gone(main):
+    new = [line for line in process(2) if line["model"]["backend"] != "2_sdpa"]
+    status, out, err = main(process(1), new, "--fail-above", "5%")
+    assert status == 1 and "lacks 2 rows" in err and "only in the old file: 2_sdpa" in out
+    assert main(new, process(1), "--fail-above", "5%")[0] == 0 and main(process(1), new)[0] == 0
+
+
+@pytest.mark.parametrize("share", ["much", "-1%", "nan", "1000%", "5"])
 def test_a_share_that_is_none_is_a_mistake(main, share):
     status, out, err = main(process(1), process(2), f"--fail-above={share}")
     assert (status, out) == (2, "") and repr(share) in err and err.count("\n") == 1

@@ -142,7 +142,8 @@ def test_nothing_was_added_at_the_top_level():
     if listed is None or listed.returncode or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     names = {line.split("/")[0].strip('"') for line in listed.stdout.splitlines()}
-    assert not {name for name in names if not name.startswith(".")} - TOP_LEVEL
+    added = {name for name in names if not name.startswith(".")} - TOP_LEVEL
+    assert not added, f"at the top level: {', '.join(sorted(added))}"
 
 
 # ------------------------------------------------------------------------------------------------------- the config
