@@ -120,7 +120,7 @@ def table(lines: list[dict], mode: str, width: int | None = None) -> str:
         rows.append([name, *cells, extra.get("attention", {}).get("kernels", "n/a")])
     if not rows:
         return ""
-    headers = ["step", "block reads GiB", "writes", "attention reads GiB", "writes", "in kernels"]
+    headers = ["step", "block reads GiB", "writes", "attention reads GiB", "writes", "kernels of it"]
     because = "".join(f"\nn/a because: {reason}" for reason in reasons)
     return f"DRAM traffic of {mode}\n\n{command.table(rows, headers, width)}{because}"
 

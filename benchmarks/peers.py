@@ -295,7 +295,7 @@ def _bars(lines: list[dict]) -> dict[str, list[tuple[str, float, float, float]]]
     for run in runs:
         base = ours(run, runs) if run.best("forward+backward") else None
         ratio = records.paired(run, base, "forward+backward") if base and base is not run else None
-        if ratio:
+        if ratio and run.info["step"] != steps.path(4).stem:             # ours too: its ratio is to step 3
             group = f"parameters in {run.info['parameter_dtype']}{_engine(run)}"
             bars.setdefault(group, []).append((run.info["step"], *ratio))
     return bars
