@@ -298,7 +298,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("new", help="the same of another day, driver, GPU or version")
     parser.add_argument("--noise", metavar="FILE", help="records of at least five processes of the same code "
                                                         "(default: the ones recorded for this GPU, if any)")
-    parser.add_argument("--fail-above", type=fraction, metavar="P", help="exit 1 where a row is SLOWER by more, as 5%%, LOST or gone")
+    parser.add_argument("--fail-above", type=fraction, metavar="P",
+                        help="exit 1 where a row is SLOWER by more, as 5%%, LOST or gone")
     parser.add_argument("--force", action="store_true", help="compare across GPUs, shapes, dtypes or steps")
     options = parser.parse_args(argv)
     try:
