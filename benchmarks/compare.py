@@ -243,8 +243,8 @@ def compare(old: list[dict], new: list[dict], noise: list[dict], force: bool
     return found, headers, slower
 
 
-def unmatched(old: list[dict], new: list[dict], force: bool) -> tuple[list[str], list[str]]:
-    """(rows that are in one file alone, rows that were ok in the old one and failed in the new one), in words."""
+def unmatched(old: list[dict], new: list[dict], force: bool) -> tuple[list[str], list[str], list[str]]:
+    """(rows only in the old file, rows only in the new one, steps that were ok and failed since), in words."""
     before, after = rows(old), rows(new)
     pairs = together(before, after, force)
     bad = {records.label(run.lines[-1], engine=False): run.info["reason"] for run in records.runs(new)
@@ -253,9 +253,9 @@ def unmatched(old: list[dict], new: list[dict], force: bool) -> tuple[list[str],
     alone = []
     for side, place, name in ((before, 0, "old"), (after, 1, "new")):
         matched = {pair[place] for pair in pairs}
-        alone += [f"only in the {name} file: {where.step}, {where.shape}, {where.mode}, {where.launch}"
-                  for where in side if where not in matched and where.step not in bad]
-    return alone, lost
+        alone.append([f"only in the {name} file: {where.step}, {where.shape}, {where.mode}, {where.launch}"
+                      for where in side if where not in matched and where.step not in bad])
+    return *alone, lost
 
 
 def summary(found: list[list]) -> str:
@@ -306,11 +306,11 @@ def main(argv: list[str] | None = None) -> int:
         old, new = records.read(options.old), records.read(options.new)
         noise = records.read(options.noise) if options.noise else recorded_noise(new)
         found, headers, slower = compare(old, new, noise, options.force)
-        alone, lost = unmatched(old, new, options.force)
+        gone, added, lost = unmatched(old, new, options.force)
     except ValueError as error:
         command.usage(parser, str(error))
     with command.shown_to_a_person("compare"):
-        print("\n".join([text(old, new, found, headers), *lost, *alone]))
+        print("\n".join([text(old, new, found, headers), *lost, *gone, *added]))
     words = [row[-1] for row in found]
     limit = options.fail_above
     if limit is None:
@@ -321,9 +321,8 @@ def main(argv: list[str] | None = None) -> int:
     if "UNSURE" in words:
         print(f"compare: UNSURE of {words.count('UNSURE')} of {len(words)} rows: a slowdown could hide there",
               file=sys.stderr)
-    gone = sum(row.startswith("only in the old file") for row in alone)
     if gone:
-        print(f"compare: the new file lacks {gone} rows of the old one", file=sys.stderr)
+        print(f"compare: the new file lacks {len(gone)} rows of the old one", file=sys.stderr)
     return EXIT["failed" if lost or gone or any(difference > limit for difference in slower.values()) else "ok"]
 
 

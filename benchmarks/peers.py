@@ -245,12 +245,8 @@ def text(lines: list[dict], width: int | None = None) -> str:
     for engine in dict.fromkeys(_engine(run) for run in runs):
         for dtype in dict.fromkeys(run.info["parameter_dtype"] for run in runs):
             for mode in report.MODES:
-                setting = [run for run in runs if run.info["parameter_dtype"] == dtype and _engine(run) == engine]
-                if not any(run.best(mode) for run in setting) and any(run.best(other) for run in setting
-                                                                      for other in report.MODES):
-                    blocks.append(f"{mode}, parameters in {dtype}{engine}: not timed in this run")
-                    continue
-                rows = [_row(run, runs, mode) for run in setting]
+                rows = [_row(run, runs, mode) for run in runs
+                        if run.info["parameter_dtype"] == dtype and _engine(run) == engine]
                 blocks.append(f"{mode}, parameters in {dtype}{engine}\n\n" + command.table(
                     rows, ["case", "status", "error", "launch", "ms", "its time / ours [95 %]", "ours"], width))
     blocks.append("\n".join(records.cautions(runs)))

@@ -198,8 +198,8 @@ def test_emulated_and_failed_rows_are_not_compared():
 def test_rows_of_one_file_alone_are_named():
     new = process(2) + made("5_more", both([1.0] * 6, [1.0] * 6))
     assert len(verdicts(process(1), new)) == 8
-    alone, lost = compare.unmatched(process(1), new, False)
-    assert len(alone) == 2 and alone[0].startswith("only in the new file: 5_more") and not lost
+    gone, added, lost = compare.unmatched(process(1), new, False)
+    assert len(added) == 2 and added[0].startswith("only in the new file: 5_more") and not gone and not lost
 
 
 def test_several_shapes_have_a_column():

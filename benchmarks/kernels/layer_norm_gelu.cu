@@ -15,11 +15,14 @@ namespace {
 constexpr float SLOPE = 1.5957691216057308f;                 // 2 sqrt(2 / pi)
 constexpr float CUBIC = 0.044715f * SLOPE;
 
-__device__ float gelu_gate(float h, float square) {
-    return reciprocal_approximate(1.0f + exp2_approximate(h * (-LOG2_E * SLOPE + -LOG2_E * CUBIC * square)));
+// -2 z log2 e, from h and its square.
+__device__ float gelu_exponent(float h, float square) {
+    return h * (-LOG2_E * SLOPE + -LOG2_E * CUBIC * square);
 }
 
-__device__ float gelu(float h) { return h * gelu_gate(h, h * h); }
+__device__ float gelu(float h) {
+    return h * reciprocal_approximate(1.0f + exp2_approximate(gelu_exponent(h, h * h)));
+}
 
 // GELU's slope at N places. Step by step for all of them: one place's exponential, and then its reciprocal, is on its
 // way while the others' are asked for.
@@ -29,7 +32,7 @@ __device__ void gelu_slopes(float (&to)[N], const float (&h)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         square[i] = h[i] * h[i];
-        gate[i] = h[i] * (-LOG2_E * SLOPE + -LOG2_E * CUBIC * square[i]);
+        gate[i] = gelu_exponent(h[i], square[i]);
     }
 #pragma unroll
     for (int i = 0; i < N; ++i)

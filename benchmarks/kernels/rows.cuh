@@ -228,7 +228,7 @@ __device__ float reduce_block(float value, int turn) {
 }
 
 // N neighbouring FP32 numbers, 16 bytes at a time where N allows it: a thread's numbers lie apart from the next one's,
-// and each access that carries 4 bytes of them costs as much as one that carries 16.
+// so that a warp's access of 4 bytes each would touch as many sectors of the cache as one of 16.
 template <int N>
 __device__ void write_floats(float* to, const float (&from)[N]) {
     if constexpr (N % 4 == 0)
@@ -250,7 +250,6 @@ add_up(const float* __restrict__ sums, T* __restrict__ totals, int parts, int co
     const int column = blockIdx.x * 32 + threadIdx.x;
     float total = 0.0f;
     if (column < columns)
-#pragma unroll 4
         for (int part = threadIdx.y; part < parts; part += PARTS_AT_ONCE)
             total += sums[static_cast<int64_t>(part) * columns + column];
     of_warp[threadIdx.y][threadIdx.x] = total;
@@ -267,7 +266,7 @@ add_up(const float* __restrict__ sums, T* __restrict__ totals, int parts, int co
 // How much shared memory RowPairs gets in a block of `kernel`: 0 where the rows are too wide for it.
 template <typename L, typename Kernel>
 int shared_bytes(Kernel kernel, int threads) {
-    const int bytes = L::N == 1 ? 0 : STAGES * 2 * threads * L::VECTORS * 16;
+    const int bytes = L::N == 1 ? 0 : STAGES * 2 * threads * static_cast<int>(sizeof(typename L::Row));
     if (bytes > MOST_SHARED)
         return 0;
     if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess)

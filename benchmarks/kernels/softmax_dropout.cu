@@ -71,8 +71,7 @@ struct Dropout {
     }
 };
 
-// exp(score - peak).
-__device__ float above(float score, float peak) { return exp2_approximate(LOG2_E * (score - peak)); }
+__device__ float exp_of_difference(float score, float peak) { return exp2_approximate(LOG2_E * (score - peak)); }
 
 // The row that this thread's warp, or block, works on.
 __device__ int64_t this_row() { return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
@@ -113,7 +112,7 @@ forward(const typename L::T* __restrict__ scores, typename L::T* __restrict__ y,
             break;
 #pragma unroll
         for (int i = 0; i < L::N; ++i) {
-            e[v][i] = above(e[v][i], peak);
+            e[v][i] = exp_of_difference(e[v][i], peak);
             total += e[v][i];
         }
     }
@@ -167,7 +166,7 @@ backward(const typename L::T* __restrict__ scores, const float* __restrict__ pea
         float e[L::N];
 #pragma unroll
         for (int i = 0; i < L::N; ++i) {
-            e[i] = above(values[v][i], peak);
+            e[i] = exp_of_difference(values[v][i], peak);
             g[v][i] *= dy_row[v][i];
         }
         if (column + L::N > end)
@@ -189,7 +188,7 @@ backward(const typename L::T* __restrict__ scores, const float* __restrict__ pea
         if (column < end) {
 #pragma unroll
             for (int i = 0; i < L::N; ++i)                   // the exponential once more: to keep it costs a register
-                written[i] = above(values[v][i], peak) * (g[v][i] - mean);
+                written[i] = exp_of_difference(values[v][i], peak) * (g[v][i] - mean);
             if (column + L::N > end)                         // 0 even where the mean is NaN
 #pragma unroll
                 for (int i = 1; i < L::N; ++i)
