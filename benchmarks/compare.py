@@ -5,11 +5,11 @@
 
 Milliseconds of different days can't be compared as they are: clocks and neighbours differ. So the change of each time
 is held against that of a matmul (an FP32 row's against one in FP32) and a copy which were sampled in between, weighted
-by the share of the row's time that goes to matmuls and attention (half where that was not profiled), a launch-bound
-row's against that of a thousand launches instead; and what is left against the noise: the spread of the medians
-within a process, and between processes of the same code, from at least five of them (`python -m benchmarks.ladder
---processes 5`): in the files themselves, in --noise, or recorded for this GPU. Where samples were taken in different
-ways (a script's, and those of interleaved rounds on a GPU) times are compared as they are. Verdicts:
+by the share of the row's time that goes to matmuls and attention (half where that was not profiled), and what is left
+against the noise: the spread of the medians within a process, and between processes of the same code, from at least
+five of them (`python -m benchmarks.ladder --processes 5`): in the files themselves, in --noise, or recorded for this
+GPU. Where samples were taken in different ways (a script's, and those of interleaved rounds on a GPU) times are
+compared as they are. Verdicts:
 
     FASTER, SLOWER   the difference is beyond the noise
     SAME             it is not, and the noise is at most 5 %: what is larger would have been seen
@@ -56,7 +56,6 @@ class Measured:
     ms: float                         # the median of their medians
     calibration: dict[str, float]     # the same of each calibration, by name; of those that all processes sampled
     share: float | None               # of its time that goes to matmuls and attention; None where it was not profiled
-    launch_bound: bool                # in each process
     within: float                     # reach of the 95 % interval of the median within a process, relative
     calibration_within: float         # the same of the calibrations, weighed as the row is held against them
     between: float | None             # reach of one process's median, relative; None with fewer than five
@@ -100,16 +99,15 @@ def measured(where: What, runs: list[Run]) -> Measured:
     names = set.intersection(*map(set, calibrations))
     middle = {name: statistics.median(one[name] for one in calibrations) for name in names}
     share = statistics.median(shares) if shares else None
-    launch_bound = where.launch == "eager" and all(run.launch_bound(where.mode) for run in runs)
     between = None
     if len(runs) >= PROCESSES:
-        scaled = [median / expected_ratio(where, middle, one, share, launch_bound)
+        scaled = [median / expected_ratio(where, middle, one, share)
                   for median, one in zip(medians, calibrations, strict=True)]
         between = REACH * statistics.stdev(scaled) / statistics.mean(scaled)
-    weighed = weights(where, names, share, launch_bound).items()
+    weighed = weights(where, names, share).items()
     off = statistics.median(sum(weight * one[name] for name, weight in weighed) for one in reaches)
-    return Measured(statistics.median(medians), middle, share, launch_bound, statistics.median(widths), off, between,
-                    len(runs), line["metric"]["extra_info"].get("clock", ""))
+    return Measured(statistics.median(medians), middle, share, statistics.median(widths), off, between, len(runs),
+                    line["metric"]["extra_info"].get("clock", ""))
 
 
 def reach(samples: list[float]) -> float:
@@ -120,17 +118,14 @@ def reach(samples: list[float]) -> float:
     return (high - low) / 2 / statistics.median(samples)
 
 
-def expected_ratio(where: What, old: dict[str, float], new: dict[str, float], share: float | None, launch_bound: bool
-                   ) -> float:
-    """How much longer the new machine should take for a row, from how much longer its calibrations take."""
-    weighed = weights(where, old.keys() & new.keys(), share, launch_bound)
+def expected_ratio(where: What, old: dict[str, float], new: dict[str, float], share: float | None) -> float:
+    """How much longer the new machine should take for a row, from how much longer its matmul and its copy take."""
+    weighed = weights(where, old.keys() & new.keys(), share)
     return sum(weight * new[name] / old[name] for name, weight in weighed.items()) if weighed else 1.0
 
 
-def weights(where: What, names: set[str], share: float | None, launch_bound: bool) -> dict[str, float]:
+def weights(where: What, names: set[str], share: float | None) -> dict[str, float]:
     """How much of a row goes by which of the calibrations `names`; none where the matmul or the copy is missing."""
-    if launch_bound and "launches" in names:
-        return {"launches": 1.0}
     gemm = "gemm float32" if where.dtype.startswith("float32") and "gemm float32" in names else "gemm"
     share = 0.5 if share is None else share
     return {gemm: share, "copy": 1 - share} if {gemm, "copy"} <= names else {}
@@ -160,8 +155,7 @@ def verdict(where: What, old: Measured, new: Measured, floor: float | None) -> t
     known = [share for share in (old.share, new.share) if share is not None]
     expected = 1.0
     if old.clock == new.clock:
-        expected = expected_ratio(where, old.calibration, new.calibration, statistics.mean(known) if known else None,
-                                  old.launch_bound and new.launch_bound)
+        expected = expected_ratio(where, old.calibration, new.calibration, statistics.mean(known) if known else None)
     difference = new.ms / old.ms / expected - 1
     noise = math.hypot(noise_of(old, floor or NO_FLOOR), noise_of(new, floor or NO_FLOOR))
     if floor is None and old.clock == new.clock:           # a floor between processes holds that of the calibrations

@@ -1,8 +1,8 @@
 """The shape that all studies share: cases, a check of each against FP64, interleaved rounds, records, a table, a chart.
 
 A study names its cases; `Study.prepare` builds and checks them, `Study.time` times all that passed in the same rounds,
-in a new random order each round, together with matmuls, a copy and launches for calibration. What it finds goes into
-records, and its table and its chart are drawn from records alone, those of this run or of a recorded one.
+in a new random order each round, together with matmuls and a copy for calibration. What it finds goes into records,
+and its table and its chart are drawn from records alone, those of this run or of a recorded one.
 """
 import argparse
 import gc

@@ -108,8 +108,8 @@ def calibration(device: torch.device | str) -> dict[str, Callable]:
 
     The time of a step over theirs can be compared between days on which the clocks differ, and between two machines of
     one kind. On a GPU "gemm" is an FP16 matmul of 8192 cubed, "gemm float32" one in IEEE FP32 of 4096 cubed, for
-    rows that multiply in it, "copy" one of 512 MiB, and "launches" 1000 kernels of a single element, for rows that wait
-    for the host; on a CPU they are an FP32 matmul of 1024 cubed and a copy of 64 MiB.
+    rows that multiply in it, and "copy" one of 512 MiB; on a CPU they are an FP32 matmul of 1024 cubed and a copy of 64
+    MiB.
     """
     def matmul(side: int, dtype: torch.dtype) -> Callable:
         a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
@@ -127,14 +127,7 @@ def calibration(device: torch.device | str) -> dict[str, Callable]:
     target = torch.empty_like(source)
     found = {"gemm": matmul(8192, torch.float16) if on_gpu else matmul(1024, torch.float32),
              "copy": lambda: target.copy_(source)}
-    if not on_gpu:
-        return found
-    element = torch.ones(1, device=device)
-
-    def launch() -> None:
-        for _ in range(1000):
-            torch.neg(element)
-    return found | {"gemm float32": matmul(4096, torch.float32), "launches": launch}
+    return found | {"gemm float32": matmul(4096, torch.float32)} if on_gpu else found
 
 
 def measure(iteration: Callable, clock, between: Callable = nothing, rule: StopRule = StopRule(),

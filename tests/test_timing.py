@@ -93,9 +93,6 @@ def test_calibrations_on_a_gpu(monkeypatch):
     found = timing.calibration("cuda")
     found["gemm float32"](), found["gemm"](), found["copy"]()
     assert seen == [(torch.float32, "highest"), (torch.float16, "highest")]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        found["launches"]()
-    assert sum(event.count for event in profiler.key_averages() if "neg" in event.key) == 1000
 
 
 def test_a_warm_up_that_never_settles_ends():
