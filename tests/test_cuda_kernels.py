@@ -164,13 +164,16 @@ def test_inputs_that_are_not_contiguous_or_not_aligned(name):
 @pytest.mark.gpu
 @pytest.mark.integration
 @each_kernel
+@pytest.mark.parametrize("width", [33, 4096])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_passes_through_its_row_alone(name, bad):
-    given = [t.detach() for t in arguments(name, (4, 33))]
-    given[0][2, 5] = bad
-    found, eager = (function(*given) for function in KERNELS[name][:2])
+def test_what_is_not_finite_passes_through_its_row_alone(name, bad, width, monkeypatch):
+    monkeypatch.setattr(cuda, "BLOCKS", 1)                  # of the backward: it works on the others before and after
+    given = arguments(name, (4, width))
+    with torch.no_grad():
+        given[0][2, 5] = bad
+    (found, dx, *_), (eager, *_) = (outputs(function, given) for function in KERNELS[name][:2])
     assert torch.equal(found.isnan(), eager.isnan()) and torch.equal(found.isinf(), eager.isinf())
-    assert found[[0, 1, 3]].isfinite().all()
+    assert found[[0, 1, 3]].isfinite().all() and dx[[0, 1, 3]].isfinite().all()
 
 
 @pytest.mark.gpu
@@ -185,10 +188,13 @@ def test_no_rows_at_all(name):
 @pytest.mark.gpu
 @pytest.mark.integration
 @each_kernel
-def test_every_run_gives_the_same_bits(name, monkeypatch):
-    monkeypatch.setattr(cuda, "BLOCKS", 3)                  # fewer than rows: each adds up several
-    given = arguments(name, (8, 24), torch.float16)
-    assert max(errors(name, given)) < 3 * GATES[torch.float16]
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [24, 33, 4096, 8192, 8200, 9001, 16384])
+def test_every_run_gives_the_same_bits(name, width, dtype, monkeypatch):
+    """A block of the norms' backward adds up several rows: waiting in shared memory, or too wide or too odd for it."""
+    monkeypatch.setattr(cuda, "BLOCKS", 3)                  # fewer than rows
+    given = arguments(name, (13, width), dtype)
+    assert max(errors(name, given)) < 3 * GATES[dtype]
     assert_same_bits(outputs(KERNELS[name][0], given), outputs(KERNELS[name][0], given))
 
 

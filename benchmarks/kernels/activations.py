@@ -57,7 +57,7 @@ def _silu_backward(a_ptr, b_ptr, dy_ptr, da_ptr, db_ptr, rows, width: tl.constex
         b = tl.load(b_ptr + row * b_stride + column, mask=inside).to(tl.float32)
         tl.store(db_ptr + here, dsilu * a * gate, mask=inside)
         dsilu *= b
-    tl.store(da_ptr + here, dsilu * gate * (1 + a * (1 - gate)), mask=inside)
+    tl.store(da_ptr + here, dsilu * gate * (1 + a * (1 - gate)), mask=inside, cache_modifier=".cs")
 
 
 @triton.jit

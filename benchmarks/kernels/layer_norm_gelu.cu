@@ -84,7 +84,7 @@ forward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ w
         for (int i = 0; i < L::N; ++i)
             values[i] = gelu(centred[v][i] * rstd * w[i] + b[i]);
         out.set(values);
-        out.stream_out(y + start + column);
+        out.write(y + start + column);
     }
     if (threadIdx.x == 0) {
         means[blockIdx.x] = mean;
@@ -97,11 +97,10 @@ __global__ void __launch_bounds__(MAX_THREADS)
 backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ weight,
          const typename L::T* __restrict__ bias, const float* __restrict__ means, const float* __restrict__ rstds,
          const typename L::T* __restrict__ dy, typename L::T* __restrict__ dx, float* __restrict__ sums, unsigned rows,
-         int width, bool staged) {
-    extern __shared__ uint4 shared[];
+         int width, int room) {
     constexpr bool KEEP = L::KEEPS_WEIGHTS;                  // g in registers, too; wide rows repeat it
     float dweight_row[L::VECTORS][L::N] = {}, dbias_row[L::VECTORS][L::N] = {};
-    RowPairs<L> pairs(x, dy, rows, width, staged ? shared : nullptr);
+    RowPairs<L> pairs(x, dy, rows, width, room);
     typename L::Row w, b;
     if (KEEP)
 #pragma unroll
@@ -110,14 +109,18 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
             b[v] = L::read(v, bias, width);
         }
     const float share = 1.0f / width;
-    float next_mean = means[blockIdx.x], next_rstd = rstds[blockIdx.x];
+    const int64_t step = static_cast<int64_t>(gridDim.x) * width;
+    int64_t start = static_cast<int64_t>(blockIdx.x) * width;
+    // Even lanes load the mean, odd ones rstd, for the next row: were the address the same for all lanes, the compiler
+    // would keep the value in a register for the whole warp, and getting it there waits for memory at once.
+    const float* const statistics = threadIdx.x % 2 ? rstds : means;
+    float next = statistics[blockIdx.x];
     int turn = 0;
-    for (unsigned row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
+    for (unsigned row = blockIdx.x; row < rows; row += gridDim.x, start += step, turn ^= 1) {
         typename L::Row x_row, dy_row;
-        pairs.take(x_row, dy_row, row);
-        const float mean = next_mean, rstd = next_rstd;
-        const unsigned next = min(row + gridDim.x, rows - 1);
-        next_mean = means[next], next_rstd = rstds[next];
+        pairs.take(x_row, dy_row, row, start);
+        const float mean = __shfl_sync(~0u, next, 0), rstd = __shfl_sync(~0u, next, 1);
+        next = statistics[min(row + gridDim.x, rows - 1)];
         float g[L::VECTORS][L::N], totals[2] = {};
 #pragma unroll
         for (int v = 0; v < L::VECTORS; ++v) {               // behind the row dy, and so all sums, are 0
@@ -142,18 +145,17 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
                 totals[1] += g[v][i] * normal[i];
             }
         }
-        reduce_block<Sum>(totals, turn);
+        add_up_block(totals[0], totals[1], turn);
         // rstd * mean(g) + normal * rstd * mean(g * n), as offset + x * along
         const float along = totals[1] * share * rstd * rstd, offset = totals[0] * share * rstd - mean * along;
-        const int64_t start = static_cast<int64_t>(row) * width;
 #pragma unroll
         for (int v = 0; v < L::VECTORS; ++v) {
             const int column = L::column(v);
             if (column >= width)
                 break;
             if (!KEEP) {
-                x_row[v].stream_in(x + start + column);
-                dy_row[v].stream_in(dy + start + column);
+                x_row[v].template read<true>(x + start + column);
+                dy_row[v].template read<true>(dy + start + column);
                 w[v] = L::read(v, weight, width);
                 b[v] = L::read(v, bias, width);
                 float h[L::N];
@@ -171,7 +173,7 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
                 values[i] = rstd * g[v][i] - (x_row[v][i] * along + offset);
             Vector<typename L::T, L::N> out;
             out.set(values);
-            out.stream_out(dx + start + column);
+            out.write(dx + start + column);
         }
     }
 #pragma unroll
@@ -205,7 +207,7 @@ void layer_norm_gelu_backward(Float type, const void* x, const void* weight, con
         const int room = shared_bytes<L>(backward<L>, threads);
         backward<L><<<blocks, threads, room, stream>>>(
             static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<const T*>(bias), mean, rstd,
-            static_cast<const T*>(dy), static_cast<T*>(dx), sums, rows, width, room > 0);
+            static_cast<const T*>(dy), static_cast<T*>(dx), sums, rows, width, room);
         start_add_up(sums, static_cast<T*>(dvectors), blocks, 2 * width, stream);
     });
 }

@@ -39,7 +39,7 @@ forward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ w
         for (int i = 0; i < L::N; ++i)
             values[i] = x_row[v][i] * rstd * w[i];
         out.set(values);
-        out.stream_out(y + start + column);
+        out.write(y + start + column);
     }
     if (threadIdx.x == 0)
         rstds[blockIdx.x] = rstd;
@@ -49,21 +49,22 @@ template <typename L>
 __global__ void __launch_bounds__(MAX_THREADS)
 backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ weight, const float* __restrict__ rstds,
          const typename L::T* __restrict__ dy, typename L::T* __restrict__ dx, float* __restrict__ sums,
-         unsigned rows, int width, bool staged) {
-    extern __shared__ uint4 shared[];
+         unsigned rows, int width, int room) {
     float dweight_row[L::VECTORS][L::N] = {};
-    RowPairs<L> pairs(x, dy, rows, width, staged ? shared : nullptr);
+    RowPairs<L> pairs(x, dy, rows, width, room);
     typename L::Row w;
     if (L::KEEPS_WEIGHTS)
 #pragma unroll
         for (int v = 0; v < L::VECTORS; ++v)
             w[v] = L::read(v, weight, width);
     const float share = 1.0f / width;
+    const int64_t step = static_cast<int64_t>(gridDim.x) * width;
+    int64_t start = static_cast<int64_t>(blockIdx.x) * width;
     float next_rstd = rstds[blockIdx.x];
     int turn = 0;
-    for (unsigned row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
+    for (unsigned row = blockIdx.x; row < rows; row += gridDim.x, start += step, turn ^= 1) {
         typename L::Row x_row, dy_row;
-        pairs.take(x_row, dy_row, row);
+        pairs.take(x_row, dy_row, row, start);
         const float rstd = next_rstd;
         next_rstd = rstds[min(row + gridDim.x, rows - 1)];
         float dot = 0.0f;
@@ -92,7 +93,7 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
                 values[i] = dy_row[v][i] * w[v][i] * rstd - x_row[v][i] * along;
             Vector<typename L::T, L::N> out;
             out.set(values);
-            out.stream_out(dx + static_cast<int64_t>(row) * width + column);
+            out.write(dx + start + column);
         }
     }
 #pragma unroll
@@ -105,7 +106,7 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
 
 void rms_norm_forward(Float type, const void* x, const void* weight, void* y, float* rstd, int64_t rows, int width,
                       float eps, cudaStream_t stream) {
-    with_layout<MANY_ITEMS>(type, width, aligned(x, weight, y), [&](auto layout, int threads) {
+    with_layout<FEW_ITEMS>(type, width, aligned(x, weight, y), [&](auto layout, int threads) {
         using L = decltype(layout);
         using T = typename L::T;
         forward<L><<<rows, threads, 0, stream>>>(static_cast<const T*>(x), static_cast<const T*>(weight),
@@ -121,7 +122,7 @@ void rms_norm_backward(Float type, const void* x, const void* weight, const floa
         const int room = shared_bytes<L>(backward<L>, threads);
         backward<L><<<blocks, threads, room, stream>>>(
             static_cast<const T*>(x), static_cast<const T*>(weight), rstd, static_cast<const T*>(dy),
-            static_cast<T*>(dx), sums, rows, width, room > 0);
+            static_cast<T*>(dx), sums, rows, width, room);
         start_add_up(sums, static_cast<T*>(dweight), blocks, width, stream);
     });
 }

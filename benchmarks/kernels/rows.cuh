@@ -61,16 +61,16 @@ struct alignas(sizeof(T) * N) Vector {
             round_one(values + i, value);
     }
 
-    // Data that is read or written once passes through the caches and drives out nothing that is read again.
-    __device__ void stream_in(const T* from) {
-        *reinterpret_cast<Bits*>(this) = __ldcs(reinterpret_cast<const Bits*>(from));
-    }
-    __device__ void stream_out(T* to) const {
-        __stcs(reinterpret_cast<Bits*>(to), *reinterpret_cast<const Bits*>(this));
-    }
-    // Data that every block reads (weights) stays in the caches.
+    // STREAMED data is the first that the caches drop: it pays for a softmax, and costs the others, by measurement.
+    template <bool STREAMED = false>
     __device__ void read(const T* from) {
-        *reinterpret_cast<Bits*>(this) = __ldg(reinterpret_cast<const Bits*>(from));
+        const Bits* const bits = reinterpret_cast<const Bits*>(from);
+        *reinterpret_cast<Bits*>(this) = STREAMED ? __ldcs(bits) : __ldg(bits);
+    }
+    template <bool STREAMED = false>
+    __device__ void write(T* to) const {
+        const Bits bits = *reinterpret_cast<const Bits*>(this);
+        STREAMED ? __stcs(reinterpret_cast<Bits*>(to), bits) : void(*reinterpret_cast<Bits*>(to) = bits);
     }
 };
 
@@ -87,6 +87,9 @@ struct Layout {
     // A thread has the same columns of every row: its part of the weights stays in registers, where these are left.
     static constexpr bool KEEPS_WEIGHTS = ITEMS <= FEW_ITEMS;
 
+    // Whether RowPairs may wait in shared memory: it is copied there in 16 bytes, and only so many of them fit.
+    static constexpr bool STAGED = N > 1 && sizeof(Row) <= 64;
+
     // Vector v of the weights; 0 behind the row.
     __device__ static Vector<T, N> read(int v, const T* from, int width) {
         Vector<T, N> found;
@@ -97,14 +100,15 @@ struct Layout {
         return found;
     }
 
-    // All loads are issued before the first value is needed. What is beyond `width` is `filler`.
-    __device__ static void load(Row& row, const T* from, int width, float filler = 0.0f) {
+    // All loads are issued before the first value is needed. What is beyond `width` is 0.
+    template <bool STREAMED = false>
+    __device__ static void load(Row& row, const T* from, int width) {
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v)
             if (column(v) < width)
-                row[v].stream_in(from + column(v));
+                row[v].template read<STREAMED>(from + column(v));
             else
-                row[v].fill(filler);
+                row[v].fill(0.0f);
     }
 };
 
@@ -113,7 +117,6 @@ struct Layout {
 // are needed. A thread copies what it reads itself, so no thread waits for another. Where there is no shared memory
 // (wide rows, and vectors of one element, for which there is no such copy) a row is loaded when it is asked for.
 constexpr int STAGES = 2;                                    // rows that are on their way: a tunable
-constexpr int MOST_SHARED = 96 * 1024;                       // bytes for them; the smallest GPUs have 99 KB for a block
 
 template <typename L>
 class RowPairs {
@@ -121,51 +124,52 @@ class RowPairs {
     using Part = Vector<T, L::N>;
     const T* const tensors[2];
     const unsigned rows, width;
-    Part* const shared;
+    const bool staged;
+    Part* place;                                             // of this thread: a warp's lie together
+    int64_t ahead;                                           // where the next row to be sent begins
     int stage = 0;
 
-    __device__ Part* place(int of_stage, int tensor) const {
-        return shared + (of_stage * 2 + tensor) * L::VECTORS * blockDim.x + threadIdx.x;
-    }
-
-    __device__ const T* start(int tensor, unsigned row) const {
-        return tensors[tensor] + static_cast<int64_t>(row) * width;
-    }
+    __device__ Part& part(int tensor, int v) const { return place[((stage * 2 + tensor) * L::VECTORS + v) * 32]; }
 
     // Behind the last row there is nothing to copy, but the groups of copies are still one a row.
-    __device__ void send(int of_stage, unsigned row) const {
+    __device__ void send(unsigned row) {
         for (int tensor = 0; tensor < 2; ++tensor)
 #pragma unroll
             for (int v = 0; v < L::VECTORS; ++v)
-                copy_async(place(of_stage, tensor) + v * blockDim.x, start(tensor, row) + L::column(v),
+                copy_async(&part(tensor, v), tensors[tensor] + ahead + L::column(v),
                            row < rows && L::column(v) < width);
         end_of_copies();
+        ahead += static_cast<int64_t>(gridDim.x) * width;
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 
 public:
-    // `shared` has as many bytes as `shared_bytes` says, or is null.
-    __device__ RowPairs(const T* a, const T* b, unsigned rows, int width, void* shared)
-        : tensors{a, b}, rows(rows), width(width), shared(static_cast<Part*>(shared)) {
-        if (L::N > 1 && shared)
-            for (unsigned ahead = 0; ahead < STAGES; ++ahead)
-                send(ahead, blockIdx.x + ahead * gridDim.x);
+    // `room`: the bytes of dynamic shared memory, as `shared_bytes` says.
+    __device__ RowPairs(const T* a, const T* b, unsigned rows, int width, int room)
+        : tensors{a, b}, rows(rows), width(width), staged(L::STAGED && room > 0),
+          ahead(static_cast<int64_t>(blockIdx.x) * width) {
+        extern __shared__ uint4 shared[];
+        constexpr int PARTS = STAGES * 2 * L::VECTORS;       // of a thread
+        place = reinterpret_cast<Part*>(shared) + threadIdx.x / 32 * 32 * PARTS + threadIdx.x % 32;
+        if (staged)
+            for (unsigned i = 0; i < STAGES; ++i)
+                send(blockIdx.x + i * gridDim.x);
     }
 
-    // The next row of each, which is number `row`; 0 behind its end.
-    __device__ void take(typename L::Row& a, typename L::Row& b, unsigned row) {
-        if (L::N == 1 || !shared) {
-            L::load(a, start(0, row), width);
-            L::load(b, start(1, row), width);
+    // The next row of each, number `row`, which begins at `start`; 0 behind its end.
+    __device__ void take(typename L::Row& a, typename L::Row& b, unsigned row, int64_t start) {
+        if (!staged) {
+            L::load(a, tensors[0] + start, width);
+            L::load(b, tensors[1] + start, width);
             return;
         }
         wait_for_copies<STAGES - 1>();
 #pragma unroll
         for (int v = 0; v < L::VECTORS; ++v) {
-            a[v] = place(stage, 0)[v * blockDim.x];
-            b[v] = place(stage, 1)[v * blockDim.x];
+            a[v] = part(0, v);
+            b[v] = part(1, v);
         }
-        send(stage, row + STAGES * gridDim.x);               // the place is this thread's own, and free again
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        send(row + STAGES * gridDim.x);                      // the place is this thread's own, and free again
     }
 };
 
@@ -201,30 +205,43 @@ __device__ float reduce_warp(float value) {
     return value;
 }
 
-// COUNT values over all threads of the block; every thread gets the results, in an order that never changes. `turn` is
-// 0 and 1 by turns from one call to the next: a thread that is ahead writes where the others do not read any more, and
-// one barrier a call is enough. (Each Op and COUNT has memory of its own, so that their turns are counted apart.)
-template <typename Op, int COUNT>
-__device__ void reduce_block(float (&values)[COUNT], int turn) {
-    __shared__ float of_warp[2][COUNT][32];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    for (float& value : values)
-        value = reduce_warp<Op>(value);
-    if (warps == 1)                                          // a row is one warp's: no thread waits for another
-        return;
-    if (lane == 0)
-        for (int i = 0; i < COUNT; ++i)
-            of_warp[turn][i][warp] = values[i];
-    __syncthreads();
-    for (int i = 0; i < COUNT; ++i)
-        values[i] = reduce_warp<Op>(lane < warps ? of_warp[turn][i][lane] : Op::neutral);
-}
-
+// Over all threads of the block; each gets the result, in an order that never changes. `turn` is 0 and 1 by turns from
+// one call to the next: a thread that is ahead writes where the others do not read any more, and one barrier a call is
+// enough. (Each Op has memory of its own, so that their turns are counted apart.)
 template <typename Op>
 __device__ float reduce_block(float value, int turn) {
-    float values[1] = {value};
-    reduce_block<Op>(values, turn);
-    return values[0];
+    __shared__ float of_warp[2][32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    value = reduce_warp<Op>(value);
+    if (warps == 1)                                          // a row is one warp's: no thread waits for another
+        return value;
+    if (lane == 0)
+        of_warp[turn][warp] = value;
+    __syncthreads();
+    return reduce_warp<Op>(lane < warps ? of_warp[turn][lane] : Op::neutral);
+}
+
+// The same for two sums at once, in half the instructions: half of a warp's lanes add up `a`, half `b`.
+__device__ inline void add_up_block(float& a, float& b, int turn) {
+    constexpr int HALF = 16;
+    static_assert(MAX_THREADS / 32 <= HALF);                 // a half also adds up what the warps have found
+    __shared__ float of_warp[2][2][HALF];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, place = lane % HALF, warps = blockDim.x / 32;
+    const bool second = lane >= HALF;
+    float sum = (second ? b : a) + __shfl_xor_sync(~0u, second ? a : b, HALF);
+    for (int distance = HALF / 2; distance; distance /= 2)
+        sum += __shfl_xor_sync(~0u, sum, distance);
+    if (warps > 1) {
+        if (place == 0)
+            of_warp[turn][second][warp] = sum;
+        __syncthreads();
+        sum = place < warps ? of_warp[turn][second][place] : 0.0f;
+        for (int distance = HALF / 2; distance; distance /= 2)
+            sum += __shfl_xor_sync(~0u, sum, distance);
+    }
+    const float other = __shfl_xor_sync(~0u, sum, HALF);
+    a = second ? other : sum;
+    b = second ? sum : other;
 }
 
 // N neighbouring FP32 numbers, 16 bytes at a time where N allows it: a thread's numbers lie apart from the next one's,
@@ -263,16 +280,21 @@ add_up(const float* __restrict__ sums, T* __restrict__ totals, int parts, int co
 
 // The rest runs on the CPU.
 
-// How much shared memory RowPairs gets in a block of `kernel`: 0 where the rows are too wide for it.
+// How much shared memory RowPairs gets in a block of `kernel`: 0 where there is not enough on this GPU.
 template <typename L, typename Kernel>
 int shared_bytes(Kernel kernel, int threads) {
-    const int bytes = L::N == 1 ? 0 : STAGES * 2 * threads * static_cast<int>(sizeof(typename L::Row));
-    if (bytes > MOST_SHARED)
+    if (!L::STAGED)
         return 0;
-    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess)
-        return bytes;
-    cudaGetLastError();                                      // or the next call would find this error
-    return 0;
+    int device, most;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    most -= 1024;                                            // the reductions' own, and more
+    const int bytes = STAGES * 2 * threads * static_cast<int>(sizeof(typename L::Row));
+    if (bytes > most)
+        return 0;
+    // The same at every call: the host's threads share it. An error is found where the launch is checked.
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+    return bytes;
 }
 
 template <typename T>

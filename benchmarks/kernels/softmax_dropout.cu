@@ -87,7 +87,7 @@ forward(const typename L::T* __restrict__ scores, typename L::T* __restrict__ y,
         return;
     const int end = causal ? static_cast<unsigned>(row) % width + 1 : width;
     typename L::Row values;
-    L::load(values, scores + start, end);
+    L::template load<true>(values, scores + start, end);
     float e[L::VECTORS][L::N], peak = -INFINITY, total = 0.0f;
 #pragma unroll
     for (int v = 0; v < L::VECTORS; ++v) {
@@ -135,7 +135,7 @@ forward(const typename L::T* __restrict__ scores, typename L::T* __restrict__ y,
         }
         Vector<typename L::T, L::N> out;
         out.set(written);
-        out.stream_out(y + start + column);
+        out.template write<true>(y + start + column);
     }
     if (threadIdx.x == 0) {
         peaks[row] = peak;
@@ -153,8 +153,8 @@ backward(const typename L::T* __restrict__ scores, const float* __restrict__ pea
         return;
     const int end = causal ? static_cast<unsigned>(row) % width + 1 : width;
     typename L::Row values, dy_row;
-    L::load(values, scores + start, end);
-    L::load(dy_row, dy + start, end);
+    L::template load<true>(values, scores + start, end);
+    L::template load<true>(dy_row, dy + start, end);
     const float peak = peaks[row], scale = 1.0f / totals[row];
     float g[L::VECTORS][L::N], dot = 0.0f;                   // g = dp * scale
 #pragma unroll
@@ -196,7 +196,7 @@ backward(const typename L::T* __restrict__ scores, const float* __restrict__ pea
         }
         Vector<typename L::T, L::N> out;
         out.set(written);
-        out.stream_out(dscores + start + column);
+        out.template write<true>(dscores + start + column);
     }
 }
 

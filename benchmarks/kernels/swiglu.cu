@@ -19,8 +19,8 @@ forward(const T* __restrict__ a, const T* __restrict__ b, T* __restrict__ y, int
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v)
         if (const int64_t here = first + v * THREADS * N; here < count) {
-            a_part[v].stream_in(a + here);
-            b_part[v].stream_in(b + here);
+            a_part[v].read(a + here);
+            b_part[v].read(b + here);
         }
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v)
@@ -30,7 +30,7 @@ forward(const T* __restrict__ a, const T* __restrict__ b, T* __restrict__ y, int
             for (int i = 0; i < N; ++i)
                 values[i] = a_part[v][i] * sigmoid(a_part[v][i]) * b_part[v][i];
             out.set(values);
-            out.stream_out(y + here);
+            out.write(y + here);
         }
 }
 
@@ -43,9 +43,9 @@ backward(const T* __restrict__ a, const T* __restrict__ b, const T* __restrict__
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v)
         if (const int64_t here = first + v * THREADS * N; here < count) {
-            a_part[v].stream_in(a + here);
-            b_part[v].stream_in(b + here);
-            dy_part[v].stream_in(dy + here);
+            a_part[v].read(a + here);
+            b_part[v].read(b + here);
+            dy_part[v].read(dy + here);
         }
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v)
@@ -58,9 +58,9 @@ backward(const T* __restrict__ a, const T* __restrict__ b, const T* __restrict__
                 of_b[i] = dy_part[v][i] * silu;
             }
             out.set(of_a);
-            out.stream_out(da + here);
+            out.write(da + here);
             out.set(of_b);
-            out.stream_out(db + here);
+            out.write(db + here);
         }
 }
 
