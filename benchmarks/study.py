@@ -204,19 +204,19 @@ class Study:
         return runs, between
 
     def _warm_up(self, mode: str, runs: dict, between: dict, clock) -> dict:
-        """A few rounds of all; what each took in ms. Where they do not fit together, without the captured graphs, which
-        keep their memory."""
-        graphs = [where for where in runs if where[1] == "graph"]
-        try:
-            return _medians(timing.interleaved(runs, clock, WARM_UP_ROUNDS, between))
-        except torch.OutOfMemoryError:                        # tried again below: here its tensors are still held
-            if not graphs:
-                raise
-        for key, launch in graphs:
-            del runs[key, launch]
-            self.reports[key].rows[mode, launch].reason = "graph: out of memory beside the other cases"
-        self._free()
-        return _medians(timing.interleaved(runs, clock, WARM_UP_ROUNDS, between))
+        """A few rounds of all; what each took in ms. A captured graph keeps its memory: where they do not fit together,
+        the graph of the case that needs most is left out, and so on."""
+        while True:
+            graphs = [where for where in runs if where[1] == "graph"]
+            try:
+                return _medians(timing.interleaved(runs, clock, WARM_UP_ROUNDS, between))
+            except torch.OutOfMemoryError:                    # tried again below: here its tensors are still held
+                if not graphs:
+                    raise
+            largest = max(graphs, key=lambda where: self.reports[where[0]].rows[mode, "eager"].peak_bytes or 0)
+            del runs[largest]
+            self.reports[largest[0]].rows[mode, "graph"].reason = "graph: out of memory beside the other cases"
+            self._free()
 
     def _sample(self, mode: str, runs: dict, between: dict, clock, rounds: int, block: int, samples: dict,
                 expected: dict) -> None:

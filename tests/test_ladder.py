@@ -254,25 +254,33 @@ def test_memory_that_does_not_hold_a_step_is_a_row(main, monkeypatch):
 
 
 @integration
-def test_what_does_not_fit_together_is_timed_without_graphs(monkeypatch, tmp_path):
-    """A GPU's memory that holds each case alone: the captured graphs go first."""
+def test_what_does_not_fit_together_is_timed_without_the_largest_graphs(monkeypatch, tmp_path):
+    """A GPU's memory that holds each case alone: captured graphs go, the largest first."""
     options = command.parse(command.parser("ladder", "doc"), ["--preset", "tiny", "--device", "cpu", "--rounds", "6"])
     some, calls = study.Study("ladder", options), []
-    for case in ladder.cases(options.config, options.device, ("0", "2")):
+    for case in ladder.cases(options.config, options.device, ("0", "1", "2")):
         some.prepare(case)
-    key = next(iter(some.subjects))
-    some.reports[key].rows["forward", "graph"] = report.Row()
+    keys = list(some.subjects)
+    for key, peak in zip(keys, (2, 3, 1), strict=True):
+        some.reports[key].rows["forward", "eager"] = report.Row(peak_bytes=peak)
+        some.reports[key].rows["forward", "graph"] = report.Row()
 
     def full():
-        calls.append("graph")
-        raise torch.OutOfMemoryError("no")
-    runs = {(key, "eager"): lambda: calls.append("eager"), (key, "graph"): full}
+        if len([where for where in runs if where[1] == "graph"]) > 1:
+            raise torch.OutOfMemoryError("no")
+        calls.append("eager")
+    runs = {(key, launch): full if launch == "eager" else lambda: None for key in keys for launch in report.LAUNCHES}
     expected = some._warm_up("forward", runs, {}, timing.HostClock())
-    assert expected.keys() == {(key, "eager")} and expected[key, "eager"] > 0
-    assert list(runs) == [(key, "eager")] and calls[-study.WARM_UP_ROUNDS:] == ["eager"] * study.WARM_UP_ROUNDS
-    assert "out of memory beside" in some.reports[key].rows["forward", "graph"].reason
+    left = [*((key, "eager") for key in keys), (keys[2], "graph")]
+    assert expected.keys() == set(left) == set(runs) and expected[keys[0], "eager"] > 0
+    assert len(calls) == study.WARM_UP_ROUNDS * len(keys)
+    reasons = [some.reports[key].rows["forward", "graph"].reason for key in keys]
+    assert ["out of memory beside" in (reason or "") for reason in reasons] == [True, True, False]
+
+    def never():
+        raise torch.OutOfMemoryError("no")
     with pytest.raises(torch.OutOfMemoryError):
-        some._warm_up("forward", {(key, "eager"): full}, {}, timing.HostClock())
+        some._warm_up("forward", {(keys[0], "eager"): never}, {}, timing.HostClock())
 
 
 @integration
