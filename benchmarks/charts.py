@@ -147,7 +147,7 @@ def lines_chart(series: dict[str, list[tuple[float, float]]], stem: str, recorde
         axis.set_title(title, fontsize=9)
         for row, (word, at) in enumerate(marks.items()):
             axis.axvline(at, color="#888888", linewidth=0.8, linestyle=":")
-            axis.text(at, 0.01 + 0.05 * row, f" {word}", transform=axis.get_xaxis_transform(), fontsize=7)
+            axis.text(at, 0.97 - 0.05 * row, f" {word}", transform=axis.get_xaxis_transform(), fontsize=7)
         axis.legend(frameon=False, fontsize=8)
         save(figure, stem, recorded)
 

@@ -10,7 +10,6 @@ holds, of this GPU, are not measured again. Exit status: 0 ok, 1 nothing could b
 import argparse
 import itertools
 import math
-import re
 import sys
 from pathlib import Path
 
@@ -185,19 +184,26 @@ def _cell(run: Run | None, mode: str) -> str:
     if run is None:
         return "n/a"
     ms = run.best_ms(mode)
-    return run.status if ms is None or run.status != "ok" else command.figures(ms)
+    if run.status != "ok":
+        return run.status
+    return "not timed" if ms is None else command.figures(ms)
 
 
 def _from(letter: str, size: int | None) -> str:
     return f"from {letter} = {size} on" if size else "nowhere here"
 
 
+def _shape(points: list[tuple[int, dict[str, Run]]]) -> str:
+    """What the shapes of a sweep have in common: B4 S* E768 ..., with a star for what differs."""
+    names = [run.lines[0]["model"]["name"].split() for _, runs in points for run in runs.values()]
+    return " ".join(parts[0] if len(set(parts)) == 1 else f"{parts[0][0]}*" for parts in zip(*names, strict=True))
+
+
 def text(lines: list[dict], width: int | None = None) -> str:
     """Everything the command prints, from records."""
     blocks = [records.provenance(lines)]
     for axis, points in points_of(lines).items():
-        letter, some = AXES[axis], next(iter(points[0][1].values()), None)
-        others = re.sub(rf"\b{letter}\d+", f"{letter}*", some.lines[0]["model"]["name"]) if some else ""
+        letter, others = AXES[axis], _shape(points)
         names = sorted({name for _, runs in points for name in runs})
         for mode in report.MODES:
             rows = [[size, *(_cell(runs.get(name), mode) for name in names)] for size, runs in points]
@@ -225,10 +231,10 @@ def draw(lines: list[dict], stem: str) -> None:
         names = sorted({name for _, runs in points for name in runs})
         series = {name: [(size, runs[name].best_ms("forward+backward")) for size, runs in points
                          if name in runs and runs[name].best("forward+backward")] for name in names}
-        crossed = {f"{name[0]} overtakes": size
-                   for name, size in crossovers(points, "forward+backward").items() if size}
+        crossed = {f"{name[0]} overtakes": size for name, size in crossovers(points, "forward+backward").items()
+                   if size and size > points[0][0]}            # ahead from the smallest size on: nothing to be seen
         charts.lines_chart(series, f"{stem}-{axis}", lines, f"{axis} ({AXES[axis]})", "ms, forward+backward",
-                           lines[0]["runners"][0]["name"], crossed)
+                           f"{lines[0]['runners'][0]['name']}, {_shape(points)}", crossed)
 
 
 def main(argv: list[str] | None = None) -> int:
