@@ -246,7 +246,7 @@ def provenance(lines: list[dict]) -> str:
                       if "transformer_engine" in line["dependencies"]})
     driver = first["runners"][0]["extra_info"]["driver"]
     shapes = list(dict.fromkeys(line["model"]["name"] for line in lines if line["metric"]["name"] != "wall time"))
-    shape = shapes[0] if len(shapes) == 1 else f"{len(shapes)} shapes"
+    shape = shapes[0] if len(shapes) == 1 else f"{len(shapes) or 'no'} shapes"
     return (f"{first['runners'][0]['name']}, {shape}; {versions}, Transformer Engine "
             f"{' and '.join(engines) or 'none'}{f', driver {driver}' if driver else ''}; "
             f"commit {commits(lines)}.")

@@ -205,7 +205,7 @@ class Study:
 
     def _warm_up(self, mode: str, runs: dict, between: dict, clock) -> dict:
         """A few rounds of all; what each took in ms. A captured graph keeps its memory: where they do not fit together,
-        the graph of the case that needs most is left out, and so on."""
+        the graph of the case that needs most when launched eagerly is left out, and so on."""
         while True:
             graphs = [where for where in runs if where[1] == "graph"]
             try:

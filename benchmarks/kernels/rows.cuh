@@ -61,7 +61,8 @@ struct alignas(sizeof(T) * N) Vector {
             round_one(values + i, value);
     }
 
-    // STREAMED data is the first that the caches drop: it pays for a softmax, and costs the others, by measurement.
+    // STREAMED data is the first that the caches drop. By measurement that pays for softmax and for what is read a last
+    // time; RMSNorm of many rows and SwiGLU are faster without.
     template <bool STREAMED = false>
     __device__ void read(const T* from) {
         const Bits* const bits = reinterpret_cast<const Bits*>(from);
@@ -87,7 +88,8 @@ struct Layout {
     // A thread has the same columns of every row: its part of the weights stays in registers, where these are left.
     static constexpr bool KEEPS_WEIGHTS = ITEMS <= FEW_ITEMS;
 
-    // Whether RowPairs may wait in shared memory: it is copied there in 16 bytes, and only so many of them fit.
+    // Whether RowPairs waits in shared memory: it is copied there in 16 bytes, and where a thread holds so much of a row
+    // a block of MAX_THREADS needs 128 KB.
     static constexpr bool STAGED = N > 1 && sizeof(Row) <= 64;
 
     // Vector v of the weights; 0 behind the row.
@@ -285,7 +287,7 @@ template <typename L, typename Kernel>
 int shared_bytes(Kernel kernel, int threads) {
     if (!L::STAGED)
         return 0;
-    int device, most;
+    int device = 0, most = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     most -= 1024;                                            // the reductions' own, and more
