@@ -153,13 +153,14 @@ def lines_chart(series: dict[str, list[tuple[float, float]]], stem: str, recorde
 
 
 def panels_chart(panels: dict[str, dict[str, list[tuple[float, float]]]], stem: str, recorded: list[dict], x: str,
-                 y: str) -> None:
-    """STEM: a panel for each of `panels` (title -> name -> [(x, y), ...]), x logarithmic; "copy" is dashed."""
+                 y: str, title: str) -> None:
+    """STEM: a panel for each of `panels` (its name -> name -> [(x, y), ...]), x logarithmic; "copy" is dashed."""
     names = list(dict.fromkeys(name for curves in panels.values() for name in curves if name != "copy"))
     with plt.rc_context(STYLE):
         rows = math.ceil(len(panels) / 2)
         figure, axes = plt.subplots(rows, 2, figsize=(8, 0.5 + 2.2 * rows), layout="constrained", squeeze=False)
-        for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
+        figure.suptitle(title, fontsize=9)
+        for axis, (panel, curves) in zip(axes.flat, panels.items(), strict=False):
             for above, (name, colour, marker) in enumerate(zip(names, COLOURS * 2, "osD^vPX*" * 2, strict=False)):
                 if points := curves.get(name):               # where curves lie on each other, the first is seen
                     axis.plot(*zip(*sorted(points), strict=True), marker=marker, color=colour, label=name, markersize=4,
@@ -173,7 +174,7 @@ def panels_chart(panels: dict[str, dict[str, list[tuple[float, float]]]], stem: 
             axis.set_xticks(sorted({at for points in curves.values() for at, _ in points}))
             axis.xaxis.set_major_formatter(lambda at, _: f"{at:,.0f}" if at >= 10 else f"{at:.2g}")
             axis.tick_params(labelsize=7)
-            axis.set_title(title, fontsize=9)
+            axis.set_title(panel, fontsize=9)
             axis.set_xlabel(x, fontsize=8)
             axis.set_ylabel(y, fontsize=8)
         for axis in list(axes.flat)[len(panels):]:

@@ -123,8 +123,9 @@ def draw(lines: list[dict], stem: str) -> None:
     if not chart_stems(lines, stem):
         print("fusions: no chart: it needs two sizes of an experiment", file=sys.stderr)
     else:
-        charts.panels_chart(_curves(lines), f"{stem}-bandwidth", lines, "million elements",
-                            "GB/s, forward, faster launch")
+        charts.panels_chart(_curves(lines), f"{stem}-bandwidth", lines, "million elements", "GB/s, forward",
+                            f"{lines[0]['runners'][0]['name']}, {lines[0]['model']['name']}, "
+                            f"{lines[0]['benchmark']['dtype']}: least bytes over the time of the faster launch")
 
 
 def _curves(lines: list[dict]) -> dict[str, dict[str, list[tuple[float, float]]]]:
