@@ -13,6 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from . import command, records
 from .attribution import PARTS
@@ -137,9 +138,11 @@ def lines_chart(series: dict[str, list[tuple[float, float]]], stem: str, recorde
                 axis.plot(*zip(*sorted(points), strict=True), marker=marker, color=colour, label=name, markersize=4)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
-        axis.set_xticks(sorted({at for points in series.values() for at, _ in points}))
+        ticks = sorted({at for points in series.values() for at, _ in points})
+        axis.set_xticks(ticks)
         axis.xaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))            # all nine of a decade would collide
         axis.yaxis.set_minor_formatter("{x:g}")
         axis.tick_params(labelsize=7, which="both")
         axis.set_xlabel(x)
@@ -147,7 +150,8 @@ def lines_chart(series: dict[str, list[tuple[float, float]]], stem: str, recorde
         axis.set_title(title, fontsize=9)
         for row, (word, at) in enumerate(marks.items()):
             axis.axvline(at, color="#888888", linewidth=0.8, linestyle=":")
-            axis.text(at, 0.97 - 0.05 * row, f" {word}", transform=axis.get_xaxis_transform(), fontsize=7)
+            axis.text(at, 0.97 - 0.05 * row, f" {word} ", transform=axis.get_xaxis_transform(), fontsize=7,
+                      ha="right" if at == ticks[-1] else "left")
         axis.legend(frameon=False, fontsize=8)
         save(figure, stem, recorded)
 

@@ -231,7 +231,7 @@ def draw(lines: list[dict], stem: str) -> None:
         names = sorted({name for _, runs in points for name in runs})
         series = {name: [(size, runs[name].best_ms("forward+backward")) for size, runs in points
                          if name in runs and runs[name].best("forward+backward")] for name in names}
-        crossed = {f"from here on {name[0]} is ahead": size
+        crossed = {f"from here on {name[0]} is faster than the one before": size
                    for name, size in crossovers(points, "forward+backward").items()
                    if size and size > points[0][0]}            # ahead from the smallest size on: nothing to be seen
         charts.lines_chart(series, f"{stem}-{axis}", lines, f"{axis} ({AXES[axis]})", "ms, forward+backward",
