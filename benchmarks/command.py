@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -47,8 +48,8 @@ def parse(found: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
             raise ValueError(f"--rounds {options.rounds}: give at least 6, fewer bound no median")
         if abs(options.seed) >= 10**18:
             raise ValueError(f"--seed {options.seed}: give a number of at most 18 digits")
-        if options.chart and not os.access(Path(options.chart).resolve().parent, os.W_OK | os.X_OK):
-            raise ValueError(f"--chart {options.chart}: no folder that can be written; make it first")
+        if options.chart:
+            _try_to_write_beside(options.chart)
     except ValueError as error:
         usage(found, str(error))
     options.launches = report.LAUNCHES if on_gpu else report.LAUNCHES[:1]
@@ -57,6 +58,15 @@ def parse(found: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
     except OSError as error:
         usage(found, f"--json {options.json}: {error.strerror}; give a file that can be written")
     return options
+
+
+def _try_to_write_beside(stem: str) -> None:
+    """Raise ValueError where no chart can be written; to ask for the permission is not enough (a full disk, /proc)."""
+    try:
+        with tempfile.TemporaryFile(dir=Path(stem).resolve().parent) as probe:
+            probe.write(b"x")
+    except OSError as error:
+        raise ValueError(f"--chart {stem}: {error.strerror}; give a folder that can be written") from None
 
 
 def count(text_: str) -> int:
