@@ -288,10 +288,10 @@ def draw(lines: list[dict], stem: str) -> None:
 
 def _bars(lines: list[dict]) -> dict[str, list[tuple[str, float, float, float]]]:
     runs, bars = records.runs(lines), {}
-    for run in runs:
-        base = ours(run, runs) if run.best("forward+backward") else None
-        ratio = records.paired(run, base, "forward+backward") if base and base is not run else None
-        if ratio and run.info["step"] != steps.path(4).stem:             # ours too: its ratio is to step 3
+    own = [steps.path(number).stem for number in (3, 4)]
+    for run in (run for run in runs if run.info["step"] not in own and run.best("forward+backward")):
+        base = ours(run, runs)
+        if ratio := records.paired(run, base, "forward+backward") if base else None:
             group = f"parameters in {run.info['parameter_dtype']}{_engine(run)}"
             bars.setdefault(group, []).append((run.info["step"], *ratio))
     return bars

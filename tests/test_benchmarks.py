@@ -2,10 +2,10 @@
 import re
 
 import pytest
-from made_records import both, made
+from made_records import FACTS, both, made
 
 from benchmarks import readme, records
-from common import steps
+from common import PRESETS, report, steps
 
 pytestmark = pytest.mark.unit
 
@@ -54,6 +54,9 @@ def test_provenance_names_machine_versions_and_commit():
     lines = made("0_baseline", both([1.0], [2.0]))
     assert records.provenance(lines) == ("a CPU, B2 S64 E64 H4 D16 F256; torch 2.9, Transformer Engine none; "
                                          "commit not recorded.")
+    whole = report.Report("sweep", PRESETS["gpt2"], "float32", FACTS)
+    lines.append(report.record(whole, "wall time", "s", [1.0], "run"))
+    assert ", B2 S64 E64 H4 D16 F256; " in records.provenance(lines)                   # that of what was measured
 
 
 @pytest.mark.parametrize("name", readme.STUDIES)

@@ -254,7 +254,7 @@ def test_memory_that_does_not_hold_a_step_is_a_row(main, monkeypatch):
 
 
 @integration
-def test_what_does_not_fit_together_is_timed_without_the_largest_graphs(monkeypatch, tmp_path):
+def test_what_does_not_fit_together_is_timed_without_the_largest_graphs():
     """A GPU's memory that holds each case alone: captured graphs go, the largest first."""
     options = command.parse(command.parser("ladder", "doc"), ["--preset", "tiny", "--device", "cpu", "--rounds", "6"])
     some, calls = study.Study("ladder", options), []
@@ -377,7 +377,8 @@ def test_counters_say_why_there_are_none(main):
     (["--rounds", "many"], "invalid int"), (["--processes", "0"], "from 1 to 999"), (["--what"], "--what"),
     (["--profiled", "two"], "from 1 to 999"), (["--rounds", "0"], "at least 6"),
     (["--hidden-size", "65"], "divisible"), (["--json", "/nowhere/at/all"], "No such file"),
-    (["--chart", "/nowhere/at/all"], "give a folder that"), (["--seed", str(10**30)], "at most 18 digits"),
+    (["--chart", "/nowhere/at/all"], "give a folder that"), (["--chart", f"{__file__}/x"], "give a folder that"),
+    (["--seed", str(10**30)], "at most 18 digits"),
     (["--preset", "huge"], "invalid choice"),
 ])
 def test_mistakes_are_one_line_and_status_two(main, argv, words):

@@ -96,6 +96,27 @@ def test_out_of_memory_is_a_point():
 
 
 @unit
+def test_a_pass_that_was_not_timed_says_so():
+    lines = [line for line in point(32, {"0_baseline": 1.0}) if line["benchmark"]["mode"] != "forward+backward"]
+    forward, backward = (line.split() for line in sweep.text(lines).splitlines() if line.startswith("32"))
+    assert forward[0] == "32" and float(forward[1]) == 1 and backward == ["32", "not", "timed"]
+
+
+@unit
+def test_a_heading_has_a_star_for_each_size_that_differs():
+    made_of = {"seq_len": "B2 S* E64 H4 D16 F256", "hidden_size": "B2 S64 E* H* D16 F*"}
+    for axis, shape in made_of.items():
+        lines = []
+        for size in (32, 64):
+            more = {"num_heads": size // 16, "ffn_hidden_size": None} if axis == "hidden_size" else {}
+            config = PRESETS["tiny"].replace(**{axis: size}, **more)
+            lines += made("0_baseline", both([1.0] * 9, [1.0] * 9), run=f"{size}", config=config, facts=GPU)
+            r = report.Report("sweep", config, "float32", GPU, study="sweep", run=f"{size}")
+            lines.append(report.record(r, sweep.DONE, "", [], "run", axis=axis, size=size))
+        assert f"ms of forward by {axis} ({shape})" in sweep.text(lines)
+
+
+@unit
 def test_heads_keep_their_width_when_the_block_gets_wider():
     options = type("Options", (), {"config": PRESETS["gpt2"], "axes": ("hidden_size",), "values": (64, 256, 1536)})
     assert [(config.num_heads, config.ffn_hidden_size) for _, config in sweep.shapes(options)] == [

@@ -42,8 +42,8 @@ def _silu_forward(a_ptr, b_ptr, y_ptr, rows, width: tl.constexpr, a_stride: tl.c
     y = a / (1 + tl.exp(-a))
     if GATED:
         y *= tl.load(b_ptr + row * b_stride + column, mask=inside).to(tl.float32)
-    # Nothing here reads it again: it is the first that the caches drop.
-    tl.store(y_ptr + row * width + column, y, mask=inside, cache_modifier=".cs")
+    # Where there are many tensors, the result is the first that the caches drop.
+    tl.store(y_ptr + row * width + column, y, mask=inside, cache_modifier=".cs" if GATED else "")
 
 
 @triton.jit

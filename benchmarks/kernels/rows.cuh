@@ -61,8 +61,7 @@ struct alignas(sizeof(T) * N) Vector {
             round_one(values + i, value);
     }
 
-    // STREAMED data is the first that the caches drop. By measurement that pays for softmax and for what is read a last
-    // time; RMSNorm of many rows and SwiGLU are faster without.
+    // STREAMED data is the first that the caches drop: a tunable of each kernel.
     template <bool STREAMED = false>
     __device__ void read(const T* from) {
         const Bits* const bits = reinterpret_cast<const Bits*>(from);
