@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from . import command
+from .operations import differentiable, outputs
 from .records import Run
 
 METADATA = "metadata.json"
@@ -56,12 +57,11 @@ def inductor_sources(call: Callable, given: list[Tensor]) -> dict[str, str]:
             compiled(*given)
 
     def backward() -> None:
-        found = compiled(*given)
-        found = found if isinstance(found, tuple) else (found,)
-        torch.autograd.grad(found, [t for t in given if t.requires_grad], [torch.ones_like(y) for y in found])
+        ys = differentiable(outputs(compiled, given))
+        torch.autograd.grad(ys, [t for t in given if t.requires_grad], [torch.ones_like(y) for y in ys])
 
     sources = {}
-    for run in (forward, backward) if any(t.requires_grad for t in given) else (forward,):
+    for run in (forward, backward):
         compiled = torch.compile(call, fullgraph=True, dynamic=False)
         with fresh_cache():
             torch._dynamo.reset()
@@ -158,11 +158,10 @@ def save(folder: Path, name: str, call: Callable, given: list[Tensor], least: di
             "kernels": run.value(mode, "launches") / count} for mode, count in copies.items()}
     for mode in least:
         with Traffic() as traffic, torch.set_grad_enabled(mode == "backward"):
-            y = call(*given)
+            ys = differentiable(outputs(call, given))
             if mode == "backward":
-                y = y if isinstance(y, tuple) else (y,)
                 traffic.bytes = 0
-                torch.autograd.grad(y, [t for t in given if t.requires_grad], [t.detach() for t in y])
+                torch.autograd.grad(ys, [t for t in given if t.requires_grad], [y.detach() for y in ys])
         found.setdefault("eager bytes", {})[mode] = traffic.bytes
     for mode, source in inductor_sources(call, given).items():
         (place / f"inductor_{mode}.py").write_text(source)

@@ -36,7 +36,7 @@ from common.run import EXIT
 from . import capture, command, records
 from .fusion_tables import COPY, MODES, draw, text
 from .fusion_tables import chart_stems as chart_stems  # for readme.py, as every study has it
-from .operations import EXPERIMENTS, check, least_bytes, levels, outputs, shape, tensors
+from .operations import EXPERIMENTS, check, differentiable, least_bytes, levels, outputs, shape, tensors
 from .study import Study
 
 MOST_COPIES = 64                       # of an operation's tensors: small ones stay in a cache all the same
@@ -56,7 +56,7 @@ class Iteration:
 
     def __post_init__(self):
         if self.mode == "backward":
-            self.made = [outputs(self.call, given) for given in self.sets]
+            self.made = [differentiable(outputs(self.call, given)) for given in self.sets]
             generator = torch.Generator(self.sets[0][0].device).manual_seed(self.seed)
             self.dys = [[torch.randn(y.shape, generator=generator, device=y.device).to(y.dtype) for y in ys]
                         for ys in self.made]
@@ -137,10 +137,8 @@ def measure(study: Study, name: str, found: dict[str, Callable], size: tuple[int
         with alone(r):
             r.errors = {what: (error, None) for what, error in check(call, experiment, first, options.seed + 1).items()}
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else math.inf
-    for mode, moved in zip(MODES, experiment.moved, strict=True):
-        if moved is None:
-            continue
-        work = Work(least_bytes(experiment, moved, first[0]), 0.0)
+    for mode in MODES:
+        work = Work(least_bytes(experiment, mode, first[0]), 0.0)
         if experiment.shape == "heads":                                  # causal: half of the S x S
             B, H, S, D = size
             work = Work(work.bytes, 2.0 * B * H * S * S * D * (1 if mode == "forward" else 2.5))
@@ -251,8 +249,7 @@ def save(study: Study, name: str, size: tuple[int, ...], kernels: list[tuple[str
     label = f"{name}, {' x '.join(map(str, size))}, "
     runs = {run.info["step"].removeprefix(label): run for run in records.runs(study.lines)
             if run.info["step"].startswith(label)}
-    least = {mode: least_bytes(experiment, moved, given[0])
-             for mode, moved in zip(MODES, experiment.moved, strict=True) if moved}
+    least = {mode: least_bytes(experiment, mode, given[0]) for mode in MODES}
     if runs:
         capture.save(options.capture, name, experiment.plain, given, least, runs, kernels)
 

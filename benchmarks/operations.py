@@ -47,13 +47,16 @@ def softmax_dropout(scores: Tensor) -> Tensor:
     return F.dropout(torch.softmax(scores.masked_fill(future, float("-inf")), -1), 0.1)
 
 
-def layer_norm_fp8(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(LayerNorm times scale in FP8, its largest absolute value before scaling); in FP64 nothing is rounded."""
+def layer_norm_fp8(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(LayerNorm times scale in FP8, its largest absolute value before scaling, the LayerNorm: it takes the gradient).
+
+    In FP64 nothing is rounded. Where no gradients are recorded the first stands in the third's place.
+    """
     normal = F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
-    scaled = normal * scale.to(normal.dtype)
+    scaled = normal.detach() * scale.to(normal.dtype)
     if x.dtype != torch.float64:
         scaled = scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    return scaled, normal.abs().amax()
+    return scaled, normal.detach().abs().amax(), normal if torch.is_grad_enabled() else scaled
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -113,11 +116,6 @@ def _triton_softmax_dropout() -> Callable:
     return call
 
 
-def _two(load: Callable[[], Callable]) -> Callable[[], Callable]:
-    """The same, giving the first two of its results."""
-    return lambda: lambda *given: load()(*given)[:2]
-
-
 def _forward_only(load: Callable[[], Callable]) -> Callable[[], Callable]:
     return lambda: lambda *given: load()(*(t.detach() for t in given))
 
@@ -129,11 +127,12 @@ class Experiment:
     inputs: str                        # x: the tensor, w: a vector [width], 1: one FP32 number; x, w get gradients
     shape: str                         # of x: "hidden" [rows, E], "ffn" [rows, F], "scores" [matrices, S, S], or
                                        # "heads" [B, H, S, D]
-    moved: tuple[float, float | None]  # times x's elements read and written, forward and backward; None: not measured
+    moved: tuple[float, float]         # times x's elements read and written, forward and backward
     by_hand: dict[str, Callable[[], Callable]]           # level -> what imports it
     module: str                        # of benchmarks/kernels: where its Triton kernels are
     gate: float | None = None          # of the outputs, where it is not the dtype's
-    more_bytes: int = 0                # an element of x, moved besides
+    more_bytes: int = 0                # an element of x, moved besides by the forward
+    proxy: bool = False                # its last output only takes the gradient, of what the others round
     no_torchscript: str = ""           # why TorchScript can't on a GPU
 
 
@@ -147,8 +146,8 @@ EXPERIMENTS = {
         "PyTorch's rms_norm": _library_rms_norm}, "norms"),
     "residual+LayerNorm": Experiment(residual_layer_norm, "xxww", "hidden", (4, 4), {
         "Triton": _kernel("norms.residual_layer_norm")}, "norms"),
-    "LayerNorm to FP8": Experiment(layer_norm_fp8, "xww1", "hidden", (1, None), {
-        "Triton": _two(_kernel("quantize.layer_norm_fp8"))}, "quantize", gate=4e-2, more_bytes=1,
+    "LayerNorm to FP8": Experiment(layer_norm_fp8, "xww1", "hidden", (1, 3), {
+        "Triton": _kernel("quantize.layer_norm_fp8")}, "quantize", gate=4e-2, more_bytes=1, proxy=True,
         no_torchscript="TorchScript's fuser knows no FP8"),              # seen: it writes CUDA that does not compile
     "SiLU": Experiment(silu, "x", "ffn", (2, 3), {"Triton": _kernel("activations.silu")}, "activations"),
     "SwiGLU": Experiment(swiglu, "xx", "ffn", (3, 5), {
@@ -174,9 +173,10 @@ def shape(config: BlockConfig, name: str, rows: int) -> tuple[int, ...]:
             "scores": (max(1, rows * H // S), S, S), "heads": (max(1, rows // S), H, S, config.head_dim)}[name]
 
 
-def least_bytes(experiment: Experiment, moved: float, x: Tensor) -> float:
+def least_bytes(experiment: Experiment, mode: str, x: Tensor) -> float:
     """What a pass must read and write; vectors are too small to count."""
-    return moved * x.nbytes + experiment.more_bytes * x.numel()
+    forward, backward = experiment.moved
+    return forward * x.nbytes + experiment.more_bytes * x.numel() if mode == "forward" else backward * x.nbytes
 
 
 def levels(experiment: Experiment, device: torch.device) -> dict[str, Callable | str]:
@@ -202,20 +202,25 @@ def levels(experiment: Experiment, device: torch.device) -> dict[str, Callable |
 
 def tensors(experiment: Experiment, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int
             ) -> list[Tensor]:
-    """Random inputs; vectors are around 1. Floating ones ask for gradients where a backward is measured."""
+    """Random inputs; vectors are around 1. These and x ask for gradients."""
     generator, found = torch.Generator(device).manual_seed(seed), []
     for kind in experiment.inputs:
         if kind == "1":
             found.append(torch.full((1,), 50.0, device=device))
         else:
             x = torch.randn(size if kind == "x" else size[-1:], generator=generator, device=device)
-            found.append((x if kind == "x" else 1 + 0.3 * x).to(dtype).requires_grad_(experiment.moved[1] is not None))
+            found.append((x if kind == "x" else 1 + 0.3 * x).to(dtype).requires_grad_())
     return found
 
 
 def outputs(call: Callable, given: list[Tensor]) -> tuple[Tensor, ...]:
     found = call(*given)
     return found if isinstance(found, tuple) else (found,)
+
+
+def differentiable(found: tuple[Tensor, ...]) -> list[Tensor]:
+    """What of the outputs takes a gradient."""
+    return [y for y in found if y.requires_grad]
 
 
 def check(call: Callable, experiment: Experiment, given: list[Tensor], seed: int) -> dict[str, float]:
@@ -225,24 +230,26 @@ def check(call: Callable, experiment: Experiment, given: list[Tensor], seed: int
     """
     inputs = [t for t in given if t.requires_grad]
     generator = torch.Generator(given[0].device).manual_seed(seed)
-    gate, errors = experiment.gate or GATES[given[0].dtype], {}
-    for backward in (False, True) if inputs else (False,):
+    exact, errors = GATES[given[0].dtype], {}
+    for backward in (False, True):
         with torch.set_grad_enabled(backward):
             found = [outputs(call, given) for _ in range(3)][-1]
-        if backward and not found[0].requires_grad:                      # what has no backward is measured without
+        ys = differentiable(found)
+        if backward and not ys:                                          # what has no backward is measured without
             break
+        shown = found[:-1] if experiment.proxy else found
         values = {f"output {n}": y.detach() if y.dtype != torch.float8_e4m3fn else y.float()
-                  for n, y in enumerate(found)}
+                  for n, y in enumerate(shown)}
         dys = []
         if backward:
-            dys = [torch.randn(y.shape, generator=generator, device=y.device).to(y.dtype) for y in found]
-            values |= {f"gradient {n}": t for n, t in enumerate(torch.autograd.grad(found, inputs, dys))}
+            dys = [torch.randn(y.shape, generator=generator, device=y.device).to(y.dtype) for y in ys]
+            values |= {f"gradient {n}": t for n, t in enumerate(torch.autograd.grad(ys, inputs, dys))}
         truth = truth_of(experiment, given, found, dys)
         if len(truth) != len(values):
-            raise harness.Failed(f"it gives {len(found)} tensors, not {len(truth) - len(inputs) * backward}")
+            raise harness.Failed(f"it gives {len(shown)} tensors, not {len(truth) - len(inputs) * backward}")
         for (name, value), right in zip(values.items(), truth, strict=True):
             error = oracle.relative_error(value, right)
-            if not error <= (gate if name.startswith("output") else 3 * gate):
+            if not error <= (experiment.gate or exact if name.startswith("output") else 3 * exact):
                 raise harness.Failed(f"{name} is off by {error:.1e} against FP64")
             errors[name] = max(error, errors.get(name, 0.0))
     return errors
@@ -254,9 +261,9 @@ def truth_of(experiment: Experiment, given: list[Tensor], found: tuple[Tensor, .
     exact = [t.detach().double().requires_grad_(t.requires_grad) for t in given]
     if experiment.plain is not softmax_dropout:
         truth = outputs(experiment.plain, exact)
-        gradients = torch.autograd.grad(truth, [t for t in exact if t.requires_grad], [dy.double() for dy in dys]
-                                        ) if dys else ()
-        return [*(y.detach() for y in truth), *gradients]
+        gradients = torch.autograd.grad(differentiable(truth), [t for t in exact if t.requires_grad],
+                                        [dy.double() for dy in dys]) if dys else ()
+        return [*(y.detach() for y in (truth[:-1] if experiment.proxy else truth)), *gradients]
     (scores,), (y,) = exact, found
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     kept, p = (y.detach() != 0), DROPOUT["p"]

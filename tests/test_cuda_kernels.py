@@ -164,11 +164,12 @@ def test_inputs_that_are_not_contiguous_or_not_aligned(name):
 @pytest.mark.gpu
 @pytest.mark.integration
 @each_kernel
-@pytest.mark.parametrize("width", [33, 4096])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [33, 4096, 16384])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_passes_through_its_row_alone(name, bad, width, monkeypatch):
+def test_what_is_not_finite_passes_through_its_row_alone(name, bad, width, dtype, monkeypatch):
     monkeypatch.setattr(cuda, "BLOCKS", 1)                  # of the backward: it works on the others before and after
-    given = arguments(name, (4, width))
+    given = arguments(name, (4, width), dtype)
     with torch.no_grad():
         given[0][2, 5] = bad
     (found, dx, *_), (eager, *_) = (outputs(function, given) for function in KERNELS[name][:2])

@@ -35,7 +35,6 @@ def errors(name, given):
 
 
 
-
 @each_kernel
 @pytest.mark.parametrize("shape, dtype", CASES, ids=str)
 def test_outputs_and_gradients_are_right(name, shape, dtype):
@@ -60,9 +59,10 @@ def test_inputs_that_are_not_contiguous(name):
 
 
 @each_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_passes_through_its_row_alone(name, bad):
-    given = [t.detach() for t in arguments(name, (4, 33))]
+def test_what_is_not_finite_passes_through_its_row_alone(name, bad, dtype):
+    given = [t.detach() for t in arguments(name, (4, 33), dtype)]
     given[0][2, 5] = bad
     found, eager = (function(*given) for function in KERNELS[name][:2])
     for value, right in zip(*(t if isinstance(t, tuple) else (t,) for t in (found, eager)), strict=True):

@@ -11,14 +11,12 @@ import sys
 
 import torch
 
-from benchmarks.operations import EXPERIMENTS, Experiment, outputs, tensors
+from benchmarks.operations import EXPERIMENTS, Experiment, differentiable, outputs, tensors
 from common.config import dtype_name
 from common.run import EXIT
 
-from .quantize import layer_norm_fp8, layer_norm_fp8_backward
-
 # Of the rows, so many that each program of a backward takes several; of the columns, so many that a thread holds most.
-SIZES = {"hidden": [(3, 1), (5, 1000), (3, 4097), (2000, 256), (600, 8200)],
+SIZES = {"hidden": [(3, 1), (5, 1000), (3, 4097), (2000, 256), (1100, 4096), (600, 8200)],
          "ffn": [(3, 1), (5, 1000), (3, 4097), (2000, 256)],
          "scores": [(2, 1, 1), (2, 100, 100), (1, 257, 257), (1, 1031, 1031), (1, 2056, 2056)],
          "heads": [(1, 2, 1, 64), (2, 2, 130, 64), (1, 2, 257, 128), (1, 1, 512, 128)]}
@@ -29,11 +27,8 @@ def results(call, experiment: Experiment, size: tuple[int, ...], dtype: torch.dt
     given = tensors(experiment, size, dtype, torch.device("cuda"), seed=0)
     found = outputs(call, given)
     made = [y.detach() for y in found]
-    if found[0].requires_grad:
-        made += torch.autograd.grad(found, [t for t in given if t.requires_grad], [torch.ones_like(y) for y in found])
-    elif len(found) == 4:                                                # LayerNorm to FP8: its backward is a function
-        x, weight, *_ = given
-        made += layer_norm_fp8_backward(x, weight, *found[2:], torch.ones_like(x))
+    if ys := differentiable(found):
+        made += torch.autograd.grad(ys, [t for t in given if t.requires_grad], [torch.ones_like(y) for y in ys])
     return [t.flatten().view(torch.uint8).cpu().numpy().tobytes() for t in made]
 
 
@@ -48,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, experiment in EXPERIMENTS.items():
         for level, load in experiment.by_hand.items():
             if level == "Triton" or (level == "CUDA C++" and not extension.missing()):
-                call = layer_norm_fp8 if name == "LayerNorm to FP8" else load()
+                call = load()
                 for size, dtype in itertools.product(SIZES[experiment.shape], (torch.bfloat16, torch.float32)):
                     if name == "attention" and dtype == torch.float32:
                         continue

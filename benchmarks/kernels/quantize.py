@@ -1,14 +1,26 @@
 """LayerNorm that writes FP8 and the largest value it saw, in one kernel in Triton: what stands before a product in FP8.
 
-    y, amax, mean, rstd = layer_norm_fp8(x, weight, bias, scale)
-    dx, dweight, dbias = layer_norm_fp8_backward(x, weight, mean, rstd, dy)
+    y, amax, proxy = layer_norm_fp8(x, weight, bias, scale)
 
 Apart, the LayerNorm would be written in 16 bits and read twice, for its largest value and to be rounded. Each program
 raises the largest value to its own by an atomic maximum: of maxima, unlike sums, the order changes no bit.
 
-There are two functions and no autograd between them. Autograd gives a gradient the dtype of its tensor, here FP8, which
-no gradient survives, and who multiplies y has a gradient in x's dtype in hand: backward() through y raises an error.
-The gradient passes straight through the rounding: y / scale stands for the LayerNorm that it approximates.
+Autograd casts a gradient to the dtype of its tensor, and in y's three bits of mantissa none survives. So y has no
+gradient, and `proxy` stands for the LayerNorm in its place: it has the shape and dtype of x, no memory of its own and
+no values (NaN, so that nobody takes it for any). Who multiplies y takes both, and gives the gradient to `proxy`:
+
+    class Product(torch.autograd.Function):                   # y @ w, the gradients in x's dtype
+        @staticmethod
+        def forward(ctx, proxy, y, scale, w):
+            ctx.save_for_backward(y, scale, w)
+            return (y.to(w.dtype) / scale).to(w.dtype) @ w    # or a product in FP8
+
+        @staticmethod
+        def backward(ctx, dz):
+            y, scale, w = ctx.saved_tensors
+            return dz @ w.T, None, None, (y.to(w.dtype) / scale).to(w.dtype).T @ dz
+
+It passes straight through rounding and saturation: y / scale counts as the LayerNorm that it approximates.
 """
 import torch
 import triton
@@ -16,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op
 
-from .launch import described, launchable, require_like, stages
+from .launch import described, launchable, stages
 from .norms import as_rows, norm_backward, require_rows
 
 PER_THREAD = 64                   # elements
@@ -25,7 +37,7 @@ PIPELINE = 50 * 1024              # bytes of shared memory of each of them, of a
 
 
 @triton.jit
-def _forward(x_ptr, weight_ptr, bias_ptr, scale_ptr, y_ptr, amax_ptr, mean_ptr, rstd_ptr, rows, eps,
+def _forward(x_ptr, weight_ptr, bias_ptr, scale_ptr, y_ptr, amax_ptr, proxy_ptr, mean_ptr, rstd_ptr, rows, eps,
              width: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -47,55 +59,58 @@ def _forward(x_ptr, weight_ptr, bias_ptr, scale_ptr, y_ptr, amax_ptr, mean_ptr, 
         tl.store(mean_ptr + row, mean)
         tl.store(rstd_ptr + row, rstd)
     tl.atomic_max(amax_ptr, largest, sem="relaxed")
+    if tl.program_id(0) == 0:
+        tl.store(proxy_ptr, float("nan"))
 
 
 @triton_op("transformer_block::layer_norm_fp8", mutates_args={})
 def _layer_norm_fp8(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, eps: float
-                    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, amax [], mean [rows], rstd [rows]); all inputs contiguous, x [rows, width]."""
+                    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(y, amax [], proxy, mean [rows], rstd [rows]); all inputs contiguous, x [rows, width]."""
     rows, width = x.shape
     # Triton's interpreter rounds to FP8 wrongly and loses NaN: there PyTorch rounds.
     y = torch.empty_like(x, dtype=torch.float32 if triton.knobs.runtime.interpret else torch.float8_e4m3fn)
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
     amax = torch.zeros((), dtype=torch.int32, device=x.device)            # the bits of a float
+    proxy = x.new_empty(())
     block = triton.next_power_of_2(width)
     if rows:
         launchable(_forward)[(min(rows, PROGRAMS),)](
-            x, weight, bias, scale, y, amax, mean, rstd, rows, eps, width=width, BLOCK=block,
+            x, weight, bias, scale, y, amax, proxy, mean, rstd, rows, eps, width=width, BLOCK=block,
             num_warps=min(16, max(1, block // (32 * PER_THREAD))), STAGES=stages(block * x.element_size(), 4, PIPELINE))
-    return y.to(torch.float8_e4m3fn), amax.view(torch.float32), mean, rstd
+    return y.to(torch.float8_e4m3fn), amax.view(torch.float32), proxy.expand(x.shape), mean, rstd
+
+
+def _save(ctx, inputs, output):
+    x, weight, *_ = inputs
+    y, amax, _, mean, rstd = output
+    ctx.mark_non_differentiable(y, amax, mean, rstd)
+    ctx.set_materialize_grads(False)                          # or zeros are written for all of these
+    ctx.save_for_backward(x, weight, mean, rstd)
+
+
+def _differentiate(ctx, dy, damax, dproxy, *_):
+    x, weight, mean, rstd = ctx.saved_tensors
+    return *norm_backward(x, weight, None, mean, rstd, dproxy.contiguous(), None, False, False), None, None
+
+
+_layer_norm_fp8.register_autograd(_differentiate, setup_context=_save)
 
 
 def layer_norm_fp8(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, eps: float = 1e-5
-                   ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, amax, mean, rstd): y is LayerNorm over the last dimension, times `scale`, in float8_e4m3fn.
+                   ) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, amax, proxy): y is LayerNorm over the last dimension, times `scale`, in float8_e4m3fn.
 
     x [..., E], weight and bias [E], all of one dtype (float16, bfloat16, float32) on one GPU that knows FP8 (compute
     capability 8.9 or more); scale is one float32 element beside them. y [..., E] is rounded to nearest, and what is
-    beyond +-448 becomes that; NaN stays NaN. amax [] is the largest |LayerNorm| before scaling, in float32; mean and
-    rstd [rows], float32, are for the backward. Arithmetic is in FP32. Raises ValueError for anything else.
+    beyond +-448 becomes that; NaN stays NaN. amax [] is the largest |LayerNorm| before scaling, in float32. Neither has
+    a gradient: proxy, like x and without values, takes that of the LayerNorm and passes it on to x, weight and bias.
+    Arithmetic is in FP32. Raises ValueError for anything else.
     """
     require_rows(x, weight=weight, bias=bias)
     if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != x.device:
         raise ValueError(f"scale is {described(scale)}: give one float32 element on {x.device}")
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
         raise ValueError(f"x is on {torch.cuda.get_device_name(x.device)}: FP8 needs compute capability 8.9 or more")
-    y, amax, mean, rstd = _layer_norm_fp8(as_rows(x), weight.contiguous(), bias.contiguous(), scale, eps)
-    return y.view(x.shape), amax, mean, rstd
-
-
-def layer_norm_fp8_backward(x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, dy: Tensor
-                            ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx [..., E], dweight [E], dbias [E]) from dy [..., E], the gradient of y / scale in x's dtype.
-
-    mean and rstd are `layer_norm_fp8`'s. Rounding and saturation count as the identity. Raises ValueError for anything
-    else.
-    """
-    require_rows(x, weight=weight)
-    require_like("dy", dy, x)
-    for name, numbers in {"mean": mean, "rstd": rstd}.items():
-        if numbers.shape != (x.numel() // x.size(-1),) or numbers.dtype != torch.float32 or numbers.device != x.device:
-            raise ValueError(f"{name} is {described(numbers)}: give what layer_norm_fp8 returned for x")
-    dx, dweight, dbias = norm_backward(as_rows(x), weight.contiguous(), None, mean.contiguous(), rstd.contiguous(),
-                                       as_rows(dy), None, False, False)
-    return dx.view(x.shape), dweight, dbias
+    y, amax, proxy, *_ = _layer_norm_fp8(as_rows(x), weight.contiguous(), bias.contiguous(), scale, eps)
+    return y.view(x.shape), amax, proxy.view(x.shape)

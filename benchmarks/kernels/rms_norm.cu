@@ -18,8 +18,9 @@ __global__ void __launch_bounds__(MAX_THREADS)
 forward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ weight, typename L::T* __restrict__ y,
         float* __restrict__ rstds, int width, float eps) {
     const int64_t start = static_cast<int64_t>(blockIdx.x) * width;
-    typename L::Row x_row;
+    typename L::Row x_row, w;
     L::load(x_row, x + start, width);
+    L::load(w, weight, width);                               // on its way during the sum
     float squares = 0.0f;
 #pragma unroll
     for (int v = 0; v < L::VECTORS; ++v)
@@ -32,12 +33,11 @@ forward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ w
         const int column = L::column(v);
         if (column >= width)
             break;
-        Vector<typename L::T, L::N> w, out;
-        w.read(weight + column);
         float values[L::N];
 #pragma unroll
         for (int i = 0; i < L::N; ++i)
-            values[i] = x_row[v][i] * rstd * w[i];
+            values[i] = x_row[v][i] * rstd * w[v][i];
+        Vector<typename L::T, L::N> out;
         out.set(values);
         out.write(y + start + column);
     }
@@ -60,13 +60,16 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
     const float share = 1.0f / width;
     const int64_t step = static_cast<int64_t>(gridDim.x) * width;
     int64_t start = static_cast<int64_t>(blockIdx.x) * width;
-    float next_rstd = rstds[blockIdx.x];
+    // One lane's, as in layer_norm_gelu.cu: a value of the whole warp would be waited for at once.
+    const bool first = threadIdx.x % 32 == 0;
+    float next_rstd = first ? rstds[blockIdx.x] : 0.0f;
     int turn = 0;
     for (unsigned row = blockIdx.x; row < rows; row += gridDim.x, start += step, turn ^= 1) {
         typename L::Row x_row, dy_row;
         pairs.take(x_row, dy_row, row, start);
-        const float rstd = next_rstd;
-        next_rstd = rstds[min(row + gridDim.x, rows - 1)];
+        const float rstd = __shfl_sync(~0u, next_rstd, 0);
+        if (first)
+            next_rstd = rstds[min(row + gridDim.x, rows - 1)];
         float dot = 0.0f;
 #pragma unroll
         for (int v = 0; v < L::VECTORS; ++v) {               // behind the row all is 0
