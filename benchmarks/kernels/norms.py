@@ -66,10 +66,7 @@ def _forward(x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_p
             bias = tl.load(bias_ptr + columns, mask=inside, other=0.0)
     mean = 0.0 if RMS else tl.sum(x, axis=0) / width
     centred = tl.where(inside, x - mean, 0.0)
-    rstd = 1 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + tl.cast(eps, tl.float32))   # the compiler's is FP64
-    if not RMS:
-        tl.store(mean_ptr + row, mean)
-    tl.store(rstd_ptr + row, rstd)
+    rstd = tl.rsqrt(tl.sum(centred * centred, axis=0) / width + tl.cast(eps, tl.float32))      # the compiler's is FP64
     if GELU:
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
         if BIAS:
@@ -79,6 +76,9 @@ def _forward(x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_p
         h += bias.to(tl.float32)
     y = gelu(h) if GELU else h
     tl.store(y_ptr + here, y, mask=inside)
+    if not RMS:
+        tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
 
 
 @triton.jit
