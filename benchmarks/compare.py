@@ -205,12 +205,12 @@ def _differs(name: str, old: set[str], new: set[str], force: bool) -> str:
 
 
 def versions(old: list[dict], new: list[dict]) -> list[str]:
-    """What differs between two files in software and in how samples were taken, one line each."""
+    """What differs between two files' timings in software and in how samples were taken, one line each."""
+    old, new = ([line for line in lines if line["metric"]["name"] == "latency"] for lines in (old, new))
     sides = [{name: {line["dependencies"].get(name, {}).get("version", "none") for line in lines}
               for name in {name for line in (*old, *new) for name in line["dependencies"]}} for lines in (old, new)]
     drivers = [{str(line["runners"][0].get("extra_info", {}).get("driver")) for line in lines} for lines in (old, new)]
-    clocks = [{line["metric"]["extra_info"].get("clock", "none") for line in lines
-               if line["metric"]["name"] == "latency"} for lines in (old, new)]
+    clocks = [{line["metric"]["extra_info"].get("clock", "none") for line in lines} for lines in (old, new)]
     sides = [side | {"driver": driver, "clock": clock_}
              for side, driver, clock_ in zip(sides, drivers, clocks, strict=True)]
     return [f"{name}: {' and '.join(sorted(sides[0][name]))} -> {' and '.join(sorted(sides[1][name]))}"

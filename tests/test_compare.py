@@ -229,6 +229,9 @@ def test_version_differences_are_listed():
         line["runners"][0]["extra_info"]["driver"] = "600"
     assert compare.versions(old, new) == ["driver: None -> 600", "torch: 2.9 -> 9.9"]
     assert compare.versions(old, old) == []
+    counted = json.loads(json.dumps(old[0])) | {"metric": old[0]["metric"] | {"name": "dram traffic"}}
+    counted["dependencies"]["torch"]["version"] = "1.0"                  # of what is not compared
+    assert compare.versions(old, [*old, counted]) == []
 
 
 @pytest.fixture
