@@ -61,13 +61,15 @@ def text(lines: list[dict], width: int | None = None) -> str:
     runs = {run.info["step"]: run for run in records.runs(lines) if run.info["step"] != "fusions"}
     blocks, on_gpu = [records.provenance(lines)], lines[0]["runners"][0]["type"] == "cuda"
     blocks.append(summary(lines, width))
+    merged = len({line["benchmark"]["extra_info"]["run"] for line in lines}) > 1
     for name in dict.fromkeys(step.split(", ")[0] for step in runs):
+        some = {step: run for step, run in runs.items() if step.startswith(name + ", ")}
+        of = f" (commit {records.commits([line for run in some.values() for line in run.lines])})" if merged else ""
         for mode in MODES:
-            some = {step: run for step, run in runs.items() if step.startswith(name + ", ")}
             if mode == "forward" or any(run.best(mode) for run in some.values()):
                 headers = ["size", "level", "status", "error", "us, eager", "us, graph", _unit(some), _of(some),
                            "kernels" if on_gpu else "operators"]
-                blocks.append(f"{name}, {mode}\n\n" + command.table([_row(run, mode) for run in some.values()],
+                blocks.append(f"{name}, {mode}{of}\n\n" + command.table([_row(run, mode) for run in some.values()],
                                                                     headers, width, keys=2))
     if any(run.best(mode) and run.value(mode, "percent of limit", run.best(mode)) is None
            for run in runs.values() for mode in MODES):

@@ -134,6 +134,16 @@ def test_the_summary_is_of_the_largest_size_and_empty_without_percents():
     assert fusion_tables._percents(largest) in rows["SiLU"] and fusion_tables._percents(largest).count(" / ") == 1
 
 
+def test_records_of_several_runs_say_which_commit_each_table_is_of():
+    merged = next(lines for lines in map(records.read, readme.recorded("fusions"))
+                  if len({line["benchmark"]["extra_info"]["run"] for line in lines}) > 1)
+    first = merged[0]["benchmark"]["extra_info"]
+    alone = [line for line in merged if line["benchmark"]["extra_info"]["run"] == first["run"]]
+    name = first["step"].split(", ")[0]
+    assert f"{name}, forward (commit {records.commits(alone)})\n" in fusion_tables.text(merged)
+    assert f"{name}, forward\n" in fusion_tables.text(alone)
+
+
 def test_what_memory_limits_is_timed_in_shorter_stretches():
     long, short = (fusions.clock_for(torch.device("cuda"), fusions.Work(1e9, flops)) for flops in (1e12, 0.0))
     assert 0 < short.settle_ms < long.settle_ms and 0 < short.burst_ms < long.burst_ms
