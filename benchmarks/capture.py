@@ -216,8 +216,10 @@ def _told(found: dict, width: int | None) -> str:
     if fused:
         lines += ["", "what torch.compile fused:", *(f"  {line}" for line in fused)]
     if found["kernels"]:
-        lines += ["", command.table([[kernel["name"], *("n/a" if kernel.get(key) is None else str(kernel[key])
-                                                        for key in ("registers", "spills", "shared bytes", "warps"))]
-                                     for kernel in found["kernels"]],
+        # One may be compiled twice, for a number that 16 divides and one that it does not.
+        kernels = dict.fromkeys((kernel["name"], *("n/a" if kernel.get(key) is None else str(kernel[key])
+                                                   for key in ("registers", "spills", "shared bytes", "warps")))
+                                for kernel in found["kernels"])
+        lines += ["", command.table([list(kernel) for kernel in kernels],
                                     ["Triton kernel", "registers", "spills", "shared bytes", "warps"], width)]
     return "\n".join(lines)

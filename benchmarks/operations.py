@@ -140,7 +140,7 @@ class Experiment:
     moved: tuple[float, float]         # times x's elements read and written, forward and backward
     by_hand: dict[str, Callable[[], Callable]]           # level -> what imports it
     module: str                        # of benchmarks/kernels: where its Triton kernels are
-    gate: float | None = None          # of the outputs, where it is not the dtype's
+    gate: float | None = None          # of outputs in FP8
     more_bytes: int = 0                # an element of x, moved besides by the forward
     proxy: bool = False                # its last output only takes the gradient, of what the others round
     no_torchscript: str = ""           # why TorchScript can't on a GPU
@@ -248,18 +248,21 @@ def check(call: Callable, experiment: Experiment, given: list[Tensor], seed: int
         if backward and not ys:                                          # what has no backward is measured without
             break
         shown = found[:-1] if experiment.proxy else found
-        values = {f"output {n}": y.detach() if y.dtype != torch.float8_e4m3fn else y.float()
-                  for n, y in enumerate(shown)}
+        values = {f"output {n}": y.detach() for n, y in enumerate(shown)}
         dys = []
         if backward:
             dys = [torch.randn(y.shape, generator=generator, device=y.device).to(y.dtype) for y in ys]
             values |= {f"gradient {n}": t for n, t in enumerate(torch.autograd.grad(ys, inputs, dys))}
         truth = truth_of(experiment, given, found, dys)
         if len(truth) != len(values):
-            raise harness.Failed(f"it gives {len(shown)} tensors, not {len(truth) - len(inputs) * backward}")
+            due = len(truth) - len(inputs) * backward + experiment.proxy
+            raise harness.Failed(f"it gives {len(found)} tensors, not {due}")
         for (name, value), right in zip(values.items(), truth, strict=True):
+            gate = exact if name.startswith("output") else 3 * exact
+            if value.dtype == torch.float8_e4m3fn:
+                value, gate = value.float(), experiment.gate
             error = oracle.relative_error(value, right)
-            if not error <= (experiment.gate or exact if name.startswith("output") else 3 * exact):
+            if not error <= gate:
                 raise harness.Failed(f"{name} is off by {error:.1e} against FP64")
             errors[name] = max(error, errors.get(name, 0.0))
     return errors

@@ -240,10 +240,11 @@ def _short(commit: str | None) -> str:
 def provenance(lines: list[dict]) -> str:
     """One sentence: the machine, the versions and the commit of a set of records."""
     first = lines[0]
-    versions = ", ".join(f"{name} {entry['version']}" for name, entry in first["dependencies"].items()
+    found = {name: sorted({line["dependencies"].get(name, {}).get("version", "unknown") for line in lines})
+             for name in dict.fromkeys(name for line in lines for name in line["dependencies"])}
+    versions = ", ".join(f"{name} {' and '.join(each)}" for name, each in found.items()
                          if name not in ("transformer_engine", "python"))
-    engines = sorted({line["dependencies"]["transformer_engine"]["version"] for line in lines
-                      if "transformer_engine" in line["dependencies"]})
+    engines = [version for version in found.get("transformer_engine", ()) if version != "unknown"]
     driver = first["runners"][0]["extra_info"]["driver"]
     shapes = list(dict.fromkeys(line["model"]["name"] for line in lines if line["metric"]["name"] != "wall time"))
     shape = shapes[0] if len(shapes) == 1 else f"{len(shapes) or 'no'} shapes"

@@ -99,8 +99,9 @@ def test_activations_of_strange_values_are_eager_s(name, bad, dtype):
     kernel, eager, *_ = ACTIVATIONS[name]
     given = [t.detach() for t in arguments(name, (4, 33), dtype)]
     given[0][2, 5] = bad
-    near = 5 * GATES[dtype]                                 # eager rounds what it writes between two operations
-    torch.testing.assert_close(kernel(*given), eager(*given), rtol=near, atol=near, equal_nan=True)
+    # In 16 bits eager rounds what it writes between two operations.
+    rtol, atol = (1e-5, 1e-6) if dtype == torch.float32 else (5 * GATES[dtype],) * 2
+    torch.testing.assert_close(kernel(*given), eager(*given), rtol=rtol, atol=atol, equal_nan=True)
 
 
 @each_activation
@@ -159,6 +160,7 @@ def test_halves_of_one_tensor_are_not_copied():
     (lambda x: quantize.layer_norm_fp8(x, x[0], x[0, 1:], x[:1, 0]), r"bias is \(7,\) .*: give \(8,\)"),
     (lambda x: quantize.layer_norm_fp8(x, x[0], x[0], x[:, 0]), r"scale is \(4,\) .*: give one float32 element"),
     (lambda x: quantize.layer_norm_fp8(x, x[0], x[0], x[0, 0].half()), r"scale is \(\) torch.float16"),
+    (lambda x: quantize.layer_norm_fp8(x, x[0], x[0], 50.0), "scale is 50.0: give one float32 element"),
 ])
 def test_bad_input_is_named(call, said):
     with pytest.raises(ValueError, match=said):
@@ -356,8 +358,9 @@ def through_a_product(given, w, scale, Product):
     return Product.apply(proxy, y, scale, w)
 
 
-def test_layer_norm_fp8_before_a_product():
-    given = [t.requires_grad_() for t in norm_arguments((6, 40), torch.float32)]
+@pytest.mark.parametrize("shape", [(6, 40), (2, 3, 40)], ids=str)
+def test_layer_norm_fp8_before_a_product(shape):
+    given = [t.requires_grad_() for t in norm_arguments(shape, torch.float32)]
     w, scale = random((40, 24), seed=7).requires_grad_(), torch.full((), 50.0, device=DEVICE)
     z = through_a_product(given, w, scale, product())
     dz = random(z.shape, seed=8)
@@ -366,6 +369,21 @@ def test_layer_norm_fp8_before_a_product():
     found, exact = torch.autograd.grad(z, (*given, w), dz), torch.autograd.grad(right, doubles, dz.double())
     assert max(map(oracle.relative_error, found[:3], exact[:3])) < 3 * GATES[torch.float32]
     assert oracle.relative_error(z.detach(), right.detach()) < 4e-2 and oracle.relative_error(found[3], exact[3]) < 4e-2
+
+
+def test_a_proxy_without_a_gradient_is_nothing_to_do():
+    class Frozen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, proxy, w):
+            return 2 * w
+
+        @staticmethod
+        def backward(ctx, dz):
+            return None, 2 * dz
+    given = [t.requires_grad_() for t in norm_arguments((6, 40), torch.float32)]
+    w = torch.ones((), device=DEVICE, requires_grad=True)
+    Frozen.apply(quantize.layer_norm_fp8(*given, torch.ones(1, device=DEVICE))[2], w).backward()
+    assert w.grad == 2 and all(t.grad is None for t in given)
 
 
 def test_the_proxy_takes_a_gradient_that_is_not_contiguous():
@@ -402,14 +420,18 @@ def test_an_infinite_layer_norm_saturates_and_is_seen_in_amax():
 
 def test_layer_norm_fp8_of_strided_input_of_no_rows_and_of_many_rows_a_program(monkeypatch):
     one = torch.ones((), device=DEVICE)
-    given = norm_arguments((12, 40), torch.float16)
-    first = quantize.layer_norm_fp8(*given, one)[:2]
+    given = [t.requires_grad_() for t in norm_arguments((12, 40), torch.float16)]
+    dy = random((12, 40), torch.float16, seed=5)
+
+    def all_of(given):
+        y, amax, proxy = quantize.layer_norm_fp8(*given, one)
+        return y.float(), amax, *torch.autograd.grad(proxy, given, dy[:len(y)])
+    first = all_of(given)
     monkeypatch.setattr(quantize, "PROGRAMS", 5)
-    for again in (given, [given[0].t().contiguous().t(), *given[1:]]):
-        for a, b in zip(first, quantize.layer_norm_fp8(*again, one)[:2], strict=True):
-            assert torch.equal(a.float(), b.float())
-    y, amax, *_ = quantize.layer_norm_fp8(given[0][:0], *given[1:], one)
-    assert y.shape == (0, 40) and y.dtype == torch.float8_e4m3fn and amax.item() == 0
+    for again in (given, [given[0].detach().t().contiguous().t().requires_grad_(), *given[1:]]):
+        assert all(map(torch.equal, first, all_of(again)))
+    y, amax, dx, dweight, dbias = all_of([given[0].detach()[:0].requires_grad_(), *given[1:]])
+    assert y.shape == dx.shape == (0, 40) and amax.item() == 0 and not dweight.any() and not dbias.any()
 
 
 @pytest.mark.gpu

@@ -43,7 +43,8 @@ def test_the_kernels_by_hand_are_the_operations():
     for name, experiment in operations.EXPERIMENTS.items():
         if name != "attention":                                          # in 16 bits alone
             call, given = experiment.by_hand["Triton"](), made(name)[1]
-            operations.check(call, experiment, given, 1)
+            found = operations.check(call, experiment, given, 1)
+            assert sum(what.startswith("gradient") for what in found) == len(experiment.inputs.rstrip("1"))
             with torch.no_grad():                                        # all that a replay is compared by
                 assert all(y.float().isfinite().all() for y in operations.outputs(call, given))
 
@@ -75,6 +76,17 @@ def test_sizes_follow_the_tokens():
 def test_what_is_not_the_operation_is_refused(wrong, said):
     with pytest.raises(harness.Failed, match=said):
         operations.check(wrong, *made("RMSNorm"), 1)
+
+
+@pytest.mark.parametrize("wrong, said", [
+    (lambda y, amax, proxy: ((y.float() * 1.1).to(y.dtype), amax, proxy), "output 0 is off by"),
+    (lambda y, amax, proxy: (y, amax * 1.001, proxy), "output 1 is off by 1.0e-03"),
+    (lambda y, amax, proxy: (y, amax, proxy * 1.001 if torch.is_grad_enabled() else y), "gradient 0 is off by 1.0e-03"),
+    (lambda y, amax, proxy: (y, amax), "it gives 2 tensors, not 3"),
+])
+def test_what_is_not_layer_norm_to_fp8_is_refused(wrong, said):
+    with pytest.raises(harness.Failed, match=said):
+        operations.check(lambda *given: wrong(*operations.layer_norm_fp8(*given)), *made("LayerNorm to FP8"), 1)
 
 
 @pytest.mark.parametrize("mode", fusions.MODES)

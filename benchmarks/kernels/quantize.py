@@ -5,11 +5,12 @@
 Apart, the LayerNorm would be written in 16 bits and read twice, for its largest value and to be rounded. Each program
 raises the largest value to its own by an atomic maximum: of maxima, unlike sums, the order changes no bit.
 
-Autograd casts a gradient to the dtype of its tensor, and in y's three bits of mantissa none survives. So y has no
-gradient, and `proxy` stands for the LayerNorm in its place: it has the shape and dtype of x, no memory of its own and
-no values (NaN, so that nobody takes it for any). Who multiplies y takes both, and gives the gradient to `proxy`:
+Autograd would round a gradient of y to FP8, as y is: too coarse to train with. So y has none, and `proxy` stands for
+the LayerNorm in its place. It has the shape and dtype of x, and no values: one NaN, seen everywhere, so that nobody
+takes it for any. Who multiplies y takes both, and gives the gradient to `proxy`; who leaves it out trains nothing that
+lies before y, and no error says so.
 
-    class Product(torch.autograd.Function):                   # y @ w, the gradients in x's dtype
+    class Product(torch.autograd.Function):                   # y / scale @ w, of [..., E] and [E, N]
         @staticmethod
         def forward(ctx, proxy, y, scale, w):
             ctx.save_for_backward(y, scale, w)
@@ -18,9 +19,10 @@ no values (NaN, so that nobody takes it for any). Who multiplies y takes both, a
         @staticmethod
         def backward(ctx, dz):
             y, scale, w = ctx.saved_tensors
-            return dz @ w.T, None, None, (y.to(w.dtype) / scale).to(w.dtype).T @ dz
+            h = (y.to(w.dtype) / scale).to(w.dtype).flatten(0, -2)
+            return dz @ w.t(), None, None, h.t() @ dz.flatten(0, -2)
 
-It passes straight through rounding and saturation: y / scale counts as the LayerNorm that it approximates.
+The gradient passes straight through rounding and saturation: y / scale counts as the LayerNorm that it approximates.
 """
 import torch
 import triton
@@ -90,6 +92,8 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, dy, damax, dproxy, *_):
+    if dproxy is None:
+        return (None,) * 5
     x, weight, mean, rstd = ctx.saved_tensors
     return *norm_backward(x, weight, None, mean, rstd, dproxy.contiguous(), None, False, False), None, None
 
@@ -104,10 +108,12 @@ def layer_norm_fp8(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, eps: 
     x [..., E], weight and bias [E], all of one dtype (float16, bfloat16, float32) on one GPU that knows FP8 (compute
     capability 8.9 or more); scale is one float32 element beside them. y [..., E] is rounded to nearest, and what is
     beyond +-448 becomes that; NaN stays NaN. amax [] is the largest |LayerNorm| before scaling, in float32. Neither has
-    a gradient: proxy, like x and without values, takes that of the LayerNorm and passes it on to x, weight and bias.
-    Arithmetic is in FP32. Raises ValueError for anything else.
+    a gradient, nor has scale: proxy, like x and without values, takes that of the LayerNorm and passes it on to x,
+    weight and bias (see above). Arithmetic is in FP32. Raises ValueError for anything else.
     """
     require_rows(x, weight=weight, bias=bias)
+    if not isinstance(scale, Tensor):
+        raise ValueError(f"scale is {scale!r}: give one float32 element on {x.device}")
     if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != x.device:
         raise ValueError(f"scale is {described(scale)}: give one float32 element on {x.device}")
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):

@@ -18,9 +18,10 @@ __global__ void __launch_bounds__(MAX_THREADS)
 forward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ weight, typename L::T* __restrict__ y,
         float* __restrict__ rstds, int width, float eps) {
     const int64_t start = static_cast<int64_t>(blockIdx.x) * width;
-    typename L::Row x_row, w;
+    typename L::Row x_row, w_row;
     L::load(x_row, x + start, width);
-    L::load(w, weight, width);                               // on its way during the sum
+    if (L::KEEPS_WEIGHTS)                                    // on its way during the sum, where registers are left
+        L::load(w_row, weight, width);
     float squares = 0.0f;
 #pragma unroll
     for (int v = 0; v < L::VECTORS; ++v)
@@ -33,11 +34,15 @@ forward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ w
         const int column = L::column(v);
         if (column >= width)
             break;
+        Vector<typename L::T, L::N> w, out;
+        if (L::KEEPS_WEIGHTS)
+            w = w_row[v];
+        else
+            w.read(weight + column);
         float values[L::N];
 #pragma unroll
         for (int i = 0; i < L::N; ++i)
-            values[i] = x_row[v][i] * rstd * w[v][i];
-        Vector<typename L::T, L::N> out;
+            values[i] = x_row[v][i] * rstd * w[i];
         out.set(values);
         out.write(y + start + column);
     }
@@ -60,7 +65,7 @@ backward(const typename L::T* __restrict__ x, const typename L::T* __restrict__ 
     const float share = 1.0f / width;
     const int64_t step = static_cast<int64_t>(gridDim.x) * width;
     int64_t start = static_cast<int64_t>(blockIdx.x) * width;
-    // One lane's, as in layer_norm_gelu.cu: a value of the whole warp would be waited for at once.
+    // One lane's: of wide rows the compiler keeps it in a register for the whole warp else (see layer_norm_gelu.cu).
     const bool first = threadIdx.x % 32 == 0;
     float next_rstd = first ? rstds[blockIdx.x] : 0.0f;
     int turn = 0;
