@@ -33,8 +33,10 @@ def facts(device: torch.device) -> dict:
             "multiprocessors": properties.multi_processor_count, "memory_gib": properties.total_memory / 2**30,
             "l2_mib": properties.L2_cache_size / 2**20, "cuda": torch.version.cuda,
         }
-        with contextlib.suppress(RuntimeError):        # raised where two cuDNN versions are mixed
+        try:
             found["cudnn"] = torch.backends.cudnn.version()
+        except RuntimeError:                           # Transformer Engine has loaded another one than torch's
+            found["cudnn"] = "two versions"
         with _nvml(device) as (nvml, handle):
             if nvml:
                 found["driver"] = nvml.nvmlSystemGetDriverVersion()

@@ -6,11 +6,13 @@ import re
 import threading
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from common import PRESETS, evidence, report
+from common import device as machine
 from common.report import LAUNCHES, MODES, Compilation, Output, Report, Row, WriteError
 from common.timing import Timing
 
@@ -113,6 +115,16 @@ def test_what_is_not_known_is_said_and_nothing_is_nan(r):
     assert not re.search(r"\b(nan|inf|None)\b", card, re.IGNORECASE)
     if r.status != "ok":
         assert f"{r.status}: " in card and "n/a" in card
+
+
+def test_two_versions_of_cudnn_are_told(monkeypatch):
+    def mixed():
+        raise RuntimeError("cuDNN version incompatibility")
+    gpu = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=2**37,
+                          L2_cache_size=60 * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.backends.cudnn, "version", mixed)
+    assert machine.facts(torch.device("cuda"))["cudnn"] == "two versions"
 
 
 def test_the_reason_is_on_the_card():
