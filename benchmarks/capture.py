@@ -178,7 +178,7 @@ def save(folder: Path, name: str, call: Callable, given: list[Tensor], least: di
 def explain(folder: Path, width: int | None = None) -> str:
     """What `save` left in a folder, told. Raises ValueError where there is nothing, or it is not what `save` writes."""
     blocks = []
-    for path in sorted(folder.glob(f"*/{METADATA}")):
+    for path in sorted([*folder.glob(METADATA), *folder.glob(f"*/{METADATA}")]):          # of one experiment, of many
         try:
             blocks.append(_told(json.loads(path.read_text()), width))
         except (ValueError, KeyError, TypeError, AttributeError) as error:

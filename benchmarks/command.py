@@ -1,7 +1,6 @@
 """What the commands of all studies share: flags, mistakes in one line, early ends, and tables that fit the terminal."""
 import argparse
 import contextlib
-import os
 import shutil
 import sys
 import tempfile
@@ -113,11 +112,12 @@ def shown_to_a_person(name: str, output: report.Output | None = None):
               file=sys.stderr)
         sys.exit(EXIT["oom"])
     except BrokenPipeError:                        # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError) as error:         # a full disk under the compiler's caches, a bad recorded file
+        run.say_no_more()
+    except (OSError, ValueError) as error:         # a full disk, under the compiler's caches too; a bad recorded file
         if not isinstance(error, OSError | records.BadRecords):
             raise
         print(f"{name}: error: {error}", file=sys.stderr)
+        run.say_no_more()
         sys.exit(EXIT["failed"])
 
 

@@ -130,6 +130,10 @@ def measure(study: Study, name: str, found: dict[str, Callable], size: tuple[int
     """Check and time all levels of one experiment at one size, and write their records."""
     options, device, experiment = study.options, study.device, EXPERIMENTS[name]
     dtype, reports = options.config.amp_dtype or torch.float32, {}
+    needed = 40 * math.prod(size) * experiment.inputs.count("x")                              # FP64 and its gradients
+    if device.type == "cpu" and needed > (total := machine.memory_total(device)):            # Linux would kill it
+        raise MemoryError(f"{name} of {' x '.join(map(str, size))} needs about {needed / 2**30:,.0f} GiB, and this "
+                          f"machine has {total / 2**30:.0f}")
     first = tensors(experiment, size, dtype, device, options.seed)
     for level, call in found.items():
         r = reports[level] = _report(study, f"{name}, {' x '.join(map(str, size))}, {level}")
@@ -258,7 +262,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = command.parser("fusions", __doc__)
     parser.add_argument("--experiment", choices=EXPERIMENTS, action="append", help="only this one; may be repeated")
     parser.add_argument("--rows", type=command.numbers, metavar="LIST",
-                        help="sizes (default: up to the tokens of the shape)")
+                        help="sizes, in rows (tokens) of x, of which attention and softmax take whole sequences, at "
+                             "least one (default: up to the tokens of the shape)")
     parser.add_argument("--capture", type=Path, metavar="DIR", help="save what the compiler made of each")
     parser.add_argument("--explain", type=Path, metavar="DIR", help="measure nothing: tell what --capture saved")
     options = command.parse(parser, argv)
@@ -269,7 +274,8 @@ def main(argv: list[str] | None = None) -> int:
             told = capture.explain(options.explain)
         except (ValueError, OSError) as error:
             command.usage(parser, f"--explain: {error}")
-        print(told)
+        with command.shown_to_a_person("fusions"):
+            print(told)
         return EXIT["ok"]
     if options.capture:
         try:

@@ -287,6 +287,7 @@ class Study:
     def show(self, text: Callable, draw: Callable, lines: list[dict] | None = None) -> int:
         """Print `text(lines)`, `draw` the chart that was asked for, and say where the time went; the exit status."""
         lines = self.lines if lines is None else lines
+        self._bar.clear()
         print(text(lines))
         if self.options.chart:
             draw(lines, self.options.chart)

@@ -56,10 +56,19 @@ def main(script: Path, argv: list[str] | None = None) -> int:
     try:
         print(report.card(result), flush=True)
     except BrokenPipeError:                        # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        say_no_more()
+    except OSError as error:                       # a full disk
+        print(f"{script.name}: error: {error}", file=sys.stderr)
+        say_no_more()
+        return EXIT["failed"]
     if result.status != "ok":
         print(f"{script.name}: {result.status}: {result.reason}", file=sys.stderr)
     return EXIT[result.status]
+
+
+def say_no_more() -> None:
+    """What standard output still holds goes nowhere: at the end of the process Python would try again, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):

@@ -3,6 +3,7 @@
 Every test carries one tier: `unit` (milliseconds, no block compiled), `integration` (several parts together, a compiler
 or a process) or `stress` (long or large). `pytest -m unit` is the quick look.
 """
+import contextlib
 import errno
 import itertools
 import math
@@ -164,6 +165,18 @@ def full_disk(monkeypatch):
     def write(descriptor, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(os, "write", write)
+
+
+@pytest.fixture
+def full_stdout():
+    """A context: what is printed finds the disk full. At its end stdout is closed, as at the end of a process."""
+    @contextlib.contextmanager
+    def context():
+        with open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
+            yield
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full")
+    return context()
 
 
 @pytest.fixture

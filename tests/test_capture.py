@@ -86,6 +86,7 @@ def test_an_experiment_is_saved_and_explained(study_main, tmp_path, fresh_dynamo
     status, out, _ = study_main(fusions, "--explain", folder)
     rows = {tuple(line.split()[:2]): line.split()[2:5] for line in out.splitlines() if "ward " in line}
     assert status == 0 and rows["forward", "eager"] == ["2", "20.0", "12.0"]         # silu, then times b
+    assert study_main(fusions, "--explain", place) == (0, out, "")
     assert rows["forward", "torch.compile"][1:] == ["12.0", "12.0"] and "forward, kernel 1: mul_silu" in out
     assert rows["backward", "torch.compile"][1:] == ["20.0", "20.0"]
 

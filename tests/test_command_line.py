@@ -135,6 +135,13 @@ def test_a_full_disk_is_found_before_timing(main, nothing_timed, tmp_path, full_
     assert f"--json {tmp_path / 'records'}: No space left on device" in one_line(err)
 
 
+def test_a_card_that_finds_the_disk_full_is_one_line(main, nothing_timed, monkeypatch, full_stdout):
+    monkeypatch.setattr(run, "_run", lambda *_: None)
+    with full_stdout:
+        status, _, err = main(2, *TINY)
+    assert status == 1 and one_line(err) == "2_sdpa.py: error: [Errno 28] No space left on device"
+
+
 def test_another_files_error_is_not_blamed_on_json(main, nothing_timed, monkeypatch):
     def broken(*_, **__):
         raise OSError(5, "Input/output error", "/somewhere/else")

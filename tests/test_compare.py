@@ -292,3 +292,9 @@ def test_a_bad_file_is_one_line_and_status_two(main, content, words):
     for old, new in ((content, process(1)), (process(1), content)):
         status, out, err = main(old, new)
         assert (status, out) == (2, "") and words in err and err.count("\n") == 1 and err.startswith("compare: error: ")
+
+
+def test_a_table_that_finds_the_disk_full_is_one_line(main, full_stdout):
+    with full_stdout:
+        status, _, err = main(process(1), process(2))
+    assert status == 1 and err == "compare: error: [Errno 28] No space left on device\n"

@@ -177,6 +177,12 @@ def test_every_kernel_gives_the_same_bits(capsys):
     assert "DIFFER" not in said and all(f"{name}, Triton, " in said for name in operations.EXPERIMENTS)
 
 
+def test_rows_that_no_memory_holds_are_one_line(study_main):
+    status, _, err = study_main(fusions, "--experiment", "SwiGLU", "--rows", 10**12)
+    assert status == 3 and err.count("\n") == 1
+    assert "fusions: out of memory: SwiGLU of 1000000000000 x 256 needs about" in err and "give a smaller shape" in err
+
+
 @pytest.mark.parametrize("flags, said", [
     (("--rows", "4,x"), "argument --rows: '4,x': give whole numbers such as 1,2,4"),
     (("--rows", "0"), "argument --rows"),

@@ -11,6 +11,7 @@ import sys
 
 import torch
 
+from benchmarks import command
 from benchmarks.operations import EXPERIMENTS, Experiment, differentiable, outputs, tensors
 from common.config import dtype_name
 from common.run import EXIT
@@ -33,8 +34,10 @@ def results(call, experiment: Experiment, size: tuple[int, ...], dtype: torch.dt
 
 
 def main(argv: list[str] | None = None) -> int:
-    argparse.ArgumentParser("kernels", description=__doc__,
-                            formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+    parser = argparse.ArgumentParser("kernels", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: command.usage(parser, message)
+    parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("kernels: skipped: there is no GPU", file=sys.stderr)
         return EXIT["skipped"]

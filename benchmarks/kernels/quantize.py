@@ -1,5 +1,7 @@
 """LayerNorm that writes FP8 and the largest value it saw, in one kernel in Triton: what stands before a product in FP8.
 
+(A memset before it sets that value to 0.)
+
     y, amax, proxy = layer_norm_fp8(x, weight, bias, scale)
 
 Apart, the LayerNorm would be written in 16 bits and read twice, for its largest value and to be rounded. Each program
