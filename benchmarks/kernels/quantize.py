@@ -1,16 +1,15 @@
 """LayerNorm that writes FP8 and the largest value it saw, in one kernel in Triton: what stands before a product in FP8.
 
-(A memset before it sets that value to 0.)
-
     y, amax, proxy = layer_norm_fp8(x, weight, bias, scale)
 
 Apart, the LayerNorm would be written in 16 bits and read twice, for its largest value and to be rounded. Each program
-raises the largest value to its own by an atomic maximum: of maxima, unlike sums, the order changes no bit.
+raises the largest value, which a memset has set to 0, to its own by an atomic maximum: of maxima, unlike sums, the
+order changes no bit.
 
 Autograd would round a gradient of y to FP8, as y is: too coarse to train with. So y has none, and `proxy` stands for
 the LayerNorm in its place. It has the shape and dtype of x, and no values: one NaN, seen everywhere, so that nobody
-takes it for any. Who multiplies y takes both, and gives the gradient to `proxy`; who leaves it out trains nothing that
-lies before y, and no error says so.
+takes it for any. Who multiplies y takes both, and gives the gradient to `proxy`. Without it nothing that lies before y
+is trained, and an error says so only where nothing else is.
 
     class Product(torch.autograd.Function):                   # y / scale @ w, of [..., E] and [E, N]
         @staticmethod
