@@ -155,9 +155,9 @@ def _table(r: Report) -> list[str]:
     timed = [row.timing for row in columns]
 
     def cells(label: str, values) -> str:
-        return f"{label:<20}" + "".join(f"{value:>16}" for value in values)
+        return f"{label:<20}" + "".join(f"{value:>15}" for value in values).rstrip()     # 80 columns, as a terminal has
 
-    lines = [cells("", ("forward", "", "forward+backward", "")), cells("", LAUNCHES * 2)]
+    lines = [f"{'':<20}" + "".join(f"{mode:^30}" for mode in MODES).rstrip(), cells("", LAUNCHES * 2)]
     for label, q in (("median ms", 0.5), ("p20 ms", 0.2), ("p80 ms", 0.8)):
         lines.append(cells(label, (_number(t and t.quantile(q), ".3f") for t in timed)))
     lines.append(cells("samples", (len(t.samples) if t else "n/a" for t in timed)))
