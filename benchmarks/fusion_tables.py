@@ -69,8 +69,10 @@ def text(lines: list[dict], width: int | None = None) -> str:
             if mode == "forward" or any(run.best(mode) for run in some.values()):
                 headers = ["size", "level", "status", "error", "us, eager", "us, graph", _unit(some), _of(some),
                            "kernels" if on_gpu else "operators"]
-                blocks.append(f"{name}, {mode}{of}\n\n" + command.table([_row(run, mode) for run in some.values()],
-                                                                    headers, width, keys=2))
+                rows = [_row(run, mode) for run in some.values()]
+                told = [n for n in range(len(headers)) if n < 2 or any(row[n] not in ("", "n/a") for row in rows)]
+                headers, rows = [headers[n] for n in told], [[row[n] for n in told] for row in rows]
+                blocks.append(f"{name}, {mode}{of}\n\n" + command.table(rows, headers, width, keys=2))
     if any(run.best(mode) and run.value(mode, "percent of limit", run.best(mode)) is None
            for run in runs.values() for mode in MODES):
         blocks.append("No percentage where the tensors may stay in a cache (of a CPU's caches nothing is known).")
