@@ -115,7 +115,7 @@ def test_the_study_on_a_cpu(study_main, no_inductor, tmp_path):
     assert status == 0 and "Traceback" not in err, out
     lines = records.read(path)
     assert fusion_tables.text(lines) in out and (tmp_path / "f-bandwidth.png").exists()
-    assert "us, eager" in out and "us, graph" not in out and "% of copy" not in out            # columns without a number
+    assert "us, eager" in out and "us, graph" not in out and "% of copy" not in out      # columns without numbers
     runs = {run.info["step"]: run for run in records.runs(lines)}
     for level in ("eager", "TorchScript (deprecated)", "torch.compile", "copy"):
         run = runs[f"RMSNorm, 16 x 64, {level}"]
