@@ -58,7 +58,7 @@ def inductor_sources(call: Callable, given: list[Tensor]) -> dict[str, str]:
 
     def backward() -> None:
         ys = differentiable(outputs(compiled, given))
-        torch.autograd.grad(ys, [t for t in given if t.requires_grad], [torch.ones_like(y) for y in ys])
+        torch.autograd.grad(ys, differentiable(given), [torch.ones_like(y) for y in ys])
 
     sources = {}
     for run in (forward, backward):
@@ -161,7 +161,7 @@ def save(folder: Path, name: str, call: Callable, given: list[Tensor], least: di
             ys = differentiable(outputs(call, given))
             if mode == "backward":
                 traffic.bytes = 0
-                torch.autograd.grad(ys, [t for t in given if t.requires_grad], [y.detach() for y in ys])
+                torch.autograd.grad(ys, differentiable(given), [y.detach() for y in ys])
         found.setdefault("eager bytes", {})[mode] = traffic.bytes
     for mode, source in inductor_sources(call, given).items():
         (place / f"inductor_{mode}.py").write_text(source)

@@ -66,7 +66,7 @@ class Iteration:
             with torch.no_grad():
                 self.found = [outputs(self.call, given) for given in self.sets]
         else:
-            self.found = [torch.autograd.grad(ys, [t for t in given if t.requires_grad], dy, retain_graph=True)
+            self.found = [torch.autograd.grad(ys, differentiable(given), dy, retain_graph=True)
                           for ys, given, dy in zip(self.made, self.sets, self.dys, strict=True)]
 
     def change(self) -> None:

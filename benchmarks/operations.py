@@ -3,7 +3,7 @@ import functools
 import importlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -140,13 +140,12 @@ class Experiment:
     moved: tuple[float, float]         # times x's elements read and written, forward and backward
     by_hand: dict[str, Callable[[], Callable]]           # level -> what imports it
     module: str                        # of benchmarks/kernels: where its Triton kernels are
-    gate: float | None = None          # of outputs in FP8
-    more_bytes: int = 0                # an element of x, moved besides by the forward
-    proxy: bool = False                # its last output only takes the gradient, of what the others round
+    fp8: bool = False                  # its first output is in FP8, and its last only takes the gradient in its place
     no_torchscript: str = ""           # why TorchScript can't on a GPU
 
 
 TORCHSCRIPT = "TorchScript (deprecated)"
+FP8_GATE = 4e-2                        # of an output in FP8: three bits of mantissa
 DROPOUT = {"p": 0.1, "seed": 1, "causal": True}
 EXPERIMENTS = {
     "LayerNorm+GELU": Experiment(layer_norm_gelu, "xww", "hidden", (2, 3), {
@@ -156,8 +155,8 @@ EXPERIMENTS = {
         "PyTorch's rms_norm": _library_rms_norm}, "norms"),
     "residual+LayerNorm": Experiment(residual_layer_norm, "xxww", "hidden", (4, 4), {
         "Triton": _kernel("norms.residual_layer_norm")}, "norms"),
-    "LayerNorm to FP8": Experiment(layer_norm_fp8, "xww1", "hidden", (1, 3), {
-        "Triton": _triton_layer_norm_fp8}, "quantize", gate=4e-2, more_bytes=1, proxy=True,
+    "LayerNorm to FP8": Experiment(layer_norm_fp8, "xww1", "hidden", (1, 3), {        # and the FP8: a byte an element
+        "Triton": _triton_layer_norm_fp8}, "quantize", fp8=True,
         no_torchscript="TorchScript's fuser knows no FP8"),              # seen: it writes CUDA that does not compile
     "SiLU": Experiment(silu, "x", "ffn", (2, 3), {"Triton": _kernel("activations.silu")}, "activations"),
     "SwiGLU": Experiment(swiglu, "xx", "ffn", (3, 5), {
@@ -186,7 +185,7 @@ def shape(config: BlockConfig, name: str, rows: int) -> tuple[int, ...]:
 def least_bytes(experiment: Experiment, mode: str, x: Tensor) -> float:
     """What a pass must read and write; vectors are too small to count."""
     forward, backward = experiment.moved
-    return forward * x.nbytes + experiment.more_bytes * x.numel() if mode == "forward" else backward * x.nbytes
+    return forward * x.nbytes + experiment.fp8 * x.numel() if mode == "forward" else backward * x.nbytes
 
 
 def levels(experiment: Experiment, device: torch.device) -> dict[str, Callable | str]:
@@ -228,9 +227,9 @@ def outputs(call: Callable, given: list[Tensor]) -> tuple[Tensor, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-def differentiable(found: tuple[Tensor, ...]) -> list[Tensor]:
-    """What of the outputs takes a gradient."""
-    return [y for y in found if y.requires_grad]
+def differentiable(some: Iterable[Tensor]) -> list[Tensor]:
+    """Those inputs or outputs that take a gradient."""
+    return [t for t in some if t.requires_grad]
 
 
 def check(call: Callable, experiment: Experiment, given: list[Tensor], seed: int) -> dict[str, float]:
@@ -238,7 +237,7 @@ def check(call: Callable, experiment: Experiment, given: list[Tensor], seed: int
 
     As they are timed: the outputs without gradients and at a third call, since a compiler may have other code for that.
     """
-    inputs = [t for t in given if t.requires_grad]
+    inputs = differentiable(given)
     generator = torch.Generator(given[0].device).manual_seed(seed)
     exact, errors = GATES[given[0].dtype], {}
     for backward in (False, True):
@@ -247,7 +246,7 @@ def check(call: Callable, experiment: Experiment, given: list[Tensor], seed: int
         ys = differentiable(found)
         if backward and not ys:                                          # what has no backward is measured without
             break
-        shown = found[:-1] if experiment.proxy else found
+        shown = found[:-1] if experiment.fp8 else found
         values = {f"output {n}": y.detach() for n, y in enumerate(shown)}
         dys = []
         if backward:
@@ -255,12 +254,12 @@ def check(call: Callable, experiment: Experiment, given: list[Tensor], seed: int
             values |= {f"gradient {n}": t for n, t in enumerate(torch.autograd.grad(ys, inputs, dys))}
         truth = truth_of(experiment, given, found, dys)
         if len(truth) != len(values):
-            due = len(truth) - len(inputs) * backward + experiment.proxy
+            due = len(truth) - len(inputs) * backward + experiment.fp8
             raise harness.Failed(f"it gives {len(found)} tensors, not {due}")
         for (name, value), right in zip(values.items(), truth, strict=True):
             gate = exact if name.startswith("output") else 3 * exact
             if value.dtype == torch.float8_e4m3fn:
-                value, gate = value.float(), experiment.gate
+                value, gate = value.float(), FP8_GATE
             error = oracle.relative_error(value, right)
             if not error <= gate:
                 raise harness.Failed(f"{name} is off by {error:.1e} against FP64")
@@ -274,9 +273,9 @@ def truth_of(experiment: Experiment, given: list[Tensor], found: tuple[Tensor, .
     exact = [t.detach().double().requires_grad_(t.requires_grad) for t in given]
     if experiment.plain is not softmax_dropout:
         truth = outputs(experiment.plain, exact)
-        gradients = torch.autograd.grad(differentiable(truth), [t for t in exact if t.requires_grad],
-                                        [dy.double() for dy in dys]) if dys else ()
-        return [*(y.detach() for y in (truth[:-1] if experiment.proxy else truth)), *gradients]
+        gradients = torch.autograd.grad(differentiable(truth), differentiable(exact), [dy.double() for dy in dys]
+                                        ) if dys else ()
+        return [*(y.detach() for y in (truth[:-1] if experiment.fp8 else truth)), *gradients]
     (scores,), (y,) = exact, found
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     kept, p = (y.detach() != 0), DROPOUT["p"]

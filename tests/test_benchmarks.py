@@ -1,4 +1,5 @@
 """README says what the records and scripts say; every study says what it needs."""
+import json
 import re
 
 import pytest
@@ -57,6 +58,13 @@ def test_provenance_names_machine_versions_and_commit():
     whole = report.Report("sweep", PRESETS["gpt2"], "float32", FACTS)
     lines.append(report.record(whole, "wall time", "s", [1.0], "run"))
     assert ", B2 S64 E64 H4 D16 F256; " in records.provenance(lines)                   # that of what was measured
+
+
+def test_provenance_holds_the_versions_of_all_lines():
+    lines = json.loads(json.dumps(made("2_sdpa", {})))
+    lines[-1]["dependencies"]["torch"]["version"] = "2.10"
+    lines[-1]["dependencies"]["cudnn"] = {"version": "91900"}
+    assert "; torch 2.10 and 2.9, cudnn 91900 and unknown, Transformer Engine none; " in records.provenance(lines)
 
 
 @pytest.mark.parametrize("name", readme.STUDIES)

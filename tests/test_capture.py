@@ -1,5 +1,6 @@
 """What a compiler made of a fusion: taken from sources, saved, told; what is not there is one line."""
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +90,16 @@ def test_an_experiment_is_saved_and_explained(study_main, tmp_path, fresh_dynamo
     assert study_main(fusions, "--explain", place) == (0, out, "")
     assert rows["forward", "torch.compile"][1:] == ["12.0", "12.0"] and "forward, kernel 1: mul_silu" in out
     assert rows["backward", "torch.compile"][1:] == ["20.0", "20.0"]
+
+
+@unit
+def test_a_kernel_that_was_compiled_twice_is_told_once(tmp_path):
+    recorded = Path(capture.__file__).parent / "results" / "h200" / "captured" / "layernorm-gelu" / "metadata.json"
+    kernel = {"name": "add_up", "registers": 32, "spills": 0, "shared bytes": 512, "warps": 4}
+    found = json.loads(recorded.read_text()) | {"kernels": [kernel, kernel, kernel | {"registers": 40}]}
+    (tmp_path / "metadata.json").write_text(json.dumps(found))
+    told = [line.split() for line in capture.explain(tmp_path).splitlines() if line.startswith("add_up ")]
+    assert told == [["add_up", "32", "0", "512", "4"], ["add_up", "40", "0", "512", "4"]]
 
 
 @unit

@@ -316,6 +316,8 @@ def test_in_a_cuda_graph():
     (lambda x, w: cuda.rms_norm(x, w[1:]), r"weight is \(7,\) torch.float32 on .*: give \(8,\)"),
     (lambda x, w: cuda.layer_norm_gelu(x, w, w.to("meta")), r"bias is \(8,\) torch.float32 on meta"),
     (lambda x, w: cuda.layer_norm_gelu(x, w.half(), w), r"weight is \(8,\) torch.float16"),
+    (lambda x, w: cuda.layer_norm_gelu(x, None, w), r"weight is None: give \(8,\) torch.float32"),
+    (lambda x, w: cuda.swiglu(2.0, x), "a is 2.0: give a tensor"),
     (lambda x, w: cuda.swiglu(x, x[:2]), r"b is \(2, 8\) .*: give \(4, 8\)"),
     (lambda x, w: cuda.swiglu(x.int(), x.int()), r"a is torch.int32: give float16, bfloat16 or float32"),
     (lambda x, w: cuda.softmax_dropout(x, causal=True), r"scores is \(4, 8\): a causal mask needs \[..., S, S\]"),

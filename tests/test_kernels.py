@@ -108,6 +108,8 @@ def test_a_gradient_of_one_output_alone():
     (lambda x, w: norms.rms_norm(x, w[1:]), r"weight is \(7,\) torch.float32 on .*: give \(8,\)"),
     (lambda x, w: norms.rms_norm(x, w.half()), r"weight is \(8,\) torch.float16"),
     (lambda x, w: norms.layer_norm_gelu(x, w, w.to("meta")), r"bias is \(8,\) torch.float32 on meta"),
+    (lambda x, w: norms.layer_norm_gelu(x, w, None), r"bias is None: give \(8,\) torch.float32"),
+    (lambda x, w: norms.rms_norm([1.0, 2.0], w), r"x is \[1.0, 2.0\]: give a tensor"),
     (lambda x, w: norms.residual_layer_norm(x, x[:2], w, w), r"residual is \(2, 8\) .*: give \(4, 8\)"),
 ])
 def test_bad_input_is_named(call, said):

@@ -29,7 +29,7 @@ def results(call, experiment: Experiment, size: tuple[int, ...], dtype: torch.dt
     found = outputs(call, given)
     made = [y.detach() for y in found]
     if ys := differentiable(found):
-        made += torch.autograd.grad(ys, [t for t in given if t.requires_grad], [torch.ones_like(y) for y in ys])
+        made += torch.autograd.grad(ys, differentiable(given), [torch.ones_like(y) for y in ys])
     return [t.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for t in made]
 
 

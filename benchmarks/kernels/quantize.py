@@ -113,9 +113,7 @@ def layer_norm_fp8(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, eps: 
     weight and bias (see above). Arithmetic is in FP32. Raises ValueError for anything else.
     """
     require_rows(x, weight=weight, bias=bias)
-    if not isinstance(scale, Tensor):
-        raise ValueError(f"scale is {scale!r}: give one float32 element on {x.device}")
-    if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != x.device:
+    if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != x.device:
         raise ValueError(f"scale is {described(scale)}: give one float32 element on {x.device}")
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
         raise ValueError(f"x is on {torch.cuda.get_device_name(x.device)}: FP8 needs compute capability 8.9 or more")
