@@ -6,10 +6,10 @@ Apart, the LayerNorm would be written in 16 bits and read twice, for its largest
 raises the largest value, which a memset has set to 0, to its own by an atomic maximum: of maxima, unlike sums, the
 order changes no bit.
 
-Autograd would round a gradient of y to FP8, as y is: too coarse to train with. So y has none, and `proxy` stands for
-the LayerNorm in its place. It has the shape and dtype of x, and no values: one NaN, seen everywhere, so that nobody
-takes it for any. Who multiplies y takes both, and gives the gradient to `proxy`. Without it nothing that lies before y
-is trained, and an error says so only where nothing else is.
+Autograd would cast a gradient of y to y's dtype, without a scale: what is below 2^-10 would become 0. So y has none,
+and `proxy` stands for the LayerNorm in its place. It has the shape and dtype of x, and no values: one NaN, seen
+everywhere, so that nobody takes it for any. Who multiplies y takes both, and gives the gradient to `proxy`. Without it
+nothing that lies before y is trained, and an error says so only where nothing else is.
 
     class Product(torch.autograd.Function):                   # y / scale @ w, of [..., E] and [E, N]
         @staticmethod
