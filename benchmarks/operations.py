@@ -206,6 +206,7 @@ def levels(experiment: Experiment, device: torch.device) -> dict[str, Callable |
             found[level] = str(error)
         except Exception as error:                                       # a library that is not there, or half of it
             found[level] = harness.in_a_line(error)
+    found.setdefault("CUDA C++", "no kernel of it is written")
     return found
 
 

@@ -36,6 +36,14 @@ def test_every_level_is_the_operation(name, level):
     assert max(errors.values()) < (operations.FP8_GATE if experiment.fp8 else 1e-6)
 
 
+@pytest.mark.parametrize("name", operations.EXPERIMENTS)
+def test_every_operation_has_five_levels_or_says_why_not(name):
+    found = operations.levels(operations.EXPERIMENTS[name], CPU)
+    assert found.keys() >= {"eager", operations.TORCHSCRIPT, "torch.compile", "Triton", "CUDA C++"}
+    by_hand = "CUDA C++" in operations.EXPERIMENTS[name].by_hand
+    assert found["CUDA C++"] == ("timed on a GPU alone" if by_hand else "no kernel of it is written")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="each is checked and timed where there is a GPU")
 def test_the_kernels_by_hand_are_the_operations():
     """Through Triton's interpreter, as levels() would give them on a GPU."""
