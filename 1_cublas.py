@@ -1,7 +1,7 @@
 """Step 1: the same block with its matmuls on tensor cores.
 
-FP32 matmuls may round their inputs to TF32, and autocast then runs every matmul in 16 bits, keeping softmax, LayerNorm
-and the residual in FP32. cuBLAS picks the kernels; `--amp-dtype none` turns autocast off and shows TF32 alone.
+FP32 matmuls may round their inputs to TF32, and autocast then runs every matmul in 16 bits, keeping LayerNorm and the
+residual in FP32, on a GPU softmax too. cuBLAS picks the kernels; `--amp-dtype none` turns autocast off: TF32 alone.
 
     python 1_cublas.py
 """

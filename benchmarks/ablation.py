@@ -126,14 +126,22 @@ def shares(found: dict[Combination, float], players: tuple[str, ...]) -> dict[st
 
 def intervals(taken: dict[Combination, list[float]], players: tuple[str, ...], resamples: int = 200
               ) -> dict[str, tuple[float, float]]:
-    """Player -> 95 % bootstrap interval of its share, over the rounds that all combinations were timed in."""
+    """Player -> 95 % bootstrap interval of its share, over the rounds that all combinations were timed in.
+
+    None of them where more than one draw in forty holds no speed-up to share out.
+    """
     draw, rounds = random.Random(0), min(map(len, taken.values()))
     drawn: dict[str, list[float]] = {}
+    lost = 0
     for _ in range(resamples):
         picks = [draw.randrange(rounds) for _ in range(rounds)]
         medians = {some: statistics.median(one[pick] for pick in picks) for some, one in taken.items()}
-        for player, share in (shares(medians, players) or {}).items():
+        found = shares(medians, players)
+        lost += found is None
+        for player, share in (found or {}).items():
             drawn.setdefault(player, []).append(share)
+    if lost > resamples // 40:
+        return {}
     return {player: (sorted(some)[len(some) // 40], sorted(some)[-1 - len(some) // 40])
             for player, some in drawn.items()}
 
@@ -158,6 +166,16 @@ def _times(before: float | None, after: float | None) -> str:
     return f"{before / after:.2f}" if before and after else "n/a"
 
 
+def ladders(found: dict[Combination, float]) -> dict[str, tuple[str, ...]]:
+    """Those of `LADDERS` that were measured: name -> players. Where TF32 or autocast is lacking, the name says so."""
+    seen = {}
+    for name, players in LADDERS.items():
+        missing = [player for player in players if not any(player in some for some in found)]
+        if not set(missing) - {"TF32", "autocast"}:
+            seen[name + (f" without {' and '.join(missing)}" if missing else "")] = players
+    return seen
+
+
 def text(lines: list[dict], width: int | None = None) -> str:
     """Everything the command prints, from records."""
     blocks = [records.provenance(lines)]
@@ -177,13 +195,10 @@ def text(lines: list[dict], width: int | None = None) -> str:
                          f"{error:.1e}" if error else ""])
         blocks.append(f"{mode}: every combination\n\n" + command.table(
             rows, ["optimizations", "status", "launch", "ms", "x FP32", "attention", "launches", "error"], width))
-        for name, players in LADDERS.items():
-            if all(any(player in some for some in found) for player in players
-                   if player not in ("TF32", "autocast")):         # which this machine may lack
-                blocks.append(f"{mode}, the ladder {name}\n\n" + command.table(
-                    ladder_of(taken, players),
-                    ["optimization", "alone: x FP32", "left out of all: x slower", "share of the speed-up [95 %]"],
-                    width))
+        for name, players in ladders(found).items():
+            blocks.append(f"{mode}, the ladder {name}\n\n" + command.table(
+                ladder_of(taken, players),
+                ["optimization", "alone: x FP32", "left out of all: x slower", "share of the speed-up [95 %]"], width))
     blocks.append("\n".join(records.cautions(runs)))
     return "\n\n".join(filter(None, blocks))
 
@@ -197,12 +212,14 @@ def draw(lines: list[dict], stem: str) -> None:
     """Draw `chart_stems`: the shares of the speed-up of forward+backward."""
     if bars := _bars(lines):
         charts.bars_chart(bars, f"{stem}-shares", lines, "share of the speed-up of forward+backward, %", 0)
+    else:
+        command.no_chart("ablation", "there is no speed-up of forward+backward to share out")
 
 
 def _bars(lines: list[dict]) -> dict[str, list[tuple[str, float, float, float]]]:
     taken, found, bars = samples(lines, "forward+backward"), times(lines, "forward+backward"), {}
-    for name, players in LADDERS.items():
-        if players[-1] in set().union(*found) and (share := shares(found, players)):
+    for name, players in ladders(found).items():
+        if share := shares(found, players):
             sure = intervals(taken, players)
             bars[f"the ladder {name}"] = [(player, *(100 * value for value in (part, *sure[player])))
                                           for player, part in share.items() if player in sure]

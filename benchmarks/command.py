@@ -62,7 +62,7 @@ def parse(found: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
 def _try_to_write_beside(stem: str) -> None:
     """Raise ValueError where no chart can be written; to ask for the permission is not enough (a full disk, /proc)."""
     try:
-        with tempfile.TemporaryFile(dir=Path(stem).resolve().parent) as probe:
+        with tempfile.TemporaryFile(dir=Path(f"{stem}-name").resolve().parent) as probe:
             probe.write(b"x")
     except OSError as error:
         raise ValueError(f"--chart {stem}: {error.strerror}; give a folder that can be written") from None
@@ -98,7 +98,6 @@ def shown_to_a_person(name: str, output: report.Output | None = None):
     run.hush()
     try:
         yield
-        sys.stdout.flush()
     except KeyboardInterrupt:
         kept = f"; {output.count} finished records kept" if output and output.path else ""
         print(f"\n{name}: interrupted{kept}", file=sys.stderr)
@@ -111,14 +110,25 @@ def shown_to_a_person(name: str, output: report.Output | None = None):
         print(f"{name}: out of memory: {(str(error) or 'no message').splitlines()[0]}; give a smaller shape",
               file=sys.stderr)
         sys.exit(EXIT["oom"])
-    except BrokenPipeError:                        # `| head` has seen enough
-        run.say_no_more()
     except (OSError, ValueError) as error:         # a full disk, under the compiler's caches too; a bad recorded file
         if not isinstance(error, OSError | records.BadRecords):
             raise
         print(f"{name}: error: {error}", file=sys.stderr)
         run.say_no_more()
         sys.exit(EXIT["failed"])
+
+
+def tell(text_: str) -> None:
+    """Print it. Who has seen enough of it (`| head`) ends neither the study nor its charts."""
+    try:
+        print(text_, flush=True)
+    except BrokenPipeError:
+        run.say_no_more()
+
+
+def no_chart(name: str, why: str) -> None:
+    """Say that a chart which was asked for can't be drawn."""
+    print(f"{name}: no chart: {why}", file=sys.stderr)
 
 
 def figures(value: float, sign: str = "") -> str:

@@ -9,7 +9,8 @@ by the share of the row's time that goes to matmuls and attention (half where th
 against the noise: the spread of the medians within a process, and between processes of the same code, from at least
 five of them (`python -m benchmarks.ladder --processes 5`): in the files themselves, in --noise, or recorded for this
 GPU. Where samples were taken in different ways (a script's, and those of interleaved rounds on a GPU) times are
-compared as they are. Verdicts:
+compared as they are, and no floor is known. Of a file that holds several runs of a row the latest counts, with all
+others of its commit, Transformer Engine, study and way of sampling. Verdicts:
 
     FASTER, SLOWER   the difference is beyond the noise
     SAME             it is not, and the noise is at most 5 %: what is larger would have been seen
@@ -72,16 +73,26 @@ def what(line: dict) -> What:
 
 
 def rows(lines: list[dict]) -> dict[What, list[Run]]:
-    """What was measured -> its runs, one a process, of those that ended well."""
-    found: dict[What, list[Run]] = {}
+    """What was measured -> its runs, one a process, of those that ended well and share the `origin` of the latest."""
+    return {where: [run for came, run in taken if came == taken[-1][0]] for where, taken in _all_rows(lines).items()}
+
+
+def _all_rows(lines: list[dict]) -> dict[What, list[tuple[tuple, Run]]]:
+    found: dict[What, list[tuple[tuple, Run]]] = {}
     for run in records.runs(lines):
         if run.status != "ok":
             continue
         for line in run.lines:
             extra = line["metric"]["extra_info"]
             if line["metric"]["name"] == "latency" and line["metric"]["benchmark_values"] and not extra.get("emulated"):
-                found.setdefault(what(line), []).append(run)
+                found.setdefault(what(line), []).append((origin(line), run))
     return found
+
+
+def origin(line: dict) -> tuple:
+    """What processes have in common that measured the same code in the same way."""
+    info = line["benchmark"]["extra_info"]
+    return info.get("git"), info["engine"], info.get("study"), line["metric"]["extra_info"].get("clock")
 
 
 def measured(where: What, runs: list[Run]) -> Measured:
@@ -218,8 +229,8 @@ def versions(old: list[dict], new: list[dict]) -> list[str]:
 
 
 def compare(old: list[dict], new: list[dict], noise: list[dict], force: bool
-            ) -> tuple[list[list], list[str], dict[str, float]]:
-    """(rows, headers, {row in words: difference} of those SLOWER). Raises ValueError where files don't go together."""
+            ) -> tuple[list[list], list[str], list[tuple[str, float]]]:
+    """(rows, headers, (row in words, difference) of those SLOWER). Raises ValueError where files don't go together."""
     before, after = rows(old), rows(new)
     for side, name in ((before, "old"), (after, "new")):
         if not side:
@@ -227,13 +238,15 @@ def compare(old: list[dict], new: list[dict], noise: list[dict], force: bool
     known = floors(noise) | floors(old) | floors(new)
     pairs = together(before, after, force)
     several = len({b.shape for _, b in pairs}) > 1
-    found, slower = [], {}
+    found, slower = [], []
     for a, b in pairs:
         left, right = measured(a, before[a]), measured(b, after[b])
         floor = max((known[where] for where in (a, b) if where in known), default=None)
+        if left.clock != right.clock:                      # it is what is left beside the calibrations
+            floor = None
         difference, width, word = verdict(b, left, right, floor)
         if word == "SLOWER":
-            slower[f"{b.step}, {b.mode}, {b.launch}"] = difference
+            slower.append((", ".join([b.step, *([b.shape] if several else []), b.mode, b.launch]), difference))
         own = [f"{100 * noise_of(side, floor or NO_FLOOR):.1f} %{'' if floor else '?'}" for side in (left, right)]
         found.append([b.step, *([b.shape] if several else []), b.mode, b.launch, f"{left.ms:.3f}", own[0],
                       f"{right.ms:.3f}", own[1], f"{right.ms - left.ms:+.3f}", f"{100 * difference:+.1f} %",
@@ -247,14 +260,16 @@ def unmatched(old: list[dict], new: list[dict], force: bool) -> tuple[list[str],
     """(rows only in the old file, rows only in the new one, steps that were ok and failed since), in words."""
     before, after = rows(old), rows(new)
     pairs = together(before, after, force)
-    bad = {records.label(run.lines[-1], engine=False): run.info["reason"] for run in records.runs(new)
-           if run.status in ("failed", "oom")}
-    lost = [f"LOST: {step}: {bad[step]}" for step in dict.fromkeys(where.step for where in before) if step in bad]
+    was, now = ({(records.label(run.lines[-1], engine=False), run.lines[0]["model"]["name"]): run
+                 for run in records.runs(lines)} for lines in (old, new))               # the latest of each
+    bad = {key: run.info["reason"] for key, run in now.items()
+           if run.status in ("failed", "oom") and key in was and was[key].status == "ok"}
+    lost = [f"LOST: {step}, {shape}: {reason}" for (step, shape), reason in bad.items()]
     alone = []
     for side, place, name in ((before, 0, "old"), (after, 1, "new")):
         matched = {pair[place] for pair in pairs}
         alone.append([f"only in the {name} file: {where.step}, {where.shape}, {where.mode}, {where.launch}"
-                      for where in side if where not in matched and where.step not in bad])
+                      for where in side if where not in matched and (where.step, where.shape) not in bad])
     return *alone, lost
 
 
@@ -269,6 +284,10 @@ def text(old: list[dict], new: list[dict], found: list[list], headers: list[str]
     lines = [command.table(found, headers, width, keys=headers.index("old ms")), "", summary(found)]
     if any("?" in str(cell) for row in found for cell in row):
         lines.append(f"?: fewer than {PROCESSES} processes of the same code recorded: {100 * NO_FLOOR:.0f} % assumed")
+    for side, name in ((old, "old"), (new, "new")):
+        if count := sum(len(taken) for taken in _all_rows(side).values()) - sum(map(len, rows(side).values())):
+            lines.append(f"left out of the {name} file: {count} timings of other commits, versions, studies or clocks "
+                         "than the latest of their row")
     return "\n".join([*lines, *(f"differs: {line}" for line in versions(old, new))])
 
 
@@ -310,12 +329,12 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         command.usage(parser, str(error))
     with command.shown_to_a_person("compare"):
-        print("\n".join([text(old, new, found, headers), *lost, *gone, *added]))
+        command.tell("\n".join([text(old, new, found, headers), *lost, *gone, *added]))
     words = [row[-1] for row in found]
     limit = options.fail_above
     if limit is None:
         return EXIT["ok"]
-    for row, difference in slower.items():
+    for row, difference in slower:
         if difference > limit:
             print(f"compare: {row} is {100 * difference:.1f} % slower", file=sys.stderr)
     if "UNSURE" in words:
@@ -323,7 +342,7 @@ def main(argv: list[str] | None = None) -> int:
               file=sys.stderr)
     if gone:
         print(f"compare: the new file lacks {len(gone)} rows of the old one", file=sys.stderr)
-    return EXIT["failed" if lost or gone or any(difference > limit for difference in slower.values()) else "ok"]
+    return EXIT["failed" if lost or gone or any(difference > limit for _, difference in slower) else "ok"]
 
 
 if __name__ == "__main__":

@@ -347,6 +347,8 @@ def draw(lines: list[dict], stem: str) -> None:
     """Draw `chart_stems`: how many times faster than the naive one each way is, forward+backward."""
     if bars := _bars(lines):
         charts.bars_chart(bars, f"{stem}-speed-ups", lines, "times as fast as naive, forward+backward", 2, line_at=1)
+    else:
+        command.no_chart("components", "nothing was timed forward+backward beside the naive one")
 
 
 def _bars(lines: list[dict]) -> dict[str, list[tuple[str, float, float, float]]]:

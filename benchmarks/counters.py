@@ -76,9 +76,12 @@ def parse(text: str) -> list[dict]:
     table = [row for row in csv.reader(io.StringIO("\n".join(line for line in text.splitlines() if line[:1] == '"')))]
     if len(table) < 3 or not {"Kernel Name", *METRICS.values()} <= set(table[0]):
         raise RuntimeError(_reason(text) or "ncu: it saw no kernel")
-    rows = [dict(zip(table[0], row, strict=True)) for row in table[2:]]                # the second row holds units
-    return [{"name": row["Kernel Name"]} | {way: float(row[metric].replace(",", "")) for way, metric in METRICS.items()}
-            for row in rows]
+    rows = [dict(zip(table[0], row, strict=False)) for row in table[2:]]               # the second row holds units
+    try:
+        return [{"name": row["Kernel Name"]}
+                | {way: float(row[metric].replace(",", "")) for way, metric in METRICS.items()} for row in rows]
+    except (ValueError, KeyError):
+        raise RuntimeError("ncu: it counted no bytes of some kernels") from None
 
 
 def _reason(text: str) -> str | None:

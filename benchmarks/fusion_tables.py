@@ -1,6 +1,5 @@
 """What benchmarks.fusions tells of its records: a summary, a table for each operation and pass, a chart."""
 import math
-import sys
 
 from common import report
 
@@ -125,7 +124,7 @@ def chart_stems(lines: list[dict], stem: str) -> list[str]:
 def draw(lines: list[dict], stem: str) -> None:
     """Draw `chart_stems`: GB/s against the size of the first tensor, forward, a panel for each experiment."""
     if not chart_stems(lines, stem):
-        print("fusions: no chart: it needs two sizes of an experiment", file=sys.stderr)
+        command.no_chart("fusions", "it needs two sizes of an experiment")
     else:
         charts.panels_chart(_curves(lines), f"{stem}-bandwidth", lines, "million elements", "GB/s, forward",
                             f"{lines[0]['runners'][0]['name']}, {lines[0]['model']['name']}, "

@@ -275,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
         except (ValueError, OSError) as error:
             command.usage(parser, f"--explain: {error}")
         with command.shown_to_a_person("fusions"):
-            print(told)
+            command.tell(told)
         return EXIT["ok"]
     if options.capture:
         try:

@@ -7,7 +7,7 @@
 Every step is checked against FP64 before it is timed. `x previous` is the median of the ratios within one round, with
 its 95 % bootstrap interval; SAME where that holds 1 and stays within 5 % of it, UNSURE where it holds 1 and does not.
 Then, for each pair of neighbours, where the milliseconds went, from profiled kernels of the same run.
-Exit status: 0 ok, 1 a step failed, 2 usage, 3 out of memory, 130 interrupted.
+Exit status: 0 ok, 1 a step failed or did not fit, 2 usage, 3 not even the rest fitted, 130 interrupted.
 """
 import argparse
 import itertools
@@ -20,7 +20,7 @@ import torch
 
 from common import device as machine
 from common import harness, report, steps
-from common.config import BlockConfig
+from common.config import BlockConfig, dtype_name
 from common.run import EXIT
 
 from . import charts, command, counters, records
@@ -86,7 +86,7 @@ def in_processes(options: argparse.Namespace, each: list[tuple[str, ...]], argv:
                 status = subprocess.run(command_line, cwd=steps.ROOT, stdout=subprocess.DEVNULL).returncode
             finally:                                                 # interrupted: what it finished is kept
                 found = records.read(path) if path.exists() and path.stat().st_size else []
-                if status not in (None, EXIT["ok"], EXIT["failed"]):
+                if status not in (None, EXIT["ok"]):           # Python's own status for a traceback is that of "failed"
                     found += _died(options, rows, found, status)
                 options.output.write(found)
                 lines += found
@@ -96,11 +96,12 @@ def in_processes(options: argparse.Namespace, each: list[tuple[str, ...]], argv:
 def _died(options: argparse.Namespace, rows: tuple[str, ...], found: list[dict], status: int) -> list[dict]:
     """A record for each row that a process which ended early did not finish."""
     facts, lines = machine.facts(options.device), []
-    finished = {run.info["step"] for run in records.runs(found) if run.best(report.MODES[-1])}
+    runs = {(run.info["step"], run.info["config"]["amp_dtype"]): run for run in records.runs(found)}
     for case in cases(options.config, options.device, rows):
-        if case.name not in finished:
+        run = runs.get((case.name, dtype_name(case.config.amp_dtype)))
+        if run is None or (run.status == "ok" and not run.best(report.MODES[-1])):
             r = report.Report(case.name, case.config, "float32", facts, "failed", f"its process ended with {status}",
-                              study="ladder")
+                              study="ladder", engine=run.info["engine"] if run else "PyTorch")
             lines.append(report.record(r, "status", "", [], "run"))
     return lines
 
@@ -110,12 +111,13 @@ def ladder(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
     headers = ["step", "status", "launch", "ms", "p20 to p80", "x first", "x previous [95 %]", "TFLOP/s", "% limit",
                "GiB", "launches", "compile s", "error", "bound by"]
     found = [run for run in records.latest(lines).values() if run.info["step"][0].isdigit()]
-    rows, first, previous = [], None, None
+    rows, first, previous, left_out = [], None, None, False
     for run in found:
         launch = run.best(mode)
         error = run.value("check", "branch error")
         if launch is None or run.status != "ok":
             rows.append([run.label, run.status, "", *[""] * 9, f"{error:.1e}" if error else "", ""])
+            left_out = True
             continue
         latency = run.find(mode, "latency", launch)["metric"]["extra_info"]
         first = first or run
@@ -123,12 +125,13 @@ def ladder(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
         rows.append([
             run.label, run.status, launch, _number(latency["median"], 2),
             f"{_number(latency['p20'], 2)} to {_number(latency['p80'], 2)}",
-            f"{first.best_ms(mode) / run.best_ms(mode):.2f}", versus(previous, run, mode) if previous else "",
+            f"{first.best_ms(mode) / run.best_ms(mode):.2f}",
+            versus(previous, run, mode) + (f" (to {_short(previous)})" if left_out else "") if previous else "",
             command.figures(run.value(mode, "rate", launch) * 1e-12),
             _number(run.value(mode, "percent of limit", launch), 0),
             _number(_scaled(run.value(mode, "peak memory", "eager"), 2**-30), 1),
             _number(run.value(mode, "launches"), 0), _number(compile_s, 0), f"{error:.1e}", bound_by(run, mode)])
-        previous = run
+        previous, left_out = run, False
     return rows, headers
 
 
@@ -219,7 +222,8 @@ def text(lines: list[dict], width: int | None = None) -> str:
             blocks.append(traffic)
     if len({run.info.get("run") for run in found if run.info["step"][0].isdigit()}) > 1:
         blocks.append("Not all of these were timed in the same rounds: ratios between processes are unpaired.")
-    blocks.append("\n".join(records.cautions(found)))
+    died = [run for run in records.runs(lines) if run.status in ("failed", "oom")]          # of five processes one, say
+    blocks.append("\n".join(records.cautions([*found, *died])))
     return "\n\n".join(filter(None, blocks))
 
 
@@ -232,6 +236,8 @@ def draw(lines: list[dict], stem: str) -> None:
     """Draw `chart_stems`."""
     if charts.attributed(lines):
         charts.ladder(lines, stem)
+    else:
+        command.no_chart("ladder", f"it needs {records.PAIRS} profiled rounds, and --processes takes one unless told")
 
 
 def rows_of(text_: str) -> tuple[str, ...]:
@@ -270,12 +276,12 @@ def main(argv: list[str] | None = None) -> int:
             with machine.alone(options.device, "ladder"):
                 study = measure(options)
             lines = study.lines
-        print(text(lines))
+        if study:
+            return study.show(text, draw)
+        command.tell(text(lines))
         if options.chart:
             draw(lines, options.chart)
-        if study:
-            print(study.finish(), file=sys.stderr)
-        statuses = {run.status for run in records.latest(lines).values()}
+        statuses = {run.status for run in records.runs(lines)}
         return EXIT["failed" if statuses & {"failed", "oom"} else "ok"]
 
 

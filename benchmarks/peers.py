@@ -284,6 +284,8 @@ def draw(lines: list[dict], stem: str) -> None:
     if bars := _bars(lines):
         charts.bars_chart(bars, f"{stem}-ratios", lines, "its time / ours, forward+backward; above 1 ours is faster", 3,
                           line_at=1)
+    else:
+        command.no_chart("peers", "no peer was timed forward+backward beside ours")
 
 
 def _bars(lines: list[dict]) -> dict[str, list[tuple[str, float, float, float]]]:

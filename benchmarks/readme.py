@@ -131,7 +131,7 @@ def rewrite(text: str) -> str:
         pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
         text, count = pattern.subn(lambda match, part=part: f"{match[1]}{part}\n{match[2]}", text)
         if count != 1:
-            raise ValueError(f"README.md has {count} places for '{name}', not one")
+            raise records.BadRecords(f"README.md has {count} places for '{name}', not one")
     return text
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from common import report, timing
 
+from .attribution import PARTS
+
 PAIRS = 5                       # profiled iterations, at the least: of fewer, a disturbed one would tell most
 
 
@@ -31,8 +33,8 @@ def read(path: Path | str) -> list[dict]:
         if not line.strip():
             continue
         try:
-            found.append(_checked(json.loads(line)))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+            found.append(_checked(json.loads(line, parse_constant=_no_number)))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
             if number == len(lines) and not line.endswith("\n") and found:
                 print(f"{path}, line {number}: cut off, left out", file=sys.stderr)
                 break
@@ -43,20 +45,51 @@ def read(path: Path | str) -> list[dict]:
     return found
 
 
+def _no_number(constant: str):
+    """What json.loads does with NaN and Infinity, which are no JSON."""
+    raise ValueError(constant)
+
+
+# What is read of every record, and of what type; None where nothing may stand in its place.
+_SHAPE = {
+    "benchmark": {"mode": str, "dtype": str | None, "extra_info": {
+        "step": str, "status": str, "reason": str, "engine": str, "parameter_dtype": str, "config": {
+            "amp_dtype": str, "dropout": float | int, "fp8_weights": str, "fp8_attention": bool}}},
+    "model": {"name": str}, "metric": {"name": str, "benchmark_values": list, "extra_info": dict},
+    "dependencies": dict, "runners": list}
+_RUNNER = {"name": str, "extra_info": dict}
+
+
+def _has(value, shape) -> None:
+    """Raise KeyError or TypeError where `value` has not that shape: a type, or a dictionary of what it must hold."""
+    if not isinstance(shape, dict):
+        if not isinstance(value, shape):
+            raise TypeError
+        return
+    for key, inner in shape.items():
+        _has(value[key], inner)
+
+
 def _checked(line: dict) -> dict:
-    """The line, if everything that is read of every record is there."""
-    info, config = line["benchmark"]["extra_info"], line["benchmark"]["extra_info"]["config"]
+    """The line, if everything that is read of it is there, and of its type."""
+    _has(line, _SHAPE)
+    _has(line["runners"][0], _RUNNER)
+    for library in line["dependencies"].values():
+        _has(library, {"version": str})
     metric, extra = line["metric"]["name"], line["metric"]["extra_info"]
-    _ = (line["benchmark"]["mode"], line["benchmark"]["dtype"], info["step"], info["status"], info["engine"],
-         info["parameter_dtype"],
-         config["amp_dtype"], config["dropout"], config["fp8_weights"], config["fp8_attention"],
-         line["model"]["name"], line["runners"][0]["name"], line["dependencies"].items(),
-         line["runners"][0]["extra_info"])
+    if "reason" in extra:
+        _has(extra, {"reason": str})
     series = [line["metric"]["benchmark_values"]]
     if metric == "latency":
         if extra["launch"] not in report.LAUNCHES:
             raise ValueError
+        _has(extra, {name: kind for name, kind in (("clock", str), ("calibration", dict)) if name in extra})
         series += extra.get("calibration", {}).values()
+    if metric == "time by part" and "parts" in extra:
+        _has(extra, {"parts": dict.fromkeys(PARTS, float | int), "of": str})
+        series += [extra["parts"].values(), [extra.get("clocked") or 0.0]]
+        if min(extra["parts"].values()) < 0 or not sum(extra["parts"].values()):
+            raise ValueError
     for values in series:
         if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
             raise ValueError
@@ -121,7 +154,9 @@ class Run:
         return statistics.median(samples) if samples else None
 
     def best(self, mode: str) -> str | None:
-        """The faster way of launching, by its median; None where neither was timed."""
+        """The faster way of launching, by its median; None where neither was timed, or the run did not end well."""
+        if self.status != "ok":
+            return None
         timed = [(self.median(mode, launch), launch) for launch in report.LAUNCHES if self.samples(mode, launch)]
         return min(timed)[1] if timed else None
 
@@ -164,8 +199,6 @@ def runs(lines: Iterable[dict]) -> list[Run]:
     for line in lines:
         info = line["benchmark"]["extra_info"]
         key = label(line), line["model"]["name"], info.get("study"), info.get("run")
-        if info.get("run") is None and line["metric"]["name"] == "output error":    # before runs had names: its first
-            found.pop(key, None)
         found.setdefault(key, Run(key[0])).lines.append(line)
     return list(found.values())
 
@@ -203,7 +236,7 @@ def cautions(found: Iterable[Run]) -> list[str]:
 def paired(a: Run, b: Run, mode: str) -> tuple[float, float, float] | None:
     """(ratio, low, high) of a's time to b's, each by its faster way of launching; None where they were not interleaved.
     """
-    if a.info.get("run") is None or a.info.get("run") != b.info.get("run"):
+    if a.info.get("run") != b.info.get("run"):
         return None
     first, second = (run.samples(mode, run.best(mode)) if run.best(mode) else [] for run in (a, b))
     if not first or len(first) != len(second):

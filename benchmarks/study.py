@@ -21,7 +21,7 @@ from common import device as machine
 from common.report import Report, Row
 from common.run import EXIT
 
-from . import attribution
+from . import attribution, command
 from .attribution import Profiled
 from .comparison import compare as compare  # for a user's own modules: study.compare
 
@@ -71,7 +71,8 @@ class Study:
         self.seconds: dict[str, float] = {}
         self.seconds["starting"] = machine.process_seconds()
         self._phase, self._since = "starting", time.perf_counter()
-        self._bar = tqdm(bar_format="{desc}", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False)
+        self._bar = tqdm(bar_format="{desc}", file=sys.stderr, disable=not (sys.stderr and sys.stderr.isatty()),
+                         leave=False)
 
     def say(self, what: str) -> None:
         """Show what is going on, and count its time under its first word."""
@@ -154,9 +155,10 @@ class Study:
                         self._profile(mode, chosen, runs, between, samples, watched, block, seen)
         except harness.Failed as error:
             again = str(error)
-        if again:                                             # compiled again: time the others without those that were
+        if again:                                             # time the others without what was compiled again
+            guilty = self._compiled_again(runs, between)
             del runs, between
-            for key in [key for key, subject in self.subjects.items() if harness.holds_compiled(subject.block)]:
+            for key in guilty:
                 self._fail(key, mode, "failed", again)
             return self.time(mode, profiled)
         state = self.look(runs)
@@ -217,6 +219,24 @@ class Study:
             del runs[largest]
             self.reports[largest[0]].rows[mode, "graph"].reason = "graph: out of memory beside the other cases"
             self._free()
+
+    def _compiled_again(self, runs: dict, between: dict) -> list[str]:
+        """The cases that would be compiled once more; all that could have been, where none would by now."""
+        could, would = [key for key, s in self.subjects.items() if harness.holds_compiled(s.block)], []
+        for key in could:
+            try:
+                with harness.compiled_for_good(self.subjects[key].block):
+                    for where in [where for where in runs if where[0] == key]:
+                        between[where]()
+                        runs[where]()
+            except harness.Failed:
+                would.append(key)
+        return would or could
+
+    def out_of_memory(self, mode: str) -> None:
+        """What is left of the cases did not fit together: each ends so."""
+        for key in list(self.subjects):
+            self._fail(key, mode, "oom", "out of memory beside the other cases")
 
     def _sample(self, mode: str, runs: dict, between: dict, clock, rounds: int, block: int, samples: dict,
                 expected: dict) -> None:
@@ -288,7 +308,7 @@ class Study:
         """Print `text(lines)`, `draw` the chart that was asked for, and say where the time went; the exit status."""
         lines = self.lines if lines is None else lines
         self._bar.clear()
-        print(text(lines))
+        command.tell(text(lines))
         if self.options.chart:
             draw(lines, self.options.chart)
         print(self.finish(), file=sys.stderr)

@@ -5,7 +5,8 @@
 
 Every step is checked against FP64 at every size, then all are timed in interleaved rounds. A size that does not fit is
 a point of its own (oom). With --json a run that was interrupted goes on where it stopped: sizes that FILE already
-holds, of this GPU, are not measured again. Exit status: 0 ok, 1 nothing could be measured, 2 usage, 130 interrupted.
+holds, of this machine, these versions and this commit, are not measured again. Exit status: 0 ok, 1 nothing could be
+measured, 2 usage, 130 interrupted.
 """
 import argparse
 import itertools
@@ -13,9 +14,11 @@ import math
 import sys
 from pathlib import Path
 
+import torch
+
 from common import BlockConfig, harness, parameters, report, timing
 from common import device as machine
-from common.config import PRESETS
+from common.config import PRESETS, dtype_name
 from common.report import Report
 from common.run import EXIT
 
@@ -69,7 +72,23 @@ def way(study: Study) -> dict:
     """What must agree for sizes of two runs to stand in one map."""
     return {"rounds": study.options.rounds, "seed": study.options.seed,
             "clock": timing.clock_for(study.device).in_rounds,
-            **{name: study.facts[name] for name in ("torch", "cuda", "driver", "transformer_engine")}}
+            "amp_dtype": dtype_name(study.options.config.amp_dtype),
+            **{name: study.facts.get(name)
+               for name in ("torch", "cuda", "driver", "transformer_engine", "cpu_threads", "git")}}
+
+
+def of_points(lines: list[dict], points: set[tuple[str, str]], how: dict) -> list[dict]:
+    """Of the records of an earlier call those of `points`, (axis, shape), which were complete and measured that way."""
+    complete = {(_run(line), line["model"]["name"]) for line in lines if line["metric"]["name"] == DONE
+                and (line["metric"]["extra_info"]["axis"], line["model"]["name"]) in points
+                and line["metric"]["extra_info"]["how"] == how}
+    return [line for line in lines if (_run(line), line["model"]["name"]) in complete
+            and (line["metric"]["name"] != DONE
+                 or (line["metric"]["extra_info"]["axis"], line["model"]["name"]) in points)]
+
+
+def _run(line: dict) -> str | None:
+    return line["benchmark"]["extra_info"].get("run")
 
 
 def measure(study: Study, points: list[tuple[str, BlockConfig]], known: set[tuple[str, str]]) -> None:
@@ -82,7 +101,10 @@ def measure(study: Study, points: list[tuple[str, BlockConfig]], known: set[tupl
             for case in ladder.cases(config, study.device, ROWS):
                 study.prepare(case)
             for mode in report.MODES:
-                study.time(mode, profiled=1 if study.device.type == "cuda" else 0)    # which are bound by launches
+                try:
+                    study.time(mode, profiled=1 if study.device.type == "cuda" else 0)    # which are bound by launches
+                except (torch.OutOfMemoryError, MemoryError):
+                    study.out_of_memory(mode)
             study.release()
         r = Report(study.name, config, "float32", study.facts, study=study.name, run=study.run)
         study.write([report.record(r, DONE, "", [], "run", **where)])
@@ -114,6 +136,8 @@ def crossovers(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str,
         smallest = None
         for size, runs in reversed(points):
             both = [runs[name] for name in (before, after) if name in runs and runs[name].status == "ok"]
+            if after in runs and runs[after].status == "oom" and both:         # where the one before it fits
+                break
             ratio = records.paired(*both, mode) if len(both) == 2 else None
             if ratio is None:
                 continue
@@ -266,7 +290,8 @@ def main(argv: list[str] | None = None) -> int:
         if known:
             print(f"sweep: {len(finished)} sizes are already in {options.json}", file=sys.stderr)
         measure(study, points, finished)
-        lines = [line for line in known if (line["model"]["name"] in {shape for _, shape in finished})] + study.lines
+        asked = {(axis, str(config)) for axis, config in points}
+        lines = of_points(known, asked, way(study)) + study.lines
         study.show(text, draw, lines)                   # a size that does not fit is a point, no failure
         timed = any(run.best(mode) for run in records.runs(lines) for mode in report.MODES)
         return EXIT["ok" if timed else "failed"]

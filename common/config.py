@@ -36,16 +36,17 @@ class BlockConfig:
         if self.ffn_hidden_size is None:
             object.__setattr__(self, "ffn_hidden_size", 4 * self.hidden_size)
         for name in ("batch_size", "seq_len", "hidden_size", "num_heads", "ffn_hidden_size"):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= 2**24:
-                raise ValueError(f"{name} is {value}: give a whole number from 1 to {2**24}")
+            value, least = getattr(self, name), 3 if name == "hidden_size" else 1     # LayerNorm makes two values +-1
+            if type(value) is not int or not least <= value <= 2**24:
+                raise ValueError(f"{name} is {value}: give a whole number from {least} to {2**24}")
         if self.hidden_size % self.num_heads:
             heads = min((n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0),
                         key=lambda n: abs(n - self.num_heads))
             unit = math.lcm(self.num_heads, 16)                # FP8 takes multiples of 16 alone
             width = max(1, round(self.hidden_size / unit)) * unit
+            wider = f"hidden_size {width} or " if width <= 2**24 else ""
             raise ValueError(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}: "
-                             f"try hidden_size {width} or num_heads {heads}")
+                             f"try {wider}num_heads {heads}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}: give a probability in [0, 1)")
         if self.amp_dtype not in (None, torch.float16, torch.bfloat16):

@@ -3,11 +3,14 @@
 A kernel's name is the one witness that cannot be talked into anything: a fallback to FP32, to unfused attention or to
 uncompiled code gives the right numbers, and shows here.
 """
+import errno
 import os
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")      # the profiler's own chatter; read when it first starts
 
@@ -19,7 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 KINDS = {
     "FP8 matmul with GELU": r"nvjet_\w*?_q[qr]\w*gelu",
     "FP8 matmul": r"nvjet_\w*?_q[qr]|gemm.*(e4m3|e5m2)|(e4m3|e5m2).*gemm",
-    "16-bit matmul": r"nvjet_\w*?_[ht][hst][hst]_|[hs](16816|884)gemm|h1688|fp16.*gemm|bf16.*gemm|gemm.*(bf16|f16f16)",
+    "16-bit matmul": r"nvjet_\w*?_[ht][hst][hst]_|[hs](16816|884)gemm|h1688|fp16.*gemm|bf16.*gemm|gemm.*(bf16|f16f16)"
+                     r"|gemv.*(__half|bfloat16)",
     "TF32 matmul": r"gemm.*tf32|tf32.*gemm|s1688",
     "FP32 matmul": r"ffma|simt_sgemm|[^a-z]sgemm|gemmSN|gemv|gemm.*f32f32_f32f32",
     "FP64 matmul": r"dgemm|d884|gemm.*f64",
@@ -71,10 +75,21 @@ def observe(iteration: Callable, device: torch.device, trace: str | None = None)
         if on_gpu:
             torch.cuda.synchronize()
     if trace:
-        profiler.export_chrome_trace(trace)
+        _save_timeline(profiler, trace)
     if on_gpu:
         return Counter(e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA)
     return Counter(e.name for e in profiler.events() if e.name.startswith(("aten::", "## Call CompiledFxGraph")))
+
+
+def _save_timeline(profiler, path: str) -> None:
+    """Write it into what is at `path`, which the profiler itself would replace. Raises OSError, where it is silent."""
+    with tempfile.TemporaryDirectory(prefix="timeline-") as folder:
+        written = Path(folder) / "timeline.json"
+        profiler.export_chrome_trace(str(written))
+        text = written.read_bytes() if written.exists() else b""
+        if not text.rstrip().endswith(b"}"):
+            raise OSError(errno.ENOSPC, f"the profiler left no whole timeline under {tempfile.gettempdir()}")
+        Path(path).write_bytes(text)
 
 
 def _activities(on_gpu: bool):

@@ -52,6 +52,7 @@ def prepare(build: Callable, step: int, parameter_dtype: torch.dtype, device: to
     config, kinds = result.config, roofline.arithmetic(result.config, step, parameter_dtype, device)
     result.matmul = kinds.matmul
     say("building")
+    seed *= 3                                    # parameters, x and dy have one each, and no other run has the same
     values = {name: value.to(parameter_dtype, copy=True)
               for name, value in _seeded(config.replace(amp_dtype=None), seed).items()}
     block = build(config, values, device)
@@ -93,12 +94,13 @@ def judged(result: Report, out_of_memory: Callable[[], str]):
         result.status, result.reason = "skipped", str(error)
     except (torch.OutOfMemoryError, MemoryError):
         result.status, result.reason = "oom", out_of_memory()
-    except torch._dynamo.exc.TorchDynamoException as error:
-        result.status, result.reason = "failed", f"torch.compile: {str(error).strip().splitlines()[0]}"
-    except RuntimeError as error:                # the CPU's allocator and cuBLAS have no exception of their own
-        if not re.search("can't allocate memory|out of memory|ALLOC_FAILED", str(error)):
+    except RuntimeError as error:
+        if isinstance(error, torch._dynamo.exc.TorchDynamoException):    # in a clause above, Ctrl-C would import it too
+            result.status, result.reason = "failed", f"torch.compile: {str(error).strip().splitlines()[0]}"
+        elif re.search("can't allocate memory|out of memory|ALLOC_FAILED", str(error)):
+            result.status, result.reason = "oom", out_of_memory()        # the CPU's allocator's, or cuBLAS's
+        else:
             raise
-        result.status, result.reason = "oom", out_of_memory()
 
 
 def in_a_line(error: BaseException) -> str:
@@ -232,7 +234,7 @@ def check(block: torch.nn.Module, x: torch.Tensor, values: dict[str, torch.Tenso
     errors = oracle.errors(block, x, values)
     block.train(training)
     kind = f"{result.matmul}, emulated" if result.emulated and result.matmul == "float8" else result.matmul
-    gates = {name: oracle.gate(kind, name, x, tokens=x.size(1)) for name in errors}    # one sequence: oracle.errors
+    gates = {name: oracle.gate(kind, name, x, tokens=x.size(1)) for name in errors if name != "output"}
     worst = max((name for name in errors if name.startswith("gradient of ")), key=lambda n: errors[n] / gates[n])
     result.worst_parameter = worst.removeprefix("gradient of ")
     result.errors = {"output": (errors["output"], None),

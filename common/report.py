@@ -5,8 +5,10 @@ unless it means something. Records follow the PyTorch OSS benchmark schema, vers
 """
 import contextlib
 import dataclasses
+import fcntl
 import json
 import math
+import mmap
 import os
 import shutil
 import statistics
@@ -272,8 +274,8 @@ class WriteError(Exception):
 class Output:
     """A JSON-lines file, appended to. Raises OSError at once where it can't be opened.
 
-    Each record is one write of one whole line to a file opened for appending, so that runs side by side, and a run that
-    is interrupted, leave only whole lines.
+    Each record is one write of one whole line to a file opened for appending, while no other run writes to it, so that
+    runs side by side, and a run that is interrupted, leave only whole lines.
     """
 
     def __init__(self, path: str | None):
@@ -283,19 +285,44 @@ class Output:
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         target = Path(path).resolve()
         if target.is_file():
-            self._drop_half_a_line()
+            with self._alone():
+                self._end_the_last_line()
             with contextlib.suppress(PermissionError), tempfile.TemporaryFile(dir=target.parent) as probe:
                 probe.write(b"\0" * 2**16)                 # finds a full disk before an hour of timing
                 probe.flush()
             if shutil.disk_usage(target.parent).free < 2**20:
                 raise OSError(28, "No space left on device", path)
 
-    def _drop_half_a_line(self) -> None:
-        """Cut off what a full disk left of a last record: the next one would be glued to it. Other text stays."""
-        size, begin = os.fstat(self._file).st_size, b'{"benchmark"'
-        last = os.pread(self._file, 2**20, max(0, size - 2**20)).rpartition(b"\n")[2]
-        if last and last[:len(begin)] == begin[:len(last)]:
+    @contextlib.contextmanager
+    def _alone(self):
+        """While no other run is at the file. Where it can't be locked (a network's, a pipe) it goes without."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _end_the_last_line(self) -> None:
+        """The next record would be glued to one without an end. What a full disk left of a record is cut off."""
+        size = os.fstat(self._file).st_size
+        if not size:
+            return
+        with mmap.mmap(self._file, size, access=mmap.ACCESS_READ) as text:
+            last = text[text.rfind(b"\n") + 1:]
+        if not last:
+            return
+        begin = b'{"benchmark"'
+        try:
+            json.loads(last)
+            half = False
+        except ValueError:
+            half = last[:len(begin)] == begin[:len(last)]
+        if half:
             os.ftruncate(self._file, size - len(last))
+        else:
+            os.write(self._file, b"\n")
 
     def write(self, records: list[dict]) -> None:
         if self._file is None:
@@ -303,7 +330,8 @@ class Output:
         for line in records:
             text = (json.dumps(line, allow_nan=False) + "\n").encode()
             try:
-                written = os.write(self._file, text)
+                with self._alone():
+                    written = os.write(self._file, text)
             except OSError as error:
                 raise WriteError(error.strerror) from None
             if written < len(text):

@@ -46,10 +46,10 @@ def main(script: Path, argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\n{script.name}: interrupted; {output.count} finished records kept", file=sys.stderr)
         return EXIT["interrupted"]
-    except report.WriteError as error:
-        print(f"{script.name}: error: --json {output.path}: {error}; {output.count} records were written, "
-              "give a file with room for more", file=sys.stderr)
-        return EXIT["failed"]
+    except report.WriteError as error:               # the card tells what was measured until then
+        result.status = "failed"
+        result.reason = (f"--json {output.path}: {error}; {output.count} records were written, give a file with room "
+                         "for more")
     except OSError as error:                         # a full disk under the compiler's caches, say
         print(f"{script.name}: error: {error}", file=sys.stderr)
         return EXIT["failed"]
@@ -139,11 +139,13 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
     except OSError as error:
         _usage(script, f"--json {options.json}: {error.strerror}; give a file that can be written")
     try:
-        if options.profile:
+        if options.profile is not None and not Path(options.profile).is_fifo():   # whose reader would see its end here
             with open(options.profile, "a"):
                 pass
     except OSError as error:
         _usage(script, f"--profile {options.profile}: {error.strerror}; give a file that can be written")
+    if None not in (options.json, options.profile) and os.path.samefile(options.json, options.profile):
+        _usage(script, f"--profile {options.profile}: --json writes there; give a file of its own")
     return options, config, output
 
 
@@ -188,7 +190,8 @@ def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Re
     """Build, check, time and observe; fills `result` as it goes and writes each record once it is final."""
     device = options.device
     result.neighbours = machine.neighbours(device)         # before this process is on the GPU itself
-    progress = tqdm(bar_format="{desc}", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False)
+    progress = tqdm(bar_format="{desc}", file=sys.stderr, disable=not (sys.stderr and sys.stderr.isatty()),
+                    leave=False)
     needed = parameters.memory_needed(config, step, device)
     if device.type == "cpu" and needed > machine.memory_total(device):       # Linux would kill the process instead
         result.status = "oom"

@@ -37,7 +37,7 @@ from common.device import compiler_missing
 
 TIERS = ("unit", "integration", "stress")
 STEPS = tuple(range(steps.COUNT))
-NAMES = tuple(parameters.shapes(BlockConfig(1, 1, 1, 1)))
+NAMES = tuple(parameters.shapes(BlockConfig(1, 1, 4, 1)))
 
 on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 

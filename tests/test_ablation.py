@@ -1,6 +1,7 @@
 """Which combinations exist, that each is the same block, and how the speed-up is shared out."""
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -100,3 +101,20 @@ def test_a_combination_is_judged_by_the_arithmetic_it_has(monkeypatch):
     assert found["FP32"] == (0, None) and found["SDPA + compile"] == (0, None)
     assert found["TF32 + SDPA"] == (2, None) and found["autocast"] == (2, half)
     assert found["autocast + SDPA + FP8"] == (4, half) and len(found) == 20
+
+
+def test_a_share_of_next_to_nothing_has_no_interval():
+    """A whole of 6 % that noise takes below 5 in many a draw: those left would be the lucky ones."""
+    draw = random.Random(0)
+    taken = {frozenset(some): [ms * draw.gauss(1, 0.03) for _ in range(8)]
+             for some, ms in {"": 1.06, "a": 1.03, "b": 1.03, "ab": 1.0}.items()}
+    assert ablation.intervals(taken, ("a", "b")) == {}
+    taken[frozenset("ab")] = [0.5] * 8
+    assert set(ablation.intervals(taken, ("a", "b"))) == {"a", "b"}
+
+
+def test_a_ladder_says_what_it_was_measured_without():
+    players = ablation.LADDERS["to step 3"]
+    found = {frozenset(some): 1.0 for n in range(5) for some in itertools.combinations(players[1:], n)}
+    assert list(ablation.ladders(found)) == [f"to step 3 without {players[0]}"]
+    assert not ablation.ladders({some: ms for some, ms in found.items() if "SDPA" not in some})

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import PRESETS, device, evidence, harness, oracle, parameters, roofline, run, steps, timing
+from common import PRESETS, device, evidence, harness, oracle, parameters, report, roofline, run, steps, timing
 
 pytestmark = pytest.mark.integration
 
@@ -131,8 +131,20 @@ def test_a_file_without_permission_is_found_at_once(main, nothing_allocated, tmp
 
 def test_a_full_disk_is_found_before_timing(main, nothing_timed, tmp_path, full_disk):
     status, out, err = main(2, *TINY, "--json", tmp_path / "records")
-    assert (status, out) == (1, "")
+    assert status == 1 and card_value(out, "status").startswith("failed: --json")
     assert f"--json {tmp_path / 'records'}: No space left on device" in one_line(err)
+
+
+def test_what_was_measured_until_the_disk_was_full_is_on_the_card(main, quick, monkeypatch, tmp_path):
+    real = report.Output.write
+
+    def write(self, lines):
+        if any(line["benchmark"]["mode"] == "forward+backward" for line in lines):
+            raise report.WriteError("No space left on device")
+        real(self, lines)
+    monkeypatch.setattr(report.Output, "write", write)
+    status, out, err = main(0, *TINY, "--json", tmp_path / "records")
+    assert status == 1 and "No space left" in one_line(err) and float(card_value(out, "median ms").split()[0]) > 0
 
 
 def test_a_card_that_finds_the_disk_full_is_one_line(main, nothing_timed, monkeypatch, full_stdout):
@@ -483,6 +495,95 @@ def test_a_timeline_is_written_on_request(main, quick, tmp_path):
     assert status == 0
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     assert any("scaled_dot_product" in event.get("name", "") for event in events)
+
+
+def test_a_timeline_goes_into_what_is_there(main, quick, tmp_path):
+    """A link is followed, and a pipe is written to once: the profiler itself would put a file in their place."""
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    os.mkfifo(tmp_path / "pipe")
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    for path in ("link", "pipe"):
+        assert main(0, *TINY, "--profile", tmp_path / path)[0] == 0
+    reader.join(60)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "pipe").is_fifo()
+    assert all(json.loads(text)["traceEvents"] for text in [(tmp_path / "target").read_text(), *read]) and read
+
+
+def test_a_timeline_that_could_not_be_written_fails(main, quick, tmp_path, monkeypatch):
+    """The profiler itself says nothing of a full disk."""
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: open(path, "w").close())
+    status, out, err = main(0, *TINY, "--profile", tmp_path / "timeline.json")
+    assert status == 1 and "the profiler left no whole timeline" in one_line(err)
+
+
+def test_records_and_timeline_are_two_files(main, nothing_allocated, tmp_path):
+    path = tmp_path / "both"
+    path.write_text("mine\n")
+    status, out, err = main(2, *TINY, "--json", path, "--profile", tmp_path / "x" / ".." / "both")
+    assert (status, out) == (2, "") and path.read_text() == "mine\n"
+    status, out, err = main(2, *TINY, "--json", path, "--profile", path)
+    assert (status, out) == (2, "") and "give a file of its own" in one_line(err) and path.read_text() == "mine\n"
+
+
+def test_without_a_stderr_there_is_a_card_all_the_same(main, quick, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    status, out, _ = main(0, *TINY)
+    assert status == 0 and card_value(out, "status") == "ok"
+
+
+def test_ctrl_c_does_not_import_the_compiler():
+    """An exception's clauses are looked at one by one: one that names the compiler's would load it, in its seconds."""
+    told = subprocess.run([sys.executable, "-c", """
+import sys
+from common import harness
+try:
+    with harness.judged(None, None):
+        raise KeyboardInterrupt
+except KeyboardInterrupt:
+    print("torch._dynamo" in sys.modules)
+"""], cwd=steps.ROOT, capture_output=True, text=True, timeout=120)
+    assert told.stdout == "False\n", told.stderr
+
+
+def test_a_seed_and_the_seconds_are_those_that_were_asked_for(main, monkeypatch):
+    """Two seeds are two inputs, and the rule by which sampling ends is the user's."""
+    rules = []
+    peaks = roofline.Peaks(collections.defaultdict(lambda: 1e12), 1e11)
+    monkeypatch.setattr(roofline, "measure_peaks", lambda *_: peaks)
+    monkeypatch.setattr(timing, "measure", lambda iteration, clock, between, rule, *_: (
+        rules.append(rule), timing.Timing(clock.sample(iteration, between, 2), False, clock.name))[1])
+    cards = [main(0, *TINY, "--seed", seed, "--max-seconds", "1.25")[1] for seed in (0, 1, 0)]
+    errors = [[card_value(card, label) for label in ("output", "branch", "parameter gradient")] for card in cards]
+    assert errors[0] == errors[2] != errors[1] and {rule.max_seconds for rule in rules} == {1.25}
+
+
+def test_no_two_seeds_share_a_tensor(monkeypatch):
+    """Parameters, x, dy and the check's own gradient: a gradient that is x itself, say, would be a special case."""
+    seen, real = [], torch.Generator.manual_seed
+
+    class Spy:
+        def __new__(cls, *args):
+            generator = torch._C.Generator(*args)
+            return type("G", (), {"manual_seed": lambda self, seed: (seen.append(seed), real(generator, seed))[1]})()
+    monkeypatch.setattr(torch, "Generator", Spy)
+    config = PRESETS["tiny"].replace(amp_dtype=None)
+    for seed in (0, 1, 2):
+        harness._seeded.cache_clear()
+        result = report.Report("0_baseline", config, "float32", device.facts(torch.device("cpu")))
+        harness.prepare(steps.load(0).build, 0, torch.float32, torch.device("cpu"), seed, result, lambda what: None)
+    harness._seeded.cache_clear()
+    of_check = [seen[place] for place in range(3, len(seen), 4)]
+    others = [value for place, value in enumerate(seen) if place % 4 < 2]                    # parameters and x
+    assert len(seen) == 12 and len(set(others)) == 6 and not set(of_check) & set(others)
+
+
+def test_an_fp8_scale_that_never_moved_fails(main, quick, monkeypatch):
+    from common import te_emulation
+    monkeypatch.setattr(te_emulation._Scaling, "update", lambda self: None)
+    status, out, err = main(4, *TINY)
+    assert status == 1 and "delayed scaling is not calibrated" in one_line(err)
 
 
 @pytest.mark.parametrize("step, argv", [

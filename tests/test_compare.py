@@ -1,6 +1,7 @@
 """Two runs against each other: clocks that differ, changes that are real, files that don't go together."""
 import json
 import random
+import re
 
 import pytest
 import torch
@@ -210,14 +211,16 @@ def test_several_shapes_have_a_column():
 
 
 def test_samples_of_another_way_are_compared_as_they_are():
-    """The calibration of the two sides was sampled in different ways too: it says nothing of the machines."""
+    """The calibration of the two sides was sampled in different ways too: it says nothing of the machines, nor does a
+    floor of what is left beside it."""
     old, new = process(1), json.loads(json.dumps(process(2)))
     for line in new:
         if line["metric"]["name"] == "latency":
             extra = line["metric"]["extra_info"]
             extra["clock"] = timing.EventClock().in_rounds
             extra["calibration"] = {name: [1.2 * ms for ms in taken] for name, taken in extra["calibration"].items()}
-    assert set(verdicts(old, new)) == {"SAME"}
+    rows, _, _ = compare.compare(old, new, NOISE, False)
+    assert {row[-1] for row in rows} == {"UNSURE"} and all(row[4].endswith("?") for row in rows)
     assert any(line.startswith("clock: ") and line.endswith("of the same work") for line in compare.versions(old, new))
 
 
@@ -264,8 +267,41 @@ def test_a_step_that_failed_since_is_lost_and_fails(main):
     new = [line for line in process(2) if line["model"]["backend"] != "2_sdpa"]
     new += made("2_sdpa", {}, status="failed", reason="the branch is off")
     status, out, _ = main(process(1), new, "--fail-above", "5%")
-    assert status == 1 and "LOST: 2_sdpa: the branch is off" in out
+    assert status == 1 and re.search("LOST: 2_sdpa, B.*: the branch is off", out)
     assert main(process(1), new)[0] == 0
+
+
+def test_a_step_that_ran_since_it_failed_is_not_lost(main):
+    """Nor is one that did not fit in the old file either."""
+    failed = made("2_sdpa", {}, status="failed", reason="the branch is off", run="first")
+    assert main(process(1), failed + process(2), "--fail-above", "5%")[:1] == (0,)
+    large = made("0_baseline", {}, status="oom", reason="too big", config=CPU_CONFIG.replace(batch_size=9))
+    status, out, _ = main(process(1) + large, process(2) + large, "--fail-above", "5%")
+    assert status == 0 and "LOST" not in out
+
+
+def test_a_row_is_slower_at_its_own_shape(main):
+    """The same step at a later shape does not stand in its place."""
+    def both_shapes(seed, factor):
+        small, large = process(seed, slower=factor), process(seed + 1)
+        for line in large:
+            line["model"]["name"] = line["model"]["name"].replace("S", "S9")
+        return small + large
+    status, _, err = main(both_shapes(1, None), both_shapes(3, dict.fromkeys(STEPS, 1.5)), "--fail-above", "20%")
+    assert status == 1 and err.count("% slower") == 8
+
+
+def test_processes_of_other_code_are_no_noise_and_no_rows():
+    """Five commits, each slower than the one before, are not five processes of the same code."""
+    history = []
+    for number in range(5):
+        lines = process(number, slower=dict.fromkeys(STEPS, 1.3 - 0.07 * number))
+        for line in lines:
+            line["benchmark"]["extra_info"]["git"] = f"commit{number}"
+        history += lines
+    assert all(len(runs) == 1 for runs in compare.rows(history).values()) and not compare.floors(history)
+    assert "left out of the old file: 32 timings" in compare.text(history, process(9), *compare.compare(
+        history, process(9), [], False)[:2])
 
 
 def test_a_gate_that_cannot_see_says_so(main):

@@ -49,6 +49,9 @@ KNOWN = [
     (FP32, "FP32 matmul"),
     (SGEMM, "FP32 matmul"),
     ("ampere_sgemm_128x64_tn", "FP32 matmul"),
+    ("void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4>", "FP32 matmul"),
+    ("void gemv2T_kernel_val<int, int, __half, __half, __half, float, 128, 16, 4, 4>", "16-bit matmul"),
+    ("void gemvx::kernel<int, int, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16, float>", "16-bit matmul"),
     (TF32, "TF32 matmul"),
     ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x256_16x3_nn_align4>(Params)", "TF32 matmul"),    # A100
     (FP16, "16-bit matmul"),

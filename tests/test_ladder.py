@@ -3,6 +3,7 @@ import contextlib
 import functools
 import json
 import subprocess
+import types
 
 import pytest
 import torch
@@ -299,7 +300,26 @@ def test_a_block_that_is_compiled_again_fails_alone(main, monkeypatch):
     monkeypatch.setattr(study.harness, "compiled", lambda block: type(block).__module__ == "step_2_sdpa")
     monkeypatch.setattr(study.harness, "compilation_time", lambda *_: report.Compilation(1.0, 1.0))
     status, out, _ = main("--steps", "0,2", "--rounds", 6)
-    assert status == 1 and blocks == [2, 1, 1] and "2_sdpa: failed: the block was compiled again" in out
+    assert status == 1 and blocks == [2, 1, 1, 1] and "2_sdpa: failed: the block was compiled again" in out
+
+
+@unit
+def test_of_two_compiled_blocks_that_one_fails_which_is_compiled_again(monkeypatch):
+    def again(block):
+        if block == "changed":
+            raise study.harness.Failed("compiled again")
+        return contextlib.nullcontext()
+    monkeypatch.setattr(study.harness, "compiled_for_good", again)
+    monkeypatch.setattr(study.harness, "holds_compiled", lambda block: block != "eager")
+    options = command.parse(command.parser("ladder", "doc"), ["--preset", "tiny", "--device", "cpu"])
+    some = study.Study("ladder", options)
+    runs = {(key, "eager"): timing.nothing for key in "abc"}
+
+    def would(**blocks):
+        some.subjects = {key: types.SimpleNamespace(block=block) for key, block in blocks.items()}
+        return some._compiled_again(runs, runs)
+    assert would(a="eager", b="changed", c="as it was") == ["b"]
+    assert would(a="eager", b="as it was", c="as it was") == ["b", "c"]                # it was one of them
 
 
 @integration
@@ -326,6 +346,39 @@ def test_a_process_that_dies_leaves_a_row(main, monkeypatch):
                         if "benchmarks.ladder" in argv else real(argv, **more))
     status, out, _ = main("--steps", "0,2", "--processes", 2)
     assert status == 1 and "0_baseline: failed: its process ended with -9" in out and "2_sdpa: failed" in out
+
+
+@unit
+@pytest.mark.parametrize("dies, status", [(0, -9), (1, 1)], ids=["the first", "the second, by a traceback"])
+def test_a_process_that_dies_beside_one_that_does_not_fails_the_run(main, monkeypatch, dies, status):
+    """Python's status for a traceback is that of a failed step: what the process left tells them apart."""
+    begun = []
+
+    def run(argv, **more):
+        begun.append(argv)
+        if len(begun) - 1 == dies:
+            return subprocess.CompletedProcess(argv, status)
+        path = argv[argv.index("--json") + 1]
+        report.Output(path).write(made("0_baseline", both([1.0] * 6, [1.0] * 6), run="other"))
+        return subprocess.CompletedProcess(argv, 0)
+    monkeypatch.setattr(ladder.subprocess, "run", run)
+    monkeypatch.setattr(ladder.machine, "facts", lambda device: GPU)
+    found, out, _ = main("--steps", "0", "--processes", 2)
+    assert found == 1 and f"0_baseline: failed: its process ended with {status}" in out and len(begun) == 2
+
+
+@unit
+def test_a_row_behind_one_that_failed_says_what_it_is_held_against():
+    lines = made("0_baseline", both([8.0] * 6, [])) + made("1_cublas", {}, status="failed", reason="why")
+    *_, last = rows_of(lines + made("2_sdpa", both([2.0] * 6, [])))
+    assert last["x previous [95 %]"] == "4.000 [4.000, 4.000] (to 0)"
+
+
+@unit
+def test_a_chart_that_nothing_can_fill_is_named(capsys, tmp_path):
+    ladder.draw(made("0_baseline", both([8.0] * 6, [8.0] * 6)), str(tmp_path / "a"))
+    assert capsys.readouterr().err.startswith("ladder: no chart: it needs 5 profiled rounds")
+    assert list(tmp_path.iterdir()) == []
 
 
 @unit

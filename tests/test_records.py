@@ -6,6 +6,7 @@ import torch
 from made_records import CPU_CONFIG, FACTS, GPU, both, made
 
 from benchmarks import records
+from benchmarks.attribution import PARTS
 from benchmarks.records import BadRecords
 
 pytestmark = pytest.mark.unit
@@ -105,11 +106,10 @@ def test_each_process_is_a_run_of_its_own_and_the_latest_counts():
     assert records.latest(lines)["2_sdpa"].best_ms("forward") == 2.0
 
 
-def test_records_from_before_runs_had_names_still_count_the_latest_alone():
-    lines = made("2_sdpa", both([1.0], [1.0])) + made("2_sdpa", {})
-    for line in lines:
-        del line["benchmark"]["extra_info"]["run"]
-    assert records.latest(lines)["2_sdpa"].best("forward") is None
+def test_times_of_what_failed_are_none():
+    """A step can fail in its second pass: what it took in the first is nobody's time."""
+    (run,) = records.runs(made("2_sdpa", both([1.0], [1.0])) + made("2_sdpa", {}, status="failed", reason="why"))
+    assert run.best("forward") is None and run.best_ms("forward") is None
 
 
 def test_only_samples_of_the_same_rounds_are_paired():
@@ -123,3 +123,31 @@ def test_only_samples_of_the_same_rounds_are_paired():
 def test_the_last_status_is_the_status():
     (run,) = records.runs(made("2_sdpa", both([1.0], [1.0]), status="failed", reason="why"))
     assert (run.status, run.info["reason"]) == ("failed", "why")
+
+
+FIELDS = [("dependencies", None), ("dependencies.torch", "2.9"), ("runners", []), ("benchmark.extra_info.reason", 7),
+          ("benchmark.extra_info.config.dropout", "0"), ("benchmark.extra_info.config", []), ("model.name", None),
+          ("metric.extra_info.calibration", None), ("metric.extra_info.clock", None), ("metric.extra_info.reason", 7),
+          ("metric.benchmark_values", [10**400]), ("metric.extra_info.launch", []), ("metric.benchmark_values", 1.0)]
+
+
+@pytest.mark.parametrize("field, value", FIELDS, ids=str)
+def test_a_field_of_another_type_is_refused(tmp_path, field, value):
+    line = json.loads(json.dumps(next(line for line in LINES if line["metric"]["name"] == "latency")))
+    *path, name = field.split(".")
+    place = line
+    for key in path:
+        place = place[key]
+    place[name] = value
+    with pytest.raises(BadRecords, match="line 1"):
+        records.read(write(tmp_path / "a", [line]))
+
+
+@pytest.mark.parametrize("parts", [{"GEMM": 1.0}, {"GEMM": float("nan")}, {"GEMM": -1.0}, {"GEMM": 0.0}])
+def test_parts_that_add_up_to_no_time_are_refused(tmp_path, parts):
+    whole = dict.fromkeys(PARTS, 0.0) if len(parts) and parts["GEMM"] != 1.0 else {}
+    lines = made("2_sdpa", both([1.0] * 6, [1.0] * 6), parts={"forward": dict.fromkeys(PARTS, 1.0)})
+    line = next(line for line in lines if line["metric"]["name"] == "time by part")
+    line["metric"]["extra_info"]["parts"] = whole | parts
+    with pytest.raises(BadRecords, match="line 1"):
+        records.read(write(tmp_path / "a", [line]))

@@ -297,7 +297,38 @@ def test_text_that_is_no_record_is_never_cut(tmp_path, text):
     path = tmp_path / "records"
     path.write_text(text)
     Output(str(path))
-    assert path.read_text() == text
+    assert path.read_text() == text + "\n"                   # or the next record would be glued to it
+
+
+def test_a_whole_last_record_without_an_end_stays(tmp_path):
+    path = tmp_path / "records"
+    path.write_text('{"benchmark": 1}\n{"benchmark": 2}')
+    Output(str(path)).write([{"benchmark": 3}])
+    assert path.read_text() == '{"benchmark": 1}\n{"benchmark": 2}\n{"benchmark": 3}\n'
+
+
+def test_half_a_record_of_any_length_is_cut_off(tmp_path):
+    path = tmp_path / "records"
+    path.write_text('{"benchmark": 1}\n{"benchmark": {"samples": [' + 2**20 * "1.5, ")
+    Output(str(path))
+    assert path.read_text() == '{"benchmark": 1}\n'
+
+
+def test_who_opens_the_file_takes_nothing_from_who_writes_to_it(tmp_path):
+    """Half a line that is still being written is no half line that a full disk left."""
+    path, stop = tmp_path / "records", threading.Event()
+
+    def open_again():
+        while not stop.is_set():
+            Output(str(path))
+    opener = threading.Thread(target=open_again)
+    opener.start()
+    output = Output(str(path))
+    for n in range(60):
+        output.write([{"benchmark": n, "samples": [0.5] * 20000}])
+    stop.set()
+    opener.join()
+    assert [json.loads(line)["benchmark"] for line in path.read_text().splitlines()] == list(range(60))
 
 
 def test_a_full_disk_raises_at_the_first_record(tmp_path, full_disk):

@@ -83,6 +83,29 @@ def test_the_limit_is_a_sum_of_maxima():
     assert limit == pytest.approx(1e3 * (4 + 4 + 8 + 4 + 32 / 3 + 32 / 3))
 
 
+def test_the_bytes_of_fp8_with_its_backward():
+    """Worked by hand for N = 16, E = 16, F = 64; x, y and parameters of 4 bytes, between the matmuls 2, operands 1.
+
+    Forward: LayerNorm reads x (4) and the residual (2) and writes two operands; attention moves q, k, v and its result;
+    a matmul reads its operand (1) and its weight (4), and writes 2, or 1 where GELU's result is the next operand; the
+    projections add the residual (2 read, 2 written; in the end 2 and 4). Backward: each matmul reads dy as an operand
+    (1) twice; beside it the weight (4), to write dx (2), and the operand of the forward (1), to write dweight (4).
+    """
+    N, E, F, Q = 16, 16, 64, 48
+    expected = {
+        "layer norms": N * E * (4 + 2 + 1 + 1), "attention": 4 * N * E * 2,
+        "qkv": N * E + 4 * E * Q + 2 * N * Q, "attention projection": N * E + 4 * E * E + N * E * (2 + 2),
+        "fc": N * E + 4 * E * F + N * F, "mlp projection": N * F + 4 * F * E + N * E * (2 + 4),
+        "layer norms backward": 2 * N * E * (2 + 2 + 2), "attention backward": 8 * N * E * 2,
+        "qkv, input gradient": N * Q + 4 * E * Q + 2 * N * E, "qkv, weight gradient": N * Q + N * E + 4 * E * Q,
+        "attention projection, input gradient": N * E + 4 * E * E + 2 * N * E,
+        "attention projection, weight gradient": N * E + N * E + 4 * E * E,
+        "fc, input gradient": N * F + 4 * E * F + 2 * N * E, "fc, weight gradient": N * F + N * E + 4 * E * F,
+        "mlp projection, input gradient": N * E + 4 * E * F + 2 * N * F,
+        "mlp projection, weight gradient": N * E + N * F + 4 * E * F}
+    assert {o.name: o.bytes for o in roofline.operations(SMALL, FP8, backward=True)} == expected
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_the_limit_at_its_ends_is_arithmetic_alone_or_memory_alone(backward):
     work = roofline.operations(SMALL, FP32, backward)

@@ -8,7 +8,7 @@ from made_records import GPU, both, made
 
 from benchmarks import ladder, records, sweep
 from benchmarks.attribution import PARTS
-from common import PRESETS, parameters, report
+from common import PRESETS, parameters, report, timing
 
 unit, integration = pytest.mark.unit, pytest.mark.integration
 
@@ -164,6 +164,48 @@ def test_sizes_measured_in_another_way_are_measured_again(main, tmp_path):
     assert status == 0 and "0 sizes are already in" in err
     ((_, runs),) = sweep.points_of(records.read(path))["seq_len"]
     assert {len(run.samples("forward", "eager")) for run in runs.values()} == {7}
+
+
+@unit
+def test_only_what_was_asked_for_and_measured_this_way_is_shown():
+    """A file can hold other studies, other batches, and the same shape measured in another way since."""
+    how = {"rounds": 6}
+
+    def lines(size, ms, run, **more):
+        config = PRESETS["tiny"].replace(seq_len=size)
+        r = report.Report("sweep", config, "float32", GPU, study="sweep", run=run)
+        return made("0_baseline", both([ms] * 6, [ms] * 6), run=run, config=config, facts=GPU) + [
+            report.record(r, sweep.DONE, "", [], "run", axis="seq_len", size=size, how=how | more)]
+    peers = made("0_baseline", both([9.0] * 6, [9.0] * 6), run="peers", config=PRESETS["tiny"].replace(seq_len=16),
+                 facts=GPU, study="peers")
+    known = lines(16, 1.0, "a") + lines(32, 2.0, "a") + lines(16, 5.0, "b", seed=1) + peers
+    asked = {("seq_len", str(PRESETS["tiny"].replace(seq_len=16)))}
+    ((size, runs),) = sweep.points_of(sweep.of_points(known, asked, how))["seq_len"]
+    assert size == 16 and runs["0_baseline"].best_ms("forward") == 1.0
+
+
+@unit
+def test_a_step_that_does_not_fit_where_the_one_before_does_is_not_ahead():
+    lines = point(64, {"0_baseline": 4.0, "1_cublas": 2.0}) + point(128, {"0_baseline": 8.0})
+    lines += made("1_cublas", {}, status="oom", reason="full", run="128", config=PRESETS["tiny"].replace(seq_len=128),
+                  facts=GPU, matmul="float16")
+    assert sweep.crossovers(sweep.points_of(lines)["seq_len"], "forward") == {"1_cublas": None}
+
+
+@integration
+def test_memory_that_runs_out_in_the_rounds_is_a_point_and_the_next_size_is_measured(main, monkeypatch, tmp_path):
+    real, begun = timing.calibration, []
+
+    def calibration(device):
+        begun.append(device)
+        if len(begun) == 1:
+            raise torch.OutOfMemoryError("no")
+        return real(device)
+    monkeypatch.setattr(timing, "calibration", calibration)
+    status, out, _ = main("--axis", "seq_len", "--values", "16,32", "--rounds", 6)
+    rows = [line.split() for line in out.splitlines() if line.startswith(("16 ", "32 "))]
+    assert status == 0 and [row[1] for row in rows if row[0] == "16"] == ["oom"] * 2
+    assert all(float(row[1]) > 0 for row in rows if row[0] == "32")
 
 
 @unit
