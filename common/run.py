@@ -38,6 +38,8 @@ def main(script: Path, argv: list[str] | None = None) -> int:
                         machine.facts(options.device))
         if step and options.amp_dtype == "auto":
             result.autocast_off = options.autocast_off
+        elif not step and config.amp_dtype and options.amp_dtype != "auto" and options.param_dtype == "float32":
+            result.autocast_off = f"--amp-dtype {options.amp_dtype} is for the later steps"
         with (machine.alone(options.device, script.name),
               harness.judged(result, lambda: _out_of_memory(step, options, config))):
             _run(step, options, config, result, output)

@@ -527,6 +527,14 @@ def test_records_and_timeline_are_two_files(main, nothing_allocated, tmp_path):
     assert (status, out) == (2, "") and "give a file of its own" in one_line(err) and path.read_text() == "mine\n"
 
 
+@pytest.mark.parametrize("argv, words", [
+    (["--amp-dtype", "bfloat16"], "autocast off (--amp-dtype bfloat16 is for the later steps)"),
+    (["--amp-dtype", "none"], "autocast off;"), ([], "autocast off;")])
+def test_step_0_says_that_it_has_no_autocast(main, quick, argv, words):
+    status, out, _ = main(0, *TINY, *argv)
+    assert status == 0 and words in " ".join(out.split())
+
+
 def test_without_a_stderr_there_is_a_card_all_the_same(main, quick, monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     status, out, _ = main(0, *TINY)
