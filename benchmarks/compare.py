@@ -283,7 +283,8 @@ def text(old: list[dict], new: list[dict], found: list[list], headers: list[str]
     """The table, how many rows got which verdict, and what differs besides."""
     lines = [command.table(found, headers, width, keys=headers.index("old ms")), "", summary(found)]
     if any("?" in str(cell) for row in found for cell in row):
-        lines.append(f"?: fewer than {PROCESSES} processes of the same code recorded: {100 * NO_FLOOR:.0f} % assumed")
+        lines.append(f"?: fewer than {PROCESSES} processes of the same code recorded, or samples taken in different "
+                     f"ways: {100 * NO_FLOOR:.0f} % assumed")
     for side, name in ((old, "old"), (new, "new")):
         if count := sum(len(taken) for taken in _all_rows(side).values()) - sum(map(len, rows(side).values())):
             lines.append(f"left out of the {name} file: {count} timings of other commits, versions, studies or clocks "

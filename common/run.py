@@ -46,7 +46,8 @@ def main(script: Path, argv: list[str] | None = None) -> int:
         if result.status != "ok":
             output.write([report.record(result, "status", "", [], "run")])
     except KeyboardInterrupt:
-        print(f"\n{script.name}: interrupted; {output.count} finished records kept", file=sys.stderr)
+        kept = f"; {output.count} finished records kept" if output.path else ""
+        print(f"\n{script.name}: interrupted{kept}", file=sys.stderr)
         return EXIT["interrupted"]
     except report.WriteError as error:               # the card tells what was measured until then
         result.status = "failed"
@@ -136,6 +137,8 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
         _usage(script, f"--param-dtype amp: there is no 16-bit dtype with --amp-dtype {options.amp_dtype}"
                        + (f" ({options.autocast_off})" if options.amp_dtype == "auto" else ""))
     options.parameter_dtype = config.amp_dtype if options.param_dtype == "amp" else torch.float32
+    if options.json and options.profile and os.path.realpath(options.json) == os.path.realpath(options.profile):
+        _usage(script, f"--profile {options.profile}: --json writes there; give a file of its own")
     try:
         output = report.Output(options.json)
     except OSError as error:
@@ -146,8 +149,6 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
                 pass
     except OSError as error:
         _usage(script, f"--profile {options.profile}: {error.strerror}; give a file that can be written")
-    if None not in (options.json, options.profile) and os.path.samefile(options.json, options.profile):
-        _usage(script, f"--profile {options.profile}: --json writes there; give a file of its own")
     return options, config, output
 
 

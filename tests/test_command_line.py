@@ -521,10 +521,11 @@ def test_a_timeline_that_could_not_be_written_fails(main, quick, tmp_path, monke
 def test_records_and_timeline_are_two_files(main, nothing_allocated, tmp_path):
     path = tmp_path / "both"
     path.write_text("mine\n")
-    status, out, err = main(2, *TINY, "--json", path, "--profile", tmp_path / "x" / ".." / "both")
-    assert (status, out) == (2, "") and path.read_text() == "mine\n"
-    status, out, err = main(2, *TINY, "--json", path, "--profile", path)
-    assert (status, out) == (2, "") and "give a file of its own" in one_line(err) and path.read_text() == "mine\n"
+    for same in (path, tmp_path / "x" / ".." / "both"):
+        status, out, err = main(2, *TINY, "--json", path, "--profile", same)
+        assert (status, out) == (2, "") and "give a file of its own" in one_line(err) and path.read_text() == "mine\n"
+    assert main(2, *TINY, "--json", tmp_path / "new", "--profile", tmp_path / "new")[0] == 2
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("argv, words", [
