@@ -219,10 +219,9 @@ def draw(lines: list[dict], stem: str) -> None:
 def _bars(lines: list[dict]) -> dict[str, list[tuple[str, float, float, float]]]:
     taken, found, bars = samples(lines, "forward+backward"), times(lines, "forward+backward"), {}
     for name, players in ladders(found).items():
-        if share := shares(found, players):
-            sure = intervals(taken, players)
+        if (share := shares(found, players)) and (sure := intervals(taken, players)):
             bars[f"the ladder {name}"] = [(player, *(100 * value for value in (part, *sure[player])))
-                                          for player, part in share.items() if player in sure]
+                                          for player, part in share.items()]
     return bars
 
 

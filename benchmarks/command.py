@@ -35,6 +35,7 @@ def parse(found: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
 
     A mistake ends the process with one line and status 2.
     """
+    run.hush()
     found.error = lambda message: usage(found, message)
     options = found.parse_args(argv)
     try:

@@ -260,10 +260,10 @@ def unmatched(old: list[dict], new: list[dict], force: bool) -> tuple[list[str],
     """(rows only in the old file, rows only in the new one, steps that were ok and failed since), in words."""
     before, after = rows(old), rows(new)
     pairs = together(before, after, force)
-    was, now = ({(records.label(run.lines[-1], engine=False), run.lines[0]["model"]["name"]): run
-                 for run in records.runs(lines)} for lines in (old, new))               # the latest of each
-    bad = {key: run.info["reason"] for key, run in now.items()
-           if run.status in ("failed", "oom") and key in was and was[key].status == "ok"}
+    was, now = _cases(old), _cases(new)
+    bad = {key: run.info["reason"] for key, runs in now.items() for run in runs
+           if run.status in ("failed", "oom") and run.info.get("git") == runs[-1].info.get("git")    # not mended since
+           and any(earlier.status == "ok" for earlier in was.get(key, []))}
     lost = [f"LOST: {step}, {shape}: {reason}" for (step, shape), reason in bad.items()]
     alone = []
     for side, place, name in ((before, 0, "old"), (after, 1, "new")):
@@ -271,6 +271,14 @@ def unmatched(old: list[dict], new: list[dict], force: bool) -> tuple[list[str],
         alone.append([f"only in the {name} file: {where.step}, {where.shape}, {where.mode}, {where.launch}"
                       for where in side if where not in matched and (where.step, where.shape) not in bad])
     return *alone, lost
+
+
+def _cases(lines: list[dict]) -> dict[tuple[str, str], list[Run]]:
+    """(step, shape) -> its runs."""
+    found: dict[tuple[str, str], list[Run]] = {}
+    for run in records.runs(lines):
+        found.setdefault((records.label(run.lines[-1], engine=False), run.lines[0]["model"]["name"]), []).append(run)
+    return found
 
 
 def summary(found: list[list]) -> str:

@@ -237,7 +237,8 @@ def draw(lines: list[dict], stem: str) -> None:
     if charts.attributed(lines):
         charts.ladder(lines, stem)
     else:
-        command.no_chart("ladder", f"it needs {records.PAIRS} profiled rounds, and --processes takes one unless told")
+        command.no_chart("ladder", f"it needs a step with {records.PAIRS} profiled rounds (with --processes there is "
+                                   "one unless told)")
 
 
 def rows_of(text_: str) -> tuple[str, ...]:

@@ -76,7 +76,10 @@ def _checked(line: dict) -> dict:
     _has(line["runners"][0], _RUNNER)
     for library in line["dependencies"].values():
         _has(library, {"version": str})
-    metric, extra = line["metric"]["name"], line["metric"]["extra_info"]
+    info, metric, extra = line["benchmark"]["extra_info"], line["metric"]["name"], line["metric"]["extra_info"]
+    _has(info, {name: str for name in ("study", "run") if name in info})
+    if metric == "size done":                                                                # sweep's
+        _has(extra, {"axis": str, "size": int})
     if "reason" in extra:
         _has(extra, {"reason": str})
     series = [line["metric"]["benchmark_values"]]

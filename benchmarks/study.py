@@ -71,8 +71,7 @@ class Study:
         self.seconds: dict[str, float] = {}
         self.seconds["starting"] = machine.process_seconds()
         self._phase, self._since = "starting", time.perf_counter()
-        self._bar = tqdm(bar_format="{desc}", file=sys.stderr, disable=not (sys.stderr and sys.stderr.isatty()),
-                         leave=False)
+        self._bar = tqdm(bar_format="{desc}", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False)
 
     def say(self, what: str) -> None:
         """Show what is going on, and count its time under its first word."""

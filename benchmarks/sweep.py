@@ -14,8 +14,6 @@ import math
 import sys
 from pathlib import Path
 
-import torch
-
 from common import BlockConfig, harness, parameters, report, timing
 from common import device as machine
 from common.config import PRESETS, dtype_name
@@ -78,10 +76,13 @@ def way(study: Study) -> dict:
 
 
 def of_points(lines: list[dict], points: set[tuple[str, str]], how: dict) -> list[dict]:
-    """Of the records of an earlier call those of `points`, (axis, shape), which were complete and measured that way."""
+    """Of the records of an earlier call those of `points`, (axis, shape), which were complete and measured that way.
+
+    A shape may have been measured along another axis, where the two cross.
+    """
+    shapes_ = {shape for _, shape in points}
     complete = {(_run(line), line["model"]["name"]) for line in lines if line["metric"]["name"] == DONE
-                and (line["metric"]["extra_info"]["axis"], line["model"]["name"]) in points
-                and line["metric"]["extra_info"]["how"] == how}
+                and line["model"]["name"] in shapes_ and line["metric"]["extra_info"]["how"] == how}
     return [line for line in lines if (_run(line), line["model"]["name"]) in complete
             and (line["metric"]["name"] != DONE
                  or (line["metric"]["extra_info"]["axis"], line["model"]["name"]) in points)]
@@ -103,7 +104,9 @@ def measure(study: Study, points: list[tuple[str, BlockConfig]], known: set[tupl
             for mode in report.MODES:
                 try:
                     study.time(mode, profiled=1 if study.device.type == "cuda" else 0)    # which are bound by launches
-                except (torch.OutOfMemoryError, MemoryError):
+                except (RuntimeError, MemoryError) as error:
+                    if not harness.is_out_of_memory(error):
+                        raise
                     study.out_of_memory(mode)
             study.release()
         r = Report(study.name, config, "float32", study.facts, study=study.name, run=study.run)

@@ -4,6 +4,7 @@ A kernel's name is the one witness that cannot be talked into anything: a fallba
 uncompiled code gives the right numbers, and shows here.
 """
 import errno
+import gzip
 import os
 import re
 import tempfile
@@ -89,7 +90,7 @@ def _save_timeline(profiler, path: str) -> None:
         text = written.read_bytes() if written.exists() else b""
         if not text.rstrip().endswith(b"}"):
             raise OSError(errno.ENOSPC, f"the profiler left no whole timeline under {tempfile.gettempdir()}")
-        Path(path).write_bytes(text)
+        Path(path).write_bytes(gzip.compress(text) if path.endswith(".gz") else text)
 
 
 def _activities(on_gpu: bool):

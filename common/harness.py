@@ -97,10 +97,16 @@ def judged(result: Report, out_of_memory: Callable[[], str]):
     except RuntimeError as error:
         if isinstance(error, torch._dynamo.exc.TorchDynamoException):    # in a clause above, Ctrl-C would import it too
             result.status, result.reason = "failed", f"torch.compile: {str(error).strip().splitlines()[0]}"
-        elif re.search("can't allocate memory|out of memory|ALLOC_FAILED", str(error)):
-            result.status, result.reason = "oom", out_of_memory()        # the CPU's allocator's, or cuBLAS's
+        elif is_out_of_memory(error):
+            result.status, result.reason = "oom", out_of_memory()
         else:
             raise
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether that is why it was raised: the CPU's allocator and cuBLAS have no exception of their own."""
+    return (isinstance(error, torch.OutOfMemoryError | MemoryError)
+            or re.search("can't allocate memory|out of memory|ALLOC_FAILED", str(error)) is not None)
 
 
 def in_a_line(error: BaseException) -> str:

@@ -13,6 +13,7 @@ import os
 import shutil
 import statistics
 import tempfile
+import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -285,8 +286,9 @@ class Output:
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         target = Path(path).resolve()
         if target.is_file():
-            with self._alone():
-                self._end_the_last_line()
+            with self._alone() as sure:
+                if sure:
+                    self._end_the_last_line()
             with contextlib.suppress(PermissionError), tempfile.TemporaryFile(dir=target.parent) as probe:
                 probe.write(b"\0" * 2**16)                 # finds a full disk before an hour of timing
                 probe.flush()
@@ -295,13 +297,21 @@ class Output:
 
     @contextlib.contextmanager
     def _alone(self):
-        """While no other run is at the file. Where it can't be locked (a network's, a pipe) it goes without."""
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
+        """While no other run is at the file, which it holds for a moment: yields whether that is sure.
+
+        Where the file can't be locked (a network's, a pipe), or somebody else keeps it locked, it goes without.
+        """
+        sure = False
+        for pause in (0, 0.01, 0.1, 1):
+            time.sleep(pause)
             with contextlib.suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                sure = True
+                break
+        try:
+            yield sure
+        finally:
+            if sure:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _end_the_last_line(self) -> None:

@@ -31,8 +31,8 @@ def run(script: str, argv: list[str] | None = None) -> None:
 def main(script: Path, argv: list[str] | None = None) -> int:
     """The same as `run`, returning the exit status (a mistake on the command line still raises SystemExit)."""
     step = int(script.name[0])
-    options, config, output = _parse(script, step, argv)
     hush()
+    options, config, output = _parse(script, step, argv)
     try:
         result = Report(script.stem, config, str(options.parameter_dtype).removeprefix("torch."),
                         machine.facts(options.device))
@@ -137,7 +137,8 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
         _usage(script, f"--param-dtype amp: there is no 16-bit dtype with --amp-dtype {options.amp_dtype}"
                        + (f" ({options.autocast_off})" if options.amp_dtype == "auto" else ""))
     options.parameter_dtype = config.amp_dtype if options.param_dtype == "amp" else torch.float32
-    if options.json and options.profile and os.path.realpath(options.json) == os.path.realpath(options.profile):
+    if options.json and options.profile and os.path.realpath(options.json) == os.path.realpath(options.profile) \
+            and (os.path.isfile(options.json) or not os.path.exists(options.json)):
         _usage(script, f"--profile {options.profile}: --json writes there; give a file of its own")
     try:
         output = report.Output(options.json)
@@ -176,7 +177,12 @@ def config_of(options: argparse.Namespace) -> BlockConfig:
 
 
 def hush() -> None:
-    """Silence what libraries print in every run and no reader can act on, so that stderr holds this run's own news."""
+    """Silence what libraries print in every run and no reader can act on, so that stderr holds this run's own news.
+
+    A closed stderr (2>&-) goes nowhere: `print` would take stdout in its place.
+    """
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")                                        # noqa: SIM115, to the process's end
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)       # a CPU has no GPU
     logging.getLogger("DotProductAttention").setLevel(logging.ERROR)             # other attention packages exist
     for message in ("Attempting to run cuBLAS, but there was no current CUDA context",      # and makes one
@@ -193,8 +199,7 @@ def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Re
     """Build, check, time and observe; fills `result` as it goes and writes each record once it is final."""
     device = options.device
     result.neighbours = machine.neighbours(device)         # before this process is on the GPU itself
-    progress = tqdm(bar_format="{desc}", file=sys.stderr, disable=not (sys.stderr and sys.stderr.isatty()),
-                    leave=False)
+    progress = tqdm(bar_format="{desc}", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False)
     needed = parameters.memory_needed(config, step, device)
     if device.type == "cpu" and needed > machine.memory_total(device):       # Linux would kill the process instead
         result.status = "oom"

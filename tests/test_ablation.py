@@ -108,7 +108,8 @@ def test_a_share_of_next_to_nothing_has_no_interval():
     draw = random.Random(0)
     taken = {frozenset(some): [ms * draw.gauss(1, 0.03) for _ in range(8)]
              for some, ms in {"": 1.06, "a": 1.03, "b": 1.03, "ab": 1.0}.items()}
-    assert ablation.intervals(taken, ("a", "b")) == {}
+    assert ablation.intervals(taken, ("a", "b")) == {} and ablation.shares(
+        {some: math.fsum(one) / 8 for some, one in taken.items()}, ("a", "b"))
     taken[frozenset("ab")] = [0.5] * 8
     assert set(ablation.intervals(taken, ("a", "b"))) == {"a", "b"}
 

@@ -1,5 +1,6 @@
 """What a user meets: the five scripts as programs, every mistake as one line, every failure as a status."""
 import collections
+import gzip
 import itertools
 import json
 import os
@@ -495,6 +496,8 @@ def test_a_timeline_is_written_on_request(main, quick, tmp_path):
     assert status == 0
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     assert any("scaled_dot_product" in event.get("name", "") for event in events)
+    assert main(0, *TINY, "--profile", tmp_path / "timeline.json.gz")[0] == 0
+    assert json.loads(gzip.decompress((tmp_path / "timeline.json.gz").read_bytes()))["traceEvents"]
 
 
 def test_a_timeline_goes_into_what_is_there(main, quick, tmp_path):
@@ -536,10 +539,32 @@ def test_step_0_says_that_it_has_no_autocast(main, quick, argv, words):
     assert status == 0 and words in " ".join(out.split())
 
 
-def test_without_a_stderr_there_is_a_card_all_the_same(main, quick, monkeypatch):
+def test_without_a_stderr_there_is_a_card_and_nothing_else(main, quick, monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     status, out, _ = main(0, *TINY)
     assert status == 0 and card_value(out, "status") == "ok"
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(0, "--preset", "nope") == (2, "", "")
+
+
+def test_another_error_is_no_lack_of_memory():
+    assert harness.is_out_of_memory(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+    assert harness.is_out_of_memory(MemoryError()) and not harness.is_out_of_memory(RuntimeError("a shape is wrong"))
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--hidden-size", "2", "--num-heads", "1"], "hidden_size is 2: give a whole number from 3"),
+    (["--num-heads", "16777213"], "try num_heads")])
+def test_a_width_that_is_none_is_neither_taken_nor_suggested(main, nothing_allocated, argv, words):
+    status, _, err = main(0, *TINY, *argv)
+    assert status == 2 and words in one_line(err)
+
+
+def test_what_a_cpu_holds_besides_the_block_is_counted():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert parameters.memory_needed(PRESETS["tiny"], 0, cpu) - parameters.memory_needed(PRESETS["tiny"], 0, gpu) > 2**30
+    odd = PRESETS["tiny"].replace(batch_size=2, seq_len=37, amp_dtype=None)
+    assert parameters.largest_that_fits(odd, 4, gpu, 2**40).tokens < odd.tokens
 
 
 def test_ctrl_c_does_not_import_the_compiler():

@@ -273,11 +273,30 @@ def test_a_step_that_failed_since_is_lost_and_fails(main):
 
 def test_a_step_that_ran_since_it_failed_is_not_lost(main):
     """Nor is one that did not fit in the old file either."""
-    failed = made("2_sdpa", {}, status="failed", reason="the branch is off", run="first")
+    failed = made("2_sdpa", {}, status="failed", reason="the branch is off", run="first",
+                  facts=FACTS | {"git": "older"})
     assert main(process(1), failed + process(2), "--fail-above", "5%")[:1] == (0,)
     large = made("0_baseline", {}, status="oom", reason="too big", config=CPU_CONFIG.replace(batch_size=9))
     status, out, _ = main(process(1) + large, process(2) + large, "--fail-above", "5%")
     assert status == 0 and "LOST" not in out
+
+
+def test_a_step_that_failed_in_one_of_several_processes_is_lost(main):
+    new = process(2) + made("2_sdpa", {}, status="failed", reason="the branch is off", run="third") + process(3)
+    status, out, _ = main(process(1), new, "--fail-above", "5%")
+    assert status == 1 and "the branch is off" in out
+
+
+@pytest.mark.parametrize("differs", ["git", "engine", "study", "clock"])
+def test_what_makes_code_another(differs):
+    new = json.loads(json.dumps(process(1)))
+    for line in new:
+        if differs != "clock":
+            line["benchmark"]["extra_info"][differs] = "another"
+        elif line["metric"]["name"] == "latency":
+            line["metric"]["extra_info"]["clock"] = "another"
+    assert all(len(runs) == 1 for runs in compare.rows(process(2) + new).values())
+    assert all(len(runs) == 2 for runs in compare.rows(process(2) + process(1)).values())
 
 
 def test_a_row_is_slower_at_its_own_shape(main):

@@ -368,6 +368,19 @@ def test_a_process_that_dies_beside_one_that_does_not_fails_the_run(main, monkey
 
 
 @unit
+def test_of_a_process_that_died_what_it_finished_stays():
+    """A step that failed by itself keeps its reason; TF32 alone and autocast are two rows of one name."""
+    options = command.parse(command.parser("ladder", "doc"), ["--preset", "tiny", "--device", "cpu"])
+    options.config = options.config.replace(amp_dtype=torch.bfloat16)
+    found = made("0_baseline", {}, status="failed", reason="the branch is off", config=options.config)
+    found += made("1_cublas", both([1.0] * 6, [1.0] * 6), config=options.config)
+    found += made("2_sdpa", {("forward", "eager"): [1.0] * 6}, config=options.config)
+    died = ladder._died(options, ("0", "1-tf32", "1", "2"), found, 1)
+    assert [(records.label(line), line["benchmark"]["extra_info"]["reason"]) for line in died] == [
+        ("1_cublas, no autocast", "its process ended with 1"), ("2_sdpa", "its process ended with 1")]
+
+
+@unit
 def test_a_row_behind_one_that_failed_says_what_it_is_held_against():
     lines = made("0_baseline", both([8.0] * 6, [])) + made("1_cublas", {}, status="failed", reason="why")
     *_, last = rows_of(lines + made("2_sdpa", both([2.0] * 6, [])))
@@ -377,7 +390,7 @@ def test_a_row_behind_one_that_failed_says_what_it_is_held_against():
 @unit
 def test_a_chart_that_nothing_can_fill_is_named(capsys, tmp_path):
     ladder.draw(made("0_baseline", both([8.0] * 6, [8.0] * 6)), str(tmp_path / "a"))
-    assert capsys.readouterr().err.startswith("ladder: no chart: it needs 5 profiled rounds")
+    assert capsys.readouterr().err.startswith("ladder: no chart: it needs a step with 5")
     assert list(tmp_path.iterdir()) == []
 
 

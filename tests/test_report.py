@@ -1,7 +1,9 @@
 """The card and the records, from reports built by hand: a CPU's, an H200's, and runs that ended early."""
 import copy
+import fcntl
 import json
 import math
+import os
 import re
 import threading
 from collections import Counter
@@ -314,21 +316,34 @@ def test_half_a_record_of_any_length_is_cut_off(tmp_path):
     assert path.read_text() == '{"benchmark": 1}\n'
 
 
-def test_who_opens_the_file_takes_nothing_from_who_writes_to_it(tmp_path):
-    """Half a line that is still being written is no half line that a full disk left."""
-    path, stop = tmp_path / "records", threading.Event()
+def test_nobody_else_is_at_the_file_while_it_is_written_or_mended(tmp_path, monkeypatch):
+    """Half a line that another run is still writing is no half line that a full disk left."""
+    path, seen = tmp_path / "records", []
+    path.write_text('{"benchmark": 1}')
 
-    def open_again():
-        while not stop.is_set():
-            Output(str(path))
-    opener = threading.Thread(target=open_again)
-    opener.start()
-    output = Output(str(path))
-    for n in range(60):
-        output.write([{"benchmark": n, "samples": [0.5] * 20000}])
-    stop.set()
-    opener.join()
-    assert [json.loads(line)["benchmark"] for line in path.read_text().splitlines()] == list(range(60))
+    def spy(real):
+        def call(*args):
+            with open(path) as other:
+                try:
+                    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    seen.append(real.__name__)
+            return real(*args)
+        return call
+    monkeypatch.setattr(report.os, "write", spy(os.write))
+    Output(str(path)).write([{"benchmark": 2}])
+    assert seen == ["write", "write"] and path.read_text() == '{"benchmark": 1}\n{"benchmark": 2}\n'
+
+
+def test_a_file_that_somebody_keeps_locked_is_written_to_all_the_same(tmp_path, monkeypatch):
+    """As by `flock FILE command`; what is half a record then may be one that is being written, and stays."""
+    monkeypatch.setattr(report.time, "sleep", lambda seconds: None)
+    path = tmp_path / "records"
+    path.write_text('{"benchmark": ')
+    with open(path) as kept:
+        fcntl.flock(kept, fcntl.LOCK_EX)
+        Output(str(path)).write([{"benchmark": 2}])
+    assert path.read_text() == '{"benchmark": {"benchmark": 2}\n'
 
 
 def test_a_full_disk_raises_at_the_first_record(tmp_path, full_disk):

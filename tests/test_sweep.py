@@ -6,7 +6,7 @@ import pytest
 import torch
 from made_records import GPU, both, made
 
-from benchmarks import ladder, records, sweep
+from benchmarks import command, ladder, records, study, sweep
 from benchmarks.attribution import PARTS
 from common import PRESETS, parameters, report, timing
 
@@ -184,6 +184,33 @@ def test_only_what_was_asked_for_and_measured_this_way_is_shown():
     assert size == 16 and runs["0_baseline"].best_ms("forward") == 1.0
 
 
+@integration
+def test_a_size_at_which_two_axes_cross_is_measured_once_and_shown_on_both(main, tmp_path):
+    path = tmp_path / "sweep.jsonl"
+    assert main("--axis", "batch_size", "--values", "2", "--rounds", 6, "--json", path)[0] == 0
+    shape = records.read(path)[0]["benchmark"]["extra_info"]["config"]["seq_len"]
+    before = len(records.read(path))
+    status, out, _ = main("--axis", "seq_len", "--values", f"{shape}", "--rounds", 6, "--json", path)
+    rows = [line.split() for line in out.splitlines() if line.startswith(f"{shape} ")]
+    assert status == 0 and len(rows) == 2 and all(float(cell) > 0 for row in rows for cell in row)
+    added = records.read(path)[before:]
+    assert {line["metric"]["name"] for line in added} == {sweep.DONE, "wall time"}
+
+
+@unit
+def test_what_makes_sizes_differ(monkeypatch):
+    """Each of these alone: another would put two machines, or two versions of the code, into one map."""
+    options = command.parse(command.parser("sweep", "doc"), ["--preset", "tiny", "--device", "cpu"])
+    some = study.Study("sweep", options)
+    first = sweep.way(some)
+    for name in ("torch", "cuda", "driver", "transformer_engine", "cpu_threads", "git"):
+        monkeypatch.setitem(some.facts, name, "another")
+        assert sweep.way(some) != first
+        monkeypatch.undo()
+    options.config = options.config.replace(amp_dtype=torch.float16)
+    assert sweep.way(some) != first
+
+
 @unit
 def test_a_step_that_does_not_fit_where_the_one_before_does_is_not_ahead():
     lines = point(64, {"0_baseline": 4.0, "1_cublas": 2.0}) + point(128, {"0_baseline": 8.0})
@@ -193,13 +220,15 @@ def test_a_step_that_does_not_fit_where_the_one_before_does_is_not_ahead():
 
 
 @integration
-def test_memory_that_runs_out_in_the_rounds_is_a_point_and_the_next_size_is_measured(main, monkeypatch, tmp_path):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"),
+                                   RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")], ids=repr)
+def test_memory_that_runs_out_in_the_rounds_is_a_point_and_the_next_size_is_measured(main, monkeypatch, error):
     real, begun = timing.calibration, []
 
     def calibration(device):
         begun.append(device)
         if len(begun) == 1:
-            raise torch.OutOfMemoryError("no")
+            raise error
         return real(device)
     monkeypatch.setattr(timing, "calibration", calibration)
     status, out, _ = main("--axis", "seq_len", "--values", "16,32", "--rounds", 6)
