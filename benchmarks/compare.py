@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import timing
-from common.run import EXIT
+from common.run import EXIT, hush
 
 from . import command, records
 from .records import Run
@@ -319,6 +319,7 @@ def recorded_noise(lines: list[dict]) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    hush()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: command.usage(parser, message)
