@@ -131,19 +131,16 @@ def intervals(taken: dict[Combination, list[float]], players: tuple[str, ...], r
     None of them where more than one draw in forty holds no speed-up to share out.
     """
     draw, rounds = random.Random(0), min(map(len, taken.values()))
-    drawn: dict[str, list[float]] = {}
-    lost = 0
+    drawn: list[dict[str, float]] = []
     for _ in range(resamples):
         picks = [draw.randrange(rounds) for _ in range(rounds)]
         medians = {some: statistics.median(one[pick] for pick in picks) for some, one in taken.items()}
-        found = shares(medians, players)
-        lost += found is None
-        for player, share in (found or {}).items():
-            drawn.setdefault(player, []).append(share)
-    if lost > resamples // 40:
+        if found := shares(medians, players):
+            drawn.append(found)
+    if len(drawn) < resamples - resamples // 40:
         return {}
-    return {player: (sorted(some)[len(some) // 40], sorted(some)[-1 - len(some) // 40])
-            for player, some in drawn.items()}
+    by_player = {player: sorted(one[player] for one in drawn) for player in drawn[0]}
+    return {player: (some[len(some) // 40], some[-1 - len(some) // 40]) for player, some in by_player.items()}
 
 
 def ladder_of(taken: dict[Combination, list[float]], players: tuple[str, ...]) -> list[list]:

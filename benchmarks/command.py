@@ -96,7 +96,6 @@ def usage(found: argparse.ArgumentParser, message: str):
 @contextlib.contextmanager
 def shown_to_a_person(name: str, output: report.Output | None = None):
     """What ends a study early is one line and an exit status, and the finished records stay."""
-    run.hush()
     try:
         yield
     except KeyboardInterrupt:

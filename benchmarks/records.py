@@ -50,7 +50,7 @@ def _no_number(constant: str):
     raise ValueError(constant)
 
 
-# What is read of every record, and of what type; None where nothing may stand in its place.
+# What is read of every record, and of what type it is.
 _SHAPE = {
     "benchmark": {"mode": str, "dtype": str | None, "extra_info": {
         "step": str, "status": str, "reason": str, "engine": str, "parameter_dtype": str, "config": {
@@ -70,6 +70,11 @@ def _has(value, shape) -> None:
         _has(value[key], inner)
 
 
+def _may_have(value: dict, shape: dict) -> None:
+    """The same of those keys alone that are there."""
+    _has(value, {key: inner for key, inner in shape.items() if key in value})
+
+
 def _checked(line: dict) -> dict:
     """The line, if everything that is read of it is there, and of its type."""
     _has(line, _SHAPE)
@@ -77,16 +82,14 @@ def _checked(line: dict) -> dict:
     for library in line["dependencies"].values():
         _has(library, {"version": str})
     info, metric, extra = line["benchmark"]["extra_info"], line["metric"]["name"], line["metric"]["extra_info"]
-    _has(info, {name: str for name in ("study", "run") if name in info})
+    _may_have(info, {"study": str, "run": str})
+    _may_have(extra, {"reason": str, "clock": str, "calibration": dict})
     if metric == "size done":                                                                # sweep's
         _has(extra, {"axis": str, "size": int})
-    if "reason" in extra:
-        _has(extra, {"reason": str})
     series = [line["metric"]["benchmark_values"]]
     if metric == "latency":
         if extra["launch"] not in report.LAUNCHES:
             raise ValueError
-        _has(extra, {name: kind for name, kind in (("clock", str), ("calibration", dict)) if name in extra})
         series += extra.get("calibration", {}).values()
     if metric == "time by part" and "parts" in extra:
         _has(extra, {"parts": dict.fromkeys(PARTS, float | int), "of": str})

@@ -63,7 +63,7 @@ def recorded(path: str | None, gpu: str) -> list[dict]:
 def done(lines: list[dict], how: dict) -> set[tuple[str, str]]:
     """(axis, shape) of every size whose records are complete and were measured in that way."""
     return {(line["metric"]["extra_info"]["axis"], line["model"]["name"]) for line in lines
-            if line["metric"]["name"] == DONE and line["metric"]["extra_info"]["how"] == how}
+            if line["metric"]["name"] == DONE and line["metric"]["extra_info"].get("how") == how}
 
 
 def way(study: Study) -> dict:
@@ -71,7 +71,7 @@ def way(study: Study) -> dict:
     return {"rounds": study.options.rounds, "seed": study.options.seed,
             "clock": timing.clock_for(study.device).in_rounds,
             "amp_dtype": dtype_name(study.options.config.amp_dtype),
-            **{name: study.facts.get(name)
+            **{name: study.facts[name]
                for name in ("torch", "cuda", "driver", "transformer_engine", "cpu_threads", "git")}}
 
 
@@ -82,7 +82,7 @@ def of_points(lines: list[dict], points: set[tuple[str, str]], how: dict) -> lis
     """
     shapes_ = {shape for _, shape in points}
     complete = {(_run(line), line["model"]["name"]) for line in lines if line["metric"]["name"] == DONE
-                and line["model"]["name"] in shapes_ and line["metric"]["extra_info"]["how"] == how}
+                and line["model"]["name"] in shapes_ and line["metric"]["extra_info"].get("how") == how}
     return [line for line in lines if (_run(line), line["model"]["name"]) in complete
             and (line["metric"]["name"] != DONE
                  or (line["metric"]["extra_info"]["axis"], line["model"]["name"]) in points)]

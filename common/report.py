@@ -281,6 +281,7 @@ class Output:
 
     def __init__(self, path: str | None):
         self.path, self.count, self._file = path, 0, None
+        self._pauses = (0, 0.01, 0.1, 1)                   # s before each attempt to be alone at the file
         if path is None:
             return
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
@@ -302,12 +303,13 @@ class Output:
         Where the file can't be locked (a network's, a pipe), or somebody else keeps it locked, it goes without.
         """
         sure = False
-        for pause in (0, 0.01, 0.1, 1):
+        for pause in self._pauses:
             time.sleep(pause)
             with contextlib.suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 sure = True
                 break
+        self._pauses = self._pauses if sure else (0,)      # who kept it that long is no run like this: waited for once
         try:
             yield sure
         finally:

@@ -137,8 +137,8 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
         _usage(script, f"--param-dtype amp: there is no 16-bit dtype with --amp-dtype {options.amp_dtype}"
                        + (f" ({options.autocast_off})" if options.amp_dtype == "auto" else ""))
     options.parameter_dtype = config.amp_dtype if options.param_dtype == "amp" else torch.float32
-    if options.json and options.profile and os.path.realpath(options.json) == os.path.realpath(options.profile) \
-            and (os.path.isfile(options.json) or not os.path.exists(options.json)):
+    files = [os.path.realpath(path) for path in (options.json, options.profile) if path and path != os.devnull]
+    if len(set(files)) < len(files):
         _usage(script, f"--profile {options.profile}: --json writes there; give a file of its own")
     try:
         output = report.Output(options.json)

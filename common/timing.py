@@ -155,7 +155,7 @@ def measure(iteration: Callable, clock, between: Callable = nothing, rule: StopR
     while True:
         for name, found in others.items():
             found += clock.sample(calibrations[name], nothing, 1 if found else 5)
-        if others and not clock.lead_in:                             # whose caches the calibrations have filled
+        if others and not clock.lead_in:                   # on a CPU: the calibrations have filled its caches
             clock.sample(iteration, between, 1)
         left = math.ceil((rule.max_seconds - seconds) * 1e3 / max(look, 1e-6))
         chunk = clock.sample(iteration, between, max(1, min(left, _count(rule.min_seconds / 4, look, at_least=8))))

@@ -614,8 +614,7 @@ def test_no_two_seeds_share_a_tensor(monkeypatch):
 
 
 def test_an_fp8_scale_that_never_moved_fails(main, quick, monkeypatch):
-    from common import te_emulation
-    monkeypatch.setattr(te_emulation._Scaling, "update", lambda self: None)
+    monkeypatch.setattr("common.te_emulation._Scaling.update", lambda self: None)
     status, out, err = main(4, *TINY)
     assert status == 1 and "delayed scaling is not calibrated" in one_line(err)
 

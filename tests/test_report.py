@@ -337,13 +337,15 @@ def test_nobody_else_is_at_the_file_while_it_is_written_or_mended(tmp_path, monk
 
 def test_a_file_that_somebody_keeps_locked_is_written_to_all_the_same(tmp_path, monkeypatch):
     """As by `flock FILE command`; what is half a record then may be one that is being written, and stays."""
-    monkeypatch.setattr(report.time, "sleep", lambda seconds: None)
+    slept = []
+    monkeypatch.setattr(report.time, "sleep", slept.append)
     path = tmp_path / "records"
     path.write_text('{"benchmark": ')
     with open(path) as kept:
         fcntl.flock(kept, fcntl.LOCK_EX)
-        Output(str(path)).write([{"benchmark": 2}])
-    assert path.read_text() == '{"benchmark": {"benchmark": 2}\n'
+        Output(str(path)).write([{"benchmark": 2}, {"benchmark": 3}])
+    assert path.read_text() == '{"benchmark": {"benchmark": 2}\n{"benchmark": 3}\n'
+    assert slept.count(1) == 1                               # it is waited for once, not at every record
 
 
 def test_a_full_disk_raises_at_the_first_record(tmp_path, full_disk):

@@ -182,6 +182,9 @@ def test_only_what_was_asked_for_and_measured_this_way_is_shown():
     asked = {("seq_len", str(PRESETS["tiny"].replace(seq_len=16)))}
     ((size, runs),) = sweep.points_of(sweep.of_points(known, asked, how))["seq_len"]
     assert size == 16 and runs["0_baseline"].best_ms("forward") == 1.0
+    for line in known:
+        line["metric"]["extra_info"].pop("how", None)                       # from before it was recorded
+    assert sweep.of_points(known, asked, how) == [] and sweep.done(known, how) == set()
 
 
 @integration
