@@ -189,9 +189,9 @@ class Run:
         return self.find(mode, "time by part")["metric"]["extra_info"].get("clocked")
 
     def launch_bound(self, mode: str) -> bool | None:
-        """Whether the host holds the GPU up where kernels are launched one by one; None where that is unknown."""
-        enqueue, eager = self.value(mode, "enqueue", "eager"), self.median(mode, "eager")
-        return enqueue >= report.LAUNCH_BOUND * eager if enqueue and eager else None
+        """Whether the GPU waits for the host where kernels are launched one by one; None where that is unknown."""
+        return report.launch_bound(self.median(mode, "eager"), self.median(mode, "graph"),
+                                   self.value(mode, "enqueue", "eager"))
 
     def best_ms(self, mode: str) -> float | None:
         """The median of the faster way of launching."""

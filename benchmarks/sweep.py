@@ -154,8 +154,8 @@ def crossovers(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str,
 def launch_bound(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str, tuple[str, str]]:
     """Step -> (largest size at which eager is launch-bound, the same by graph replay), in words.
 
-    From the smallest size on. Eager: the host needs most of the time to enqueue an iteration, as on the card. Graph:
-    kernels fill less than 80 % of the time.
+    From the smallest size on. Eager: a replay takes less than 80 % of the time, as on the card. Graph: the kernels fill
+    less than 80 % of it.
     """
     found: dict[str, dict[str, list[tuple[int, bool]]]] = {}
     for size, runs in points:

@@ -24,9 +24,20 @@ from .timing import CACHE_STATE, Timing
 
 MODES = ("forward", "forward+backward")
 LAUNCHES = ("eager", "graph")
-LAUNCH_BOUND = 0.8             # of an iteration's time: where the host needs that much to enqueue it, the GPU waits for
-                               # it; not 1, since the two are measured one after the other and host times scatter
+LAUNCH_BOUND = 0.8             # of an iteration's time; see launch_bound
 FLOPS_FORMULA = "8BSE^2 + 4BSEF + 2BS^2E forward (causal attention counted half), twice that more backward"
+
+
+def launch_bound(eager_ms: float | None, graph_ms: float | None, enqueue_ms: float | None) -> bool | None:
+    """Whether the GPU waits for the host where kernels are launched one by one; None where that is unknown.
+
+    It does where a graph replay of the same kernels, for which the host does next to nothing, takes less than
+    LAUNCH_BOUND of the time. Where there is no replay, the host's time to enqueue an iteration tells: as long as that.
+    It is the weaker sign, as it is measured apart from the iteration, and host times scatter.
+    """
+    if eager_ms is None or (graph_ms is None and enqueue_ms is None):
+        return None
+    return enqueue_ms >= LAUNCH_BOUND * eager_ms if graph_ms is None else graph_ms < LAUNCH_BOUND * eager_ms
 
 
 @dataclass
@@ -42,14 +53,12 @@ class Row:
     enqueue_ms: float | None = None      # host time to enqueue one iteration; eager rows on a GPU
 
     @property
-    def launch_bound(self) -> bool | None:
-        """Whether the GPU waits for the host: enqueueing takes about as long as the whole iteration."""
-        return (None if self.enqueue_ms is None or not self.timing
-                else self.enqueue_ms >= LAUNCH_BOUND * self.timing.median)
+    def median(self) -> float | None:
+        return self.timing.median if self.timing else None
 
     @property
     def percent_of_limit(self) -> float | None:
-        return 100 * self.limit_ms / self.timing.median if self.limit_ms and self.timing else None
+        return 100 * self.limit_ms / self.median if self.limit_ms and self.timing else None
 
 
 @dataclass
@@ -174,8 +183,10 @@ def _table(r: Report) -> list[str]:
     lines.append(cells("peak memory GiB", (_number(row.peak_bytes and row.peak_bytes / 2**30, ".2f")
                                            for row in columns)))
     lines.append(cells("enqueue ms", (_number(row.enqueue_ms, ".2f") for row in columns)))
-    lines.append(cells("launch-bound", ({None: "n/a", True: "launch-bound", False: "no"}[row.launch_bound]
-                                        for row in columns)))
+    words = {None: "n/a", True: "launch-bound", False: "no"}
+    bound = [words[launch_bound(eager.median, graph.median, eager.enqueue_ms)]
+             for eager, graph in (columns[:2], columns[2:])]
+    lines.append(cells("launch-bound", (bound[0], "n/a", bound[1], "n/a")))
     unit = "" if r.facts["device"] == "cuda" else " operators"
     counts = [f"{r.evidence[mode].launches}{unit}" if mode in r.evidence else "n/a" for mode in MODES]
     lines.append(cells("launches", (counts[0], "", counts[1], "")))

@@ -147,10 +147,19 @@ def test_an_error_that_is_not_finite_is_a_word():
 # -------------------------------------------------------------------------------------------------------------- rows
 
 
-@pytest.mark.parametrize("enqueue, bound", [(None, None), (0.5, False), (5.6, False), (6.0, True), (9.0, True)])
-def test_launch_bound_is_enqueueing_about_as_long_as_the_iteration(enqueue, bound):
-    assert row(enqueue_ms=enqueue).launch_bound is bound                  # the median is 7.2 ms
-    assert Row(enqueue_ms=enqueue).launch_bound is None
+@pytest.mark.parametrize("graph, enqueue, bound", [
+    (None, None, None), (None, 0.5, False), (None, 5.6, False), (None, 6.0, True), (None, 9.0, True),
+    (5.6, 0.5, True), (6.0, 0.5, False), (7.5, 9.0, False), (0.3, 5.6, True), (0.3, None, True)])
+def test_launch_bound_is_a_much_faster_replay_or_without_one_enqueueing_about_as_long(graph, enqueue, bound):
+    assert report.launch_bound(7.2, graph, enqueue) is bound
+    assert report.launch_bound(None, graph, enqueue) is None
+
+
+def test_the_card_says_launch_bound_of_the_eager_column():
+    r = finished(gpu=True)
+    r.rows["forward", "graph"] = row(timing=Timing([1.0] * 9, True, "CUDA events"))
+    line = next(line for line in report.card(r).splitlines() if line.startswith("launch-bound"))
+    assert line.split() == ["launch-bound", "launch-bound", "n/a", "no", "n/a"]
 
 
 def test_percent_of_limit_is_the_limit_over_the_median():
