@@ -94,11 +94,10 @@ def comparisons() -> str:
     for path in sorted(RESULTS.glob("*/first-*.jsonl")):
         old, new = records.read(path), records.read(path.with_name(path.name.removeprefix("first-")))
         noise = [line for line in compare.recorded_noise(new) if line["model"]["name"] == new[0]["model"]["name"]]
-        found, headers, _ = compare.compare(old, new, noise, force=False)
-        table = compare.text(old, new, found, headers, WIDTH)
+        seen = compare.compare(old, new, noise, force=False)
         blocks.append(f"{records.provenance(new)} Against commit {records.commits(old)}; noise of five processes of "
-                      f"commit {records.commits(noise)}.\n\n<details><summary>{compare.summary(found)}</summary>\n\n"
-                      f"```\n{table}\n```\n\n</details>")
+                      f"commit {records.commits(noise)}.\n\n<details><summary>{compare.summary(seen)}</summary>\n\n"
+                      f"```\n{compare.text(seen, WIDTH)}\n```\n\n</details>")
     return "\n\n".join(blocks) or "Not recorded yet."
 
 

@@ -9,6 +9,7 @@ from made_records import CPU_CONFIG, FACTS, both, made
 
 from benchmarks import compare
 from benchmarks.attribution import PARTS
+from benchmarks.significance import What, expected_ratio, floors, rows
 from common import PRESETS, report, timing
 
 pytestmark = pytest.mark.unit
@@ -36,7 +37,7 @@ NOISE = [line for seed in range(100, 106) for line in process(seed)]
 
 
 def verdicts(old, new, noise=NOISE, force=False) -> list[str]:
-    return [row[-1] for row in compare.compare(old, new, noise, force)[0]]
+    return [row[-1] for row in compare.compare(old, new, noise, force).rows]
 
 
 def test_the_same_code_is_the_same_on_nearly_every_row():
@@ -54,12 +55,12 @@ def test_without_calibration_the_clock_looks_like_a_change():
 
 @pytest.mark.parametrize("factor, word", [(1.05, "SLOWER"), (0.95, "FASTER")])
 def test_five_percent_are_seen_across_runs_and_clocks(factor, word):
-    rows, headers, slower = compare.compare(process(1), process(2, clock=0.93, slower={"2_sdpa": factor}), NOISE, False)
-    assert bool(slower) == (word == "SLOWER")
-    found = {(row[0], row[1]): row[-1] for row in rows}
+    seen = compare.compare(process(1), process(2, clock=0.93, slower={"2_sdpa": factor}), NOISE, False)
+    assert bool(seen.slower) == (word == "SLOWER")
+    found = {(row[0], row[1]): row[-1] for row in seen.rows}
     assert {key: value for key, value in found.items() if value != "SAME"} == {
         ("2_sdpa", "forward"): word, ("2_sdpa", "forward+backward"): word}
-    assert headers[-1] == "verdict"
+    assert seen.headers[-1] == "verdict"
 
 
 def test_only_what_the_machine_is_slower_at_is_made_up_for():
@@ -87,8 +88,8 @@ def test_fp32_rows_are_held_against_fp32_matmuls():
              if not line["benchmark"]["extra_info"].update(run=f"{n}")]
     assert set(verdicts(on(1.0, 10.0), on(1.1, 11.0), noise)) == {"SAME"}
     assert set(verdicts(on(1.0, 10.0, both_gemms=False), on(1.1, 11.0), noise)) == {"SLOWER"}
-    row = compare.What("2_sdpa", "forward", "eager", "shape", "float16, float32", "gpu")
-    assert compare.expected_ratio(row, *({"gemm": 1.0, "gemm float32": fp32, "copy": 1.0} for fp32 in (1, 2)), 1) == 1
+    row = What("2_sdpa", "forward", "eager", "shape", "float16, float32", "gpu")
+    assert expected_ratio(row, *({"gemm": 1.0, "gemm float32": fp32, "copy": 1.0} for fp32 in (1, 2)), 1) == 1
 
 
 def test_calibrations_that_scatter_call_nothing():
@@ -103,13 +104,14 @@ def test_calibrations_that_scatter_call_nothing():
 
 def test_a_floor_takes_five_processes():
     four, five = ([line for seed in range(n) for line in process(seed)] for n in (4, 5))
-    assert compare.floors(four) == {}
-    assert len(compare.floors(five)) == 8 and all(0.001 < floor < 0.02 for floor in compare.floors(five).values())
+    assert floors(four) == {}
+    assert len(floors(five)) == 8 and all(0.001 < floor < 0.02 for floor in floors(five).values())
 
 
 def test_without_a_floor_nothing_small_is_called():
-    rows, _, slower = compare.compare(process(1), process(2, slower={"2_sdpa": 1.04}), [], False)
-    assert {row[-1] for row in rows} == {"UNSURE"} and all(row[4].endswith("?") for row in rows) and not slower
+    seen = compare.compare(process(1), process(2, slower={"2_sdpa": 1.04}), [], False)
+    assert {row[-1] for row in seen.rows} == {"UNSURE"} and not seen.slower
+    assert all(row[4].endswith("?") for row in seen.rows) and seen.notes[0].startswith("?: fewer than 5 processes")
     assert set(verdicts(process(1), process(2, slower=dict.fromkeys(STEPS, 1.2)), [])) == {"SLOWER"}
 
 
@@ -121,8 +123,8 @@ def test_several_processes_in_a_file_are_their_own_floor_and_nearer_the_truth():
         return [line for seed in range(first, first + 9) for line in process(seed)]
     words = [word for first in range(0, 200, 20) for word in verdicts(nine(first), nine(first + 10), noise=[])]
     assert words.count("SAME") >= 0.95 * len(words)
-    (row, *_), _, _ = compare.compare(old, new, [], False)
-    (alone, *_), _, _ = compare.compare(process(1), process(2), old, False)
+    row, *_ = compare.compare(old, new, [], False).rows
+    alone, *_ = compare.compare(process(1), process(2), old, False).rows
     assert float(row[-2].split()[0]) < float(alone[-2].split()[0])
 
 
@@ -131,8 +133,8 @@ def test_too_noisy_to_say_is_unsure():
 
 
 def test_raw_milliseconds_stand_beside_the_verdict():
-    rows, headers, _ = compare.compare(process(1), process(2, clock=2.0), NOISE, False)
-    row = dict(zip(headers, rows[0], strict=False))
+    seen = compare.compare(process(1), process(2, clock=2.0), NOISE, False)
+    row = dict(zip(seen.headers, seen.rows[0], strict=False))
     assert float(row["new ms"]) == pytest.approx(2 * float(row["old ms"]), rel=0.02) and row["verdict"] == "SAME"
 
 
@@ -187,27 +189,28 @@ def test_another_version_of_transformer_engine_is_compared_and_listed():
 
 def test_emulated_and_failed_rows_are_not_compared():
     fine = both([1.0] * 6, [2.0] * 6)
-    assert len(compare.rows(made("2_sdpa", fine))) == 2
-    assert compare.rows(made("2_sdpa", fine, status="failed", reason="refuted")) == {}
+    assert len(rows(made("2_sdpa", fine))) == 2
+    assert rows(made("2_sdpa", fine, status="failed", reason="refuted")) == {}
     lines = made("4_transformer_engine", fine)
     for line in lines:
         if line["metric"]["name"] == "latency":
             line["metric"]["extra_info"]["emulated"] = True
-    assert compare.rows(lines) == {}
+    assert rows(lines) == {}
 
 
 def test_rows_of_one_file_alone_are_named():
     new = process(2) + made("5_more", both([1.0] * 6, [1.0] * 6))
     assert len(verdicts(process(1), new)) == 8
-    gone, added, lost = compare.unmatched(process(1), new, False)
-    assert len(added) == 2 and added[0].startswith("only in the new file: 5_more") and not gone and not lost
+    seen = compare.compare(process(1), new, NOISE, False)
+    assert len(seen.added) == 2 and seen.added[0].startswith("only in the new file: 5_more")
+    assert not seen.gone and not seen.lost
 
 
 def test_several_shapes_have_a_column():
     old, new = ([line for size in (32, 64) for line in process(seed, config=CPU_CONFIG.replace(seq_len=size))]
                 for seed in (1, 2))
-    rows, headers, _ = compare.compare(old, new, [], False)
-    assert len(rows) == 16 and headers[1] == "shape" and len({row[1] for row in rows}) == 2
+    seen = compare.compare(old, new, [], False)
+    assert len(seen.rows) == 16 and seen.headers[1] == "shape" and len({row[1] for row in seen.rows}) == 2
 
 
 def test_samples_of_another_way_are_compared_as_they_are():
@@ -219,8 +222,8 @@ def test_samples_of_another_way_are_compared_as_they_are():
             extra = line["metric"]["extra_info"]
             extra["clock"] = timing.EventClock().in_rounds
             extra["calibration"] = {name: [1.2 * ms for ms in taken] for name, taken in extra["calibration"].items()}
-    rows, _, _ = compare.compare(old, new, NOISE, False)
-    assert {row[-1] for row in rows} == {"UNSURE"} and all(row[4].endswith("?") for row in rows)
+    table = compare.compare(old, new, NOISE, False).rows
+    assert {row[-1] for row in table} == {"UNSURE"} and all(row[4].endswith("?") for row in table)
     assert any(line.startswith("clock: ") and line.endswith("of the same work") for line in compare.versions(old, new))
 
 
@@ -295,8 +298,8 @@ def test_what_makes_code_another(differs):
             line["benchmark"]["extra_info"][differs] = "another"
         elif line["metric"]["name"] == "latency":
             line["metric"]["extra_info"]["clock"] = "another"
-    assert all(len(runs) == 1 for runs in compare.rows(process(2) + new).values())
-    assert all(len(runs) == 2 for runs in compare.rows(process(2) + process(1)).values())
+    assert all(len(runs) == 1 for runs in rows(process(2) + new).values())
+    assert all(len(runs) == 2 for runs in rows(process(2) + process(1)).values())
 
 
 def test_a_row_is_slower_at_its_own_shape(main):
@@ -318,9 +321,8 @@ def test_processes_of_other_code_are_no_noise_and_no_rows():
         for line in lines:
             line["benchmark"]["extra_info"]["git"] = f"commit{number}"
         history += lines
-    assert all(len(runs) == 1 for runs in compare.rows(history).values()) and not compare.floors(history)
-    assert "left out of the old file: 32 timings" in compare.text(history, process(9), *compare.compare(
-        history, process(9), [], False)[:2])
+    assert all(len(runs) == 1 for runs in rows(history).values()) and not floors(history)
+    assert "left out of the old file: 32 timings" in compare.text(compare.compare(history, process(9), [], False))
 
 
 def test_a_gate_that_cannot_see_says_so(main):
