@@ -155,7 +155,8 @@ def ladder_of(taken: dict[Combination, list[float]], players: tuple[str, ...]) -
         rows.append([player, _times(found.get(none), alone), _times(without, found.get(whole)),
                      "{:.0f} % [{:.0f}, {:.0f}]".format(*(100 * part for part in (share[player], *sure[player])))
                      if share and player in sure else "n/a"])
-    rows.append(["all", _times(found.get(none), found.get(whole)), "", "100 %" if share else "nothing to share out"])
+    rows.append(["all", _times(found.get(none), found.get(whole)), "",
+                 "100 %" if share else "nothing to share out" if {none, whole} <= found.keys() else "n/a"])
     return rows
 
 

@@ -42,6 +42,8 @@ def parse(found: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
         options.device = run.device_of(options.device)
         on_gpu = options.device.type == "cuda"
         options.config = run.config_of(options).replace(amp_dtype=device.amp_default(options.device)[0])
+        if options.config.amp_dtype is not None:
+            options.config.check_16_bit()
         if options.rounds is None:
             options.rounds = 6 if options.quick else 16 if on_gpu else 12
         if options.rounds < 6:

@@ -114,7 +114,7 @@ def compare(old: list[dict], new: list[dict], noise: list[dict], force: bool) ->
         floor = max((known[where] for where in (a, b) if where in known), default=None)
         if left.clock != right.clock:                      # it is what is left beside the calibrations
             floor = None
-        assumed |= floor is None
+        assumed |= not floor
         difference, width, word = verdict(b, left, right, floor)
         if word == "SLOWER":
             slower.append((", ".join([b.step, *([b.shape] if several else []), b.mode, b.launch]), difference))
@@ -201,13 +201,13 @@ def main(argv: list[str] | None = None) -> int:
                         help="exit 1 where a row is SLOWER by more, as 5%%, LOST or gone")
     parser.add_argument("--force", action="store_true", help="compare across GPUs, shapes, dtypes or steps")
     options = parser.parse_args(argv)
-    try:
-        old, new = records.read(options.old), records.read(options.new)
-        noise = records.read(options.noise) if options.noise else recorded_noise(new)
-        seen = compare(old, new, noise, options.force)
-    except ValueError as error:
-        command.usage(parser, str(error))
     with command.shown_to_a_person("compare"):
+        try:
+            old, new = records.read(options.old), records.read(options.new)
+            noise = records.read(options.noise) if options.noise else recorded_noise(new)
+            seen = compare(old, new, noise, options.force)
+        except ValueError as error:
+            command.usage(parser, str(error))
         command.tell("\n".join([text(seen), *seen.lost, *seen.gone, *seen.added]))
     limit = options.fail_above
     if limit is None:

@@ -116,7 +116,8 @@ def parts() -> dict[str, str]:
     found = {f"diff {a} {b}": diff(a, b) for a, b in ((0, 1), (1, 2), (2, 3), (3, 4))}
     for preset in ("te-tutorial", "gpt2"):
         lines = records.read(h200 / f"{preset}.jsonl")
-        found[f"scripts {preset}"] = records.provenance(lines) + "\n\n" + scripts_table(lines)
+        unproven = [line for run in records.latest(lines).values() for line in records.unproven(run)]
+        found[f"scripts {preset}"] = "\n\n".join([records.provenance(lines), scripts_table(lines), *unproven])
     found |= {name: studies(name) for name in STUDIES}
     found["compare"] = comparisons()
     found["captured"] = f"```\n{capture.explain(h200 / 'captured', WIDTH)}\n```"

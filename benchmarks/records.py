@@ -223,6 +223,7 @@ def cautions(found: Iterable[Run]) -> list[str]:
     for run in found:
         if run.status != "ok":
             said[f"{run.label}: {run.status}: {run.info['reason']}"] = None
+        said |= dict.fromkeys(unproven(run))
         for line in run.lines:
             extra, machine = line["metric"]["extra_info"], line["runners"][0]["extra_info"]
             info = line["benchmark"]["extra_info"]
@@ -237,6 +238,14 @@ def cautions(found: Iterable[Run]) -> list[str]:
             if machine.get("neighbours"):
                 said["other processes were on this GPU: " + ", ".join(machine["neighbours"])] = None
     return list(said)
+
+
+def unproven(run: Run) -> list[str]:
+    """A line for each pass of a run whose kernels do not bear its claim out."""
+    seen = [line for line in run.lines if line["metric"]["name"] == "launches"]
+    return [f"{run.label}, {line['benchmark']['mode']}: unproven: {line['metric']['extra_info'].get('because')}"
+            for line in seen if line["metric"]["extra_info"].get("verdict") == "unproven"
+            and not run.info["engine"].startswith("emulated")]
 
 
 def paired(a: Run, b: Run, mode: str) -> tuple[float, float, float] | None:
@@ -273,7 +282,7 @@ def beside_the_parts(a: Run, b: Run, mode: str) -> tuple[float | None, float]:
 
 
 def _short(commit: str | None) -> str:
-    return commit[:7] + "+" * commit.endswith("+") if commit else "not recorded"
+    return commit[:7] + "+" * ("+" in commit) if commit else "not recorded"
 
 
 def provenance(lines: list[dict]) -> str:

@@ -60,16 +60,18 @@ def of_the_latest(found: dict[What, list[tuple[tuple, Run]]]) -> dict[What, list
 
 
 def all_rows(lines: list[dict]) -> dict[What, list[tuple[tuple, Run]]]:
-    """What was measured -> (origin, run) of all that ended well, in the order of the file."""
+    """What was measured -> (origin, run) of all that ended well, in the order of the file; each process once."""
     found: dict[What, list[tuple[tuple, Run]]] = {}
     for run in records.runs(lines):
-        if run.status != "ok":
-            continue
-        for line in run.lines:
-            extra = line["metric"]["extra_info"]
-            if line["metric"]["name"] == "latency" and line["metric"]["benchmark_values"] and not extra.get("emulated"):
-                found.setdefault(what(line), []).append((origin(line), run))
+        if run.status == "ok":
+            for where, came in {what(line): origin(line) for line in run.lines if _is_timing(line)}.items():
+                found.setdefault(where, []).append((came, run))
     return found
+
+
+def _is_timing(line: dict) -> bool:
+    metric = line["metric"]
+    return metric["name"] == "latency" and bool(metric["benchmark_values"]) and not metric["extra_info"].get("emulated")
 
 
 def origin(line: dict) -> tuple:

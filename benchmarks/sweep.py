@@ -47,6 +47,8 @@ def shapes(options: argparse.Namespace) -> list[tuple[str, BlockConfig]]:
         for size in sizes(axis, options):
             changes = {axis: size}
             if axis == "hidden_size":
+                if size > base.head_dim and size % base.head_dim:
+                    raise ValueError(f"--values {size}: heads keep their width, give multiples of {base.head_dim}")
                 changes |= {"ffn_hidden_size": None, "num_heads": max(1, size // min(base.head_dim, size))}
             found.append((axis, base.replace(**changes)))
     return found
@@ -128,15 +130,16 @@ def points_of(lines: list[dict]) -> dict[str, list[tuple[int, dict[str, Run]]]]:
     return {axis: sorted(sizes_.items()) for axis, sizes_ in found.items()}
 
 
-def crossovers(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str, int | None]:
-    """Step -> the smallest size from which on it stays faster than the step before; None where it does not.
+def crossovers(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str, tuple[int, list[int]] | None]:
+    """Step -> (the smallest size from which on it stays faster than the step before, larger ones that are unsure).
 
-    Faster means that the whole interval of the paired ratio lies above 1.
+    None where there is no such size. Faster is by the median of the paired ratio, at the smallest by its whole
+    interval; at sizes that are unsure the interval holds 1.
     """
     found = {}
     names = list(dict.fromkeys(name for _, runs in points for name, run in runs.items() if run.best(mode)))
     for before, after in itertools.pairwise(sorted(names)):
-        smallest = None
+        ahead: list[tuple[int, bool]] = []                                     # size, surely; the largest size first
         for size, runs in reversed(points):
             both = [runs[name] for name in (before, after) if name in runs and runs[name].status == "ok"]
             if after in runs and runs[after].status == "oom" and both:         # where the one before it fits
@@ -144,10 +147,12 @@ def crossovers(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str,
             ratio = records.paired(*both, mode) if len(both) == 2 else None
             if ratio is None:
                 continue
-            if ratio[1] <= 1:
+            if ratio[0] <= 1:
                 break
-            smallest = size
-        found[after] = smallest
+            ahead.append((size, ratio[1] > 1))
+        while ahead and not ahead[-1][1]:
+            ahead.pop()
+        found[after] = (ahead[-1][0], [size for size, sure in reversed(ahead) if not sure]) if ahead else None
     return found
 
 
@@ -182,15 +187,19 @@ def exponent(points: list[tuple[float, float]]) -> float | None:
     return sum((x - mean_x) * (y - mean_y) for x, y in logs) / sum((x - mean_x) ** 2 for x, _ in logs)
 
 
-def growth(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str, tuple[float | None, float | None]]:
+def growth(points: list[tuple[int, dict[str, Run]]], mode: str, axis: str
+           ) -> dict[str, tuple[float | None, float | None]]:
     """Step -> (exponent of time, exponent of memory): how both grow with the size at its large end.
 
-    Memory is what an iteration adds to parameters, gradients, x and dy.
+    Memory is what an iteration adds to parameters, gradients, x and dy. There is no such exponent by width: gradients
+    grow with it too, and how many of them live at the peak changes.
     """
     found = {}
     for name in {name for _, runs in points for name in runs}:
         timed = [(size, runs[name]) for size, runs in points if name in runs and runs[name].best(mode)]
         memory = [(size, added) for size, run in timed if (added := added_memory(run, mode)) is not None]
+        if axis == "hidden_size":
+            memory = []
         found[name] = exponent([(size, run.best_ms(mode)) for size, run in timed]), exponent(memory)
     return found
 
@@ -216,8 +225,11 @@ def _cell(run: Run | None, mode: str) -> str:
     return "not timed" if ms is None else command.figures(ms)
 
 
-def _from(letter: str, size: int | None) -> str:
-    return f"from {letter} = {size} on" if size else "nowhere here"
+def _from(letter: str, crossed: tuple[int, list[int]] | None) -> str:
+    if crossed is None:
+        return "nowhere here"
+    size, unsure = crossed
+    return f"from {letter} = {size} on" + (f", unsure at {', '.join(map(str, unsure))}" if unsure else "")
 
 
 def _shape(points: list[tuple[int, dict[str, Run]]]) -> str:
@@ -236,7 +248,7 @@ def text(lines: list[dict], width: int | None = None) -> str:
             rows = [[size, *(_cell(runs.get(name), mode) for name in names)] for size, runs in points]
             blocks.append(f"ms of {mode} by {axis} ({others}), each by its faster way of launching\n\n"
                           + command.table(rows, [letter, *names], width))
-            crossed, bound, grown = crossovers(points, mode), launch_bound(points, mode), growth(points, mode)
+            crossed, bound, grown = crossovers(points, mode), launch_bound(points, mode), growth(points, mode, axis)
             rows = [[name, _from(letter, crossed[name]) if name in crossed else "", *bound.get(name, ("n/a", "n/a")),
                      *("n/a" if value is None else f"{letter}^{value:.2f}" for value in grown[name])]
                     for name in names]
@@ -259,8 +271,8 @@ def draw(lines: list[dict], stem: str) -> None:
         series = {name: [(size, runs[name].best_ms("forward+backward")) for size, runs in points
                          if name in runs and runs[name].best("forward+backward")] for name in names}
         crossed = {f"from here on {name[0]} is faster than the one before": size
-                   for name, size in crossovers(points, "forward+backward").items()
-                   if size and size > points[0][0]}            # ahead from the smallest size on: nothing to be seen
+                   for name, found in crossovers(points, "forward+backward").items()
+                   if found and (size := found[0]) > points[0][0]}      # ahead from the smallest on: nothing to be seen
         charts.lines_chart(series, f"{stem}-{axis}", lines, f"{axis} ({AXES[axis]})", "ms, forward+backward",
                            f"{lines[0]['runners'][0]['name']}, {_shape(points)}", crossed)
 
@@ -281,23 +293,24 @@ def main(argv: list[str] | None = None) -> int:
         if options.quick:
             small = small.replace(batch_size=1, seq_len=128, hidden_size=256, num_heads=4, ffn_hidden_size=None)
         options.config = small.replace(amp_dtype=options.config.amp_dtype)
-    try:
-        points = shapes(options)
-        known = recorded(options.json, machine.facts(options.device)["name"])
-    except ValueError as error:
-        command.usage(parser, str(error))
-    with command.shown_to_a_person("sweep", options.output), machine.alone(options.device, "sweep"):
-        harness.use_private_caches()
-        study = Study("sweep", options)
-        finished = done(known, way(study))
-        if known:
-            print(f"sweep: {len(finished)} sizes are already in {options.json}", file=sys.stderr)
-        measure(study, points, finished)
-        asked = {(axis, str(config)) for axis, config in points}
-        lines = of_points(known, asked, way(study)) + study.lines
-        study.show(text, draw, lines)                   # a size that does not fit is a point, no failure
-        timed = any(run.best(mode) for run in records.runs(lines) for mode in report.MODES)
-        return EXIT["ok" if timed else "failed"]
+    with command.shown_to_a_person("sweep", options.output):
+        try:
+            points = shapes(options)
+            known = recorded(options.json, machine.facts(options.device)["name"])
+        except ValueError as error:
+            command.usage(parser, str(error))
+        with machine.alone(options.device, "sweep"):
+            harness.use_private_caches()
+            study = Study("sweep", options)
+            finished = done(known, way(study))
+            if known:
+                print(f"sweep: {len(finished)} sizes are already in {options.json}", file=sys.stderr)
+            measure(study, points, finished)
+            asked = {(axis, str(config)) for axis, config in points}
+            lines = of_points(known, asked, way(study)) + study.lines
+            study.show(text, draw, lines)                   # a size that does not fit is a point, no failure
+            timed = any(run.best(mode) for run in records.runs(lines) for mode in report.MODES)
+            return EXIT["ok" if timed else "failed"]
 
 
 if __name__ == "__main__":

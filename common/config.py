@@ -7,6 +7,7 @@ import torch
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 LAYER_NORM_EPS = 1e-5
+NARROWEST_16_BIT = 32       # E; at 16 and below a right block failed the check with some seeds
 FP8_WEIGHTS = ("per-call", "cached", "kept")
 
 
@@ -65,6 +66,13 @@ class BlockConfig:
     def replace(self, **changes) -> "BlockConfig":
         """A copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)
+
+    def check_16_bit(self) -> None:
+        """Raise ValueError where the rounding errors of 16-bit matmuls are averages of too few to be judged by a gate.
+        """
+        if self.hidden_size < NARROWEST_16_BIT:
+            raise ValueError(f"hidden_size {self.hidden_size}: too narrow to tell a wrong block from 16-bit rounding, "
+                             f"try {NARROWEST_16_BIT} or more, or --amp-dtype none")
 
     def check_fp8(self) -> None:
         """Raise ValueError unless FP8 GEMMs can run this shape, forward and backward.

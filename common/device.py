@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def facts(device: torch.device) -> dict:
         found |= {
             "device": "cuda", "name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count, "memory_gib": properties.total_memory / 2**30,
-            "l2_mib": properties.L2_cache_size / 2**20, "cuda": torch.version.cuda,
+            "cuda": torch.version.cuda,
         }
         try:
             found["cudnn"] = torch.backends.cudnn.version()
@@ -216,11 +217,14 @@ def _process_name(pid: int) -> str:
 
 
 def _git_commit() -> str | None:
-    """The commit these files are at, with "+" where they have been changed since; GIT_COMMIT where there is no git."""
+    """The commit these files are at; where they have been changed since, "+" and a digest of how. GIT_COMMIT where
+    there is no git.
+    """
     root = Path(__file__).resolve().parents[1]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         def git(*arguments):
             command = ["git", "-c", "safe.directory=*", "-C", root, *arguments]      # a mount may be another user's
             return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+        changes = git("diff", "--binary", "HEAD")
+        return git("rev-parse", "--short", "HEAD") + (f"+{zlib.crc32(changes.encode()):08x}" if changes else "")
     return os.environ.get("GIT_COMMIT")

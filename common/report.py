@@ -29,7 +29,7 @@ FLOPS_FORMULA = "8BSE^2 + 4BSEF + 2BS^2E forward (causal attention counted half)
 
 
 def launch_bound(eager_ms: float | None, graph_ms: float | None, enqueue_ms: float | None) -> bool | None:
-    """Whether the GPU waits for the host where kernels are launched one by one; None where that is unknown.
+    """Whether more than a fifth of the time goes to launching kernels one by one; None where that is unknown.
 
     It does where a graph replay of the same kernels, for which the host does next to nothing, takes less than
     LAUNCH_BOUND of the time. Where there is no replay, the host's time to enqueue an iteration tells: as long as that.
@@ -155,7 +155,8 @@ def card(r: Report) -> str:
     lines += _table(r)
     missing = sorted({row.reason for row in r.rows.values() if row.reason and not row.timing})
     line("n/a because", "; ".join(missing) or "nothing is")
-    line("timing", "means nothing: FP8 is emulated, only its numerics are real" if r.emulated else "of the real thing")
+    line("timing", "means nothing: Transformer Engine is emulated, only its numerics are real" if r.emulated
+         else "of the real thing")
     for mode in MODES:
         seen = r.evidence.get(mode)
         line(f"{mode}", f"{seen.verdict}: {seen.because}" if seen else "n/a")

@@ -1,7 +1,6 @@
 """What every step does when it is run: parse, build, check, time, look at the kernels, report."""
 import argparse
 import logging
-import math
 import os
 import sys
 import warnings
@@ -30,9 +29,19 @@ def run(script: str, argv: list[str] | None = None) -> None:
 
 def main(script: Path, argv: list[str] | None = None) -> int:
     """The same as `run`, returning the exit status (a mistake on the command line still raises SystemExit)."""
-    step = int(script.name[0])
     hush()
-    options, config, output = _parse(script, step, argv)
+    output = None
+    try:
+        options, config, output = _parse(script, int(script.name[0]), argv)
+        return _main(script, options, config, output)
+    except KeyboardInterrupt:
+        kept = f"; {output.count} finished records kept" if output and output.path else ""
+        print(f"\n{script.name}: interrupted{kept}", file=sys.stderr)
+        return EXIT["interrupted"]
+
+
+def _main(script: Path, options: argparse.Namespace, config: BlockConfig, output: report.Output) -> int:
+    step = int(script.name[0])
     try:
         result = Report(script.stem, config, str(options.parameter_dtype).removeprefix("torch."),
                         machine.facts(options.device))
@@ -45,10 +54,6 @@ def main(script: Path, argv: list[str] | None = None) -> int:
             _run(step, options, config, result, output)
         if result.status != "ok":
             output.write([report.record(result, "status", "", [], "run")])
-    except KeyboardInterrupt:
-        kept = f"; {output.count} finished records kept" if output.path else ""
-        print(f"\n{script.name}: interrupted{kept}", file=sys.stderr)
-        return EXIT["interrupted"]
     except report.WriteError as error:               # the card tells what was measured until then
         result.status = "failed"
         result.reason = (f"--json {output.path}: {error}; {output.count} records were written, give a file with room "
@@ -118,8 +123,8 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
         _usage(script, f"--launch graph: {harness.NOT_A_GPU}; use --launch eager")
     if options.max_seconds is None:
         options.max_seconds = MAX_SECONDS[options.device.type]
-    if not 0 < options.max_seconds < math.inf:
-        _usage(script, f"--max-seconds {options.max_seconds:g}: give a positive number of seconds")
+    if not 0 < options.max_seconds <= 1e6:
+        _usage(script, f"--max-seconds {options.max_seconds:g}: give a positive number of seconds, at most 1e6")
     if abs(options.seed) >= 10**18:
         _usage(script, f"--seed {options.seed}: give a number of at most 18 digits")
     auto, options.autocast_off = machine.amp_default(options.device, step)
@@ -129,6 +134,8 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
             dropout=options.dropout, fp8_weights=getattr(options, "fp8_weights", "per-call"),
             fp8_attention=getattr(options, "fp8_attention", False),
             amp_dtype=amp.get(options.amp_dtype, DTYPES.get(options.amp_dtype)))
+        if (step or options.param_dtype == "amp") and config.amp_dtype is not None:
+            config.check_16_bit()
         if step == 4 and config.amp_dtype is not None:
             config.check_fp8()
     except ValueError as error:

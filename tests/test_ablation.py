@@ -119,3 +119,11 @@ def test_a_ladder_says_what_it_was_measured_without():
     found = {frozenset(some): 1.0 for n in range(5) for some in itertools.combinations(players[1:], n)}
     assert list(ablation.ladders(found)) == [f"to step 3 without {players[0]}"]
     assert not ablation.ladders({some: ms for some, ms in found.items() if "SDPA" not in some})
+
+
+@pytest.mark.unit
+def test_a_whole_that_failed_is_not_nothing_to_share_out():
+    taken = {frozenset(): [4.0] * 6, frozenset({"TF32"}): [2.0] * 6, frozenset({"SDPA"}): [3.0] * 6}
+    assert ablation.ladder_of(taken, ("TF32", "SDPA"))[-1][-1] == "n/a"
+    assert ablation.ladder_of(taken | {frozenset({"TF32", "SDPA"}): [4.0] * 6}, ("TF32", "SDPA"))[-1][-1] == (
+        "nothing to share out")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import NAMES, STEPS, case, on_each_device, results
 
-from common import BlockConfig, oracle, parameters, steps
+from common import BlockConfig, harness, oracle, parameters, report, steps
 from common.config import dtype_name
 from common.harness import calibrate
 
@@ -345,3 +345,46 @@ def test_gradients_accumulate(step):
     truth = oracle.reference(x, values, CONFIG, 2 * dy)
     for name, gradient in parameters.gradients(block).items():
         assert oracle.relative_error(gradient, truth[f"gradient of {name}"]) < 1e-9
+
+
+@pytest.mark.unit
+def test_an_iteration_is_what_the_row_is_called():
+    """The forward builds no graph; the backward reaches x and every parameter, and starts from no gradients."""
+    block, x, dy = torch.nn.Linear(3, 3), torch.randn(2, 3), torch.ones(2, 3)
+    forward, between = harness.iterations(block, x, dy, backward=False)
+    between()
+    assert not forward().requires_grad and not x.requires_grad
+    both, between = harness.iterations(block, x, dy, backward=True)
+    for _ in range(2):
+        between()
+        assert x.grad is None and block.weight.grad is None
+        y = both()
+        assert not y.requires_grad and torch.equal(x.grad, dy @ block.weight)
+        assert torch.equal(block.bias.grad, dy.sum(0))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("training", [True, False])
+def test_the_check_leaves_the_block_in_the_mode_it_was_in(training, uncompiled):
+    """A block left in eval mode would be timed without its dropout."""
+    config = CONFIG.replace(dropout=0.5)
+    values, x, _ = case(config)
+    block = steps.load(2).build(config, values, "cpu").train(training)
+    result = report.Report("2_sdpa", config, "float32", {"device": "cpu"}, matmul="float32")
+    harness.check(block, x, values, result)
+    assert block.training == training
+
+
+@pytest.mark.unit
+def test_every_error_has_its_gate_in_the_check(monkeypatch):
+    """Each alone beyond its gate fails the run and is named; of the parameters the one farthest beyond its own."""
+    config = CONFIG.replace(amp_dtype=None)
+    fine = {"output": 1.0, "branch": 1e-6, "input gradient": 1e-6, "gradient of attn.proj.bias": 1e-6,
+            "gradient of mlp.fc.bias": 1e-6}
+    for off in ("branch", "input gradient", "gradient of mlp.fc.bias"):
+        result = report.Report("0_baseline", config, "float32", {"device": "cpu"}, matmul="float32")
+        monkeypatch.setattr(oracle, "errors", lambda *_, off=off: fine | {off: 1e-4})
+        with pytest.raises(harness.Failed, match=off.removeprefix("gradient of ")):
+            block = torch.nn.Linear(1, 1)
+            block.config = config
+            harness.check(block, torch.zeros(1, 4, 6), {}, result)

@@ -91,7 +91,10 @@ def card_value(card: str, label: str) -> str:
     (0, ["--batch-size", "two"], "two", "int"),
     (0, ["--batch-size", "1.5"], "1.5", "int"),
     *((2, ["--dropout", value], value, "give a probability") for value in ("1.0", "-0.1", "nan")),
-    *((0, ["--max-seconds", value], value, "give a positive number") for value in ("0", "-1", "nan")),
+    *((0, ["--max-seconds", value], f"{float(value):g}", "give a positive number")
+      for value in ("0", "-1", "nan", "1e306")),
+    (1, ["--hidden-size", "16"], "16", "try 32 or more, or --amp-dtype none"),
+    (0, ["--hidden-size", "16", "--param-dtype", "amp"], "16", "try 32 or more"),
     (0, ["--seed", "99999999999999999999"], "99999999999999999999", "give|try"),
     (1, ["--param-dtype", "amp", "--amp-dtype", "none"], "--param-dtype amp", "--amp-dtype"),
     (2, ["--fp8-weights", "cached"], "--fp8-weights", "unrecognized"),
@@ -387,6 +390,18 @@ def test_a_script_runs(runs):
     values = re.findall(r"[\d.]+", card_value(out, "median ms"))
     assert len(values) == 2 and all(float(value) > 0 for value in values)
     assert "means nothing" in out and "emulated" in card_value(out, "engine")
+
+
+def test_a_rows_work_is_its_own(runs):
+    """FLOPs, tokens and limit of each pass, from the recorded rates: the backward is twice the forward more."""
+    own = {(r["benchmark"]["mode"], r["metric"]["name"]): r["metric"] for r in records_of(runs)
+           if r["model"]["backend"] == steps.path(TO_ITS_END).stem
+           and r["metric"]["extra_info"].get("launch") != "graph"}
+    config = PRESETS["tiny"]
+    for mode, backward in (("forward", False), ("forward+backward", True)):
+        seconds = own[mode, "latency"]["extra_info"]["median"] / 1e3
+        assert own[mode, "rate"]["benchmark_values"][0] * seconds == pytest.approx(roofline.flops(config, backward))
+        assert own[mode, "throughput"]["benchmark_values"][0] * seconds == pytest.approx(config.tokens)
 
 
 def test_an_interrupted_run_keeps_its_finished_records(runs):

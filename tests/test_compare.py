@@ -355,3 +355,40 @@ def test_a_table_that_finds_the_disk_full_is_one_line(main, full_stdout):
     with full_stdout:
         status, _, err = main(process(1), process(2))
     assert status == 1 and err == "compare: error: [Errno 28] No space left on device\n"
+
+
+def test_a_process_that_stands_in_a_file_twice_is_one():
+    """The same records five times are no five processes, and no floor."""
+    once = process(1)
+    assert all(len(found) == 1 for found in rows(once * 5).values()) and not floors(once * 5)
+    assert verdicts(once, process(2), noise=once * 5) == verdicts(once, process(2), noise=once)
+
+
+def test_same_means_that_five_percent_would_have_been_seen():
+    """Of a file and itself, whose difference is none: what counts is the noise."""
+    def spread(part):
+        samples = [10.0 * (1 + part * (n - 10) / 10) for n in range(21)]
+        return both(samples, samples)
+    wide, narrow = made("2_sdpa", spread(0.16)), made("2_sdpa", spread(0.02))
+    floor = [line for n in range(5) for line in made("2_sdpa", both([10 + 0.001 * n] * 9, [10.0 + 0.001 * n] * 9),
+                                                     run=str(n))]
+    assert verdicts(narrow, narrow, noise=floor) == ["SAME"] * 2
+    assert verdicts(wide, wide, noise=floor) == ["UNSURE"] * 2
+    seen = compare.compare(wide, wide, floor, False)
+    assert all(5 < float(row[-2].split()[0]) < 12 for row in seen.rows)
+
+
+def test_a_rows_floor_is_no_less_than_that_of_most_rows_of_its_shape():
+    """Five processes tell one row's own spread badly."""
+    def file(config):
+        return [line for n in range(5) for step, part in (("0_baseline", 1e-5), ("1_cublas", 1e-3), ("2_sdpa", 1e-2))
+                for line in made(step, both([10 * (1 + part * n)] * 9, [10 * (1 + part * n)] * 9), run=str(n),
+                                 config=config)]
+    found = {where.step: floor for where, floor in floors(file(CPU_CONFIG)).items()}
+    assert found["0_baseline"] == pytest.approx(found["1_cublas"]) and found["2_sdpa"] > 9 * found["1_cublas"]
+
+
+def test_a_step_that_runs_out_of_memory_since_is_lost():
+    lost = compare.compare(process(1), process(2) + made("2_sdpa", {}, status="oom", reason="full", run="later"), NOISE,
+                           False).lost
+    assert lost == [f"LOST: 2_sdpa, {CPU_CONFIG}: full"]

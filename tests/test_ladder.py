@@ -521,3 +521,27 @@ def test_a_cpu_without_16_bit_matmuls_has_one_row_of_step_1():
     assert [case.name for case in cases] == ["0_baseline", "1_cublas", "2_sdpa", "3_compile", "4_transformer_engine"]
     # Emulated FP8 is multiplied in FP32: as in the script, step 4 has the autocast that its residual needs.
     assert [case.config.amp_dtype for case in cases] == 4 * [None] + [torch.bfloat16]
+
+
+@pytest.mark.unit
+def test_copies_and_fills_stand_between_the_kernels_that_ncu_counts():
+    kernels = [{"name": name, "read": 8.0, "written": 4.0} for name in ("gemm 1", "fill", "gemm 2")]
+    seen = [{"name": "gemm 1", "cat": "kernel", "bytes": 0}, {"name": "Memcpy", "cat": "gpu_memcpy", "bytes": 100},
+            {"name": "fill", "cat": "kernel", "bytes": 0}, {"name": "Memset", "cat": "gpu_memset", "bytes": 10},
+            {"name": "gemm 2", "cat": "kernel", "bytes": 0}]
+    assert counters.with_copies(kernels, seen) == [
+        kernels[0], {"name": "Memcpy", "read": 100, "written": 100}, kernels[1],
+        {"name": "Memset", "read": 0, "written": 10}, kernels[2]]
+    with pytest.raises(RuntimeError, match="ncu saw 2 kernels, the profiler 3"):
+        counters.with_copies(kernels[1:], seen)
+
+
+@pytest.mark.unit
+def test_a_claim_that_is_not_borne_out_is_said():
+    lines = made("3_compile", both([1.0] * 6, [1.0] * 6))
+    (run,) = records.runs(lines)
+    assert records.cautions([run]) == []
+    for line in lines:
+        if line["metric"]["name"] == "launches" and line["benchmark"]["mode"] == "forward":
+            line["metric"]["extra_info"] |= {"verdict": "unproven", "because": "57 launches, and 52 without"}
+    assert records.cautions([run]) == ["3_compile, forward: unproven: 57 launches, and 52 without"]

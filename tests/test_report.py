@@ -24,7 +24,7 @@ CPU = {"device": "cpu", "name": "A CPU whose name is as long as makers of CPUs l
        "cpu_threads": 2, "torch": "2.15.0+cu132", "cuda": None, "cudnn": None, "driver": None, "triton": "3.9.0",
        "transformer_engine": None, "python": "3.12.3", "git": "f0fad18+"}
 H200 = CPU | {"device": "cuda", "name": "NVIDIA H200", "compute_capability": "9.0", "multiprocessors": 132,
-              "memory_gib": 139.8, "l2_mib": 60.0, "cuda": "13.0", "cudnn": 91900, "driver": "580.159.03",
+              "memory_gib": 139.8, "cuda": "13.0", "cudnn": 91900, "driver": "580.159.03",
               "transformer_engine": "2.20.2+cu13.torch2.11.0"}
 STATE = {"load_average": 0.5, "sm_mhz": 1980, "sm_mhz_max": 1980, "memory_mhz": 3201, "power_w": 600.0,
          "power_limit_w": 700.0, "temperature_c": 61, "throttled": []}
@@ -160,6 +160,35 @@ def test_the_card_says_launch_bound_of_the_eager_column():
     r.rows["forward", "graph"] = row(timing=Timing([1.0] * 9, True, "CUDA events"))
     line = next(line for line in report.card(r).splitlines() if line.startswith("launch-bound"))
     assert line.split() == ["launch-bound", "launch-bound", "n/a", "no", "n/a"]
+
+
+def test_the_cards_figures_are_those_of_its_rows():
+    """Worked by hand: of 7.2 ms, 1.2 TFLOP, 16384 tokens, a limit of 5 ms, 3 GiB."""
+    r = finished(gpu=True)
+    r.rows["forward+backward", "eager"] = row(timing=Timing([20.0, 30.0, 10.0, 40.0, 50.0, 60.0], False, "CUDA events"),
+                                              flops=3e12, limit_ms=7.0, peak_bytes=2**29, enqueue_ms=1.5)
+    r.evidence = dict(r.evidence) | {"forward+backward": evidence.Evidence(Counter({"a": 2}), Counter(), "proven", "")}
+    lines = {line[:20].rstrip(): line[20:].split() for line in report.card(r).splitlines()}
+    assert lines["median ms"] == ["7.200", "7.200", "35.000", "7.200"]
+    assert lines["p20 ms"] == ["7.100", "7.100", "20.000", "7.100"]
+    assert lines["p80 ms"] == ["7.300", "7.300", "50.000", "7.300"]
+    assert lines["samples"] == ["6"] * 4 and lines["settled"] == ["yes", "yes", "unsettled", "yes"]
+    assert lines["tokens/s"] == ["2,275,556", "2,275,556", "468,114", "2,275,556"]
+    assert lines["TFLOP/s"] == ["166.67", "166.67", "85.71", "166.67"]
+    assert lines["limit ms"] == ["5.000", "5.000", "7.000", "5.000"] and lines["% of limit"] == ["69", "69", "20", "69"]
+    assert lines["peak memory GiB"] == ["3.00", "3.00", "0.50", "3.00"] and lines["launches"] == ["5", "2"]
+    assert lines["enqueue ms"][::2] == ["0.90", "1.50"]
+
+
+def test_the_records_figures_are_those_of_their_rows():
+    r = finished(gpu=True)
+    found = {line["metric"]["name"]: line["metric"] for line in report.row_records(r, "forward")
+             if line["metric"]["extra_info"].get("launch") == "eager"}
+    assert (found["latency"]["extra_info"]["p20"], found["latency"]["extra_info"]["p80"]) == pytest.approx((7.1, 7.3))
+    values = {name: metric["benchmark_values"] for name, metric in found.items() if name != "latency"}
+    assert values == {"throughput": [pytest.approx(16384 / 7.2e-3)], "rate": [pytest.approx(1.2e12 / 7.2e-3)],
+                      "limit": [5.0], "percent of limit": [pytest.approx(69.44, abs=0.01)],
+                      "peak memory": [3 * 2**30], "enqueue": [0.9]}
 
 
 def test_percent_of_limit_is_the_limit_over_the_median():

@@ -185,6 +185,21 @@ def test_every_presets_arithmetic_is_known_to_the_gates(preset, step):
                 assert 0 < forward < both < math.inf
 
 
+def test_peaks_are_the_best_that_was_seen(monkeypatch):
+    """The best sample of the best shape, a large square among them; a copy reads and writes."""
+    asked = []
+
+    class Clock:
+        def sample(self, work, between, count):
+            return [3.0, 1.0, 2.0]
+    monkeypatch.setattr(roofline, "clock_for", lambda device: Clock())
+    assert roofline._best_seconds(None, CPU) == 1e-3
+    monkeypatch.setattr(roofline, "_matmul_rate", lambda m, k, n, name, device: asked.append((m, k, n)) or float(m * n))
+    peaks = roofline.measure_peaks(SMALL, FP32, CPU)
+    assert peaks == Peaks({"float32": 1024.0**2}, 2 * 4 * 2**26 / 1e-3)
+    assert set(asked) == {(16, 16, 48), (16, 16, 64), (16, 64, 16), (1024, 1024, 1024)}
+
+
 def test_peaks_are_measured_for_what_the_step_computes_in():
     """One matmul rate for each dtype and the copy bandwidth; the caller's matmul precision is left as it was."""
     before = torch.get_float32_matmul_precision()

@@ -40,7 +40,7 @@ def test_a_crossing_is_where_a_step_stays_faster():
     """Step 1 is faster from 128 on: at 32 it is too, but not at 64."""
     lines = [line for size, a, b in ((32, 2.0, 1.0), (64, 1.0, 1.2), (128, 4.0, 3.0), (256, 16.0, 8.0))
              for line in point(size, {"0_baseline": a, "1_cublas": b, "2_sdpa": b})]
-    assert sweep.crossovers(sweep.points_of(lines)["seq_len"], "forward") == {"1_cublas": 128, "2_sdpa": None}
+    assert sweep.crossovers(sweep.points_of(lines)["seq_len"], "forward") == {"1_cublas": (128, []), "2_sdpa": None}
     text = sweep.text(lines)
     assert "from S = 128 on" in text and "nowhere here" in text
 
@@ -80,7 +80,7 @@ def test_attention_by_hand_is_quadratic_and_fused_is_linear():
         static = 4 * (2 * weights + 2 * config.tokens * config.hidden_size)
         lines += point(size, {"0_baseline": size**2, "2_sdpa": size},
                        **{"0_baseline": {"peak": static + 8 * size**2}, "2_sdpa": {"peak": static + 8 * size}})
-    grown = sweep.growth(sweep.points_of(lines)["seq_len"], "forward+backward")
+    grown = sweep.growth(sweep.points_of(lines)["seq_len"], "forward+backward", "seq_len")
     assert grown == {"0_baseline": (pytest.approx(2), pytest.approx(2)), "2_sdpa": (pytest.approx(1), pytest.approx(1))}
     assert "S^2.00" in sweep.text(lines)
 
@@ -258,3 +258,40 @@ def test_a_foreign_file_is_not_added_to(main, tmp_path, content):
     path.write_text(content)
     status, _, err = main("--axis", "seq_len", "--values", "16", "--json", path)
     assert status == 2 and "line 1" in err and path.read_text() == content
+
+
+@unit
+def test_a_size_that_is_unsure_is_named_and_begins_nothing():
+    """Faster by the median at every size; the interval of the ratio holds 1 at the smallest and the largest."""
+    lines = []
+    for size, sure in ((32, False), (64, True), (128, True), (256, False)):
+        config = PRESETS["tiny"].replace(seq_len=size)
+        taken = [2.0] * 9 if sure else [2.0] * 5 + [0.5] * 4
+        for step, samples in (("0_baseline", taken), ("1_cublas", [1.0] * 9)):
+            lines += made(step, both(samples, samples), run=f"{size}", config=config, facts=GPU, matmul="float16")
+        lines += point(size, {})
+    crossed = sweep.crossovers(sweep.points_of(lines)["seq_len"], "forward")
+    assert crossed == {"1_cublas": (64, [256])} and "from S = 64 on, unsure at 256" in sweep.text(lines)
+
+
+@unit
+def test_memory_has_no_exponent_by_width():
+    lines = [line for size in (64, 128, 256) for line in point(size, {"0_baseline": size}, axis="hidden_size")]
+    grown = sweep.growth(sweep.points_of(lines)["hidden_size"], "forward", "hidden_size")
+    assert grown == {"0_baseline": (pytest.approx(1), None)}
+
+
+@unit
+def test_a_width_that_heads_do_not_fill_is_refused(capsys):
+    """GPT-2's heads are 64 wide: another width would be another block."""
+    with pytest.raises(SystemExit) as ended:
+        sweep.main(["--device", "cpu", "--axis", "hidden_size", "--values", "128,160"])
+    assert ended.value.code == 2
+    assert "--values 160: heads keep their width, give multiples of 64" in capsys.readouterr().err
+
+
+@unit
+def test_a_sweep_of_which_nothing_could_be_measured_has_failed(monkeypatch):
+    monkeypatch.setattr(sweep, "measure", lambda study, *_: study.lines.extend(
+        made("0_baseline", {}, status="oom", reason="full")))
+    assert sweep.main(["--preset", "tiny", "--device", "cpu", "--axis", "seq_len", "--values", "64"]) == 1

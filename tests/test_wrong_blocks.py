@@ -41,6 +41,21 @@ def test_wrong_block_is_caught_by_the_check_of_a_run(name):
 
 
 @pytest.mark.unit
+def test_a_block_that_is_wrong_without_gradients_alone_is_caught_by_the_check_of_a_run():
+    """The forward is timed without them: the check looks at what is timed."""
+    values, x, _ = case(CONFIG, dtype=torch.float64)
+    right, wrong = build(RIGHT[next(iter(RIGHT))], values), build(WRONG[next(iter(WRONG))], values)
+
+    def block(x):
+        return right(x) if torch.is_grad_enabled() else wrong(x)
+    block.config, block.zero_grad, block.named_parameters = right.config, right.zero_grad, right.named_parameters
+    block.parameter_names = getattr(right, "parameter_names", {})
+    found = oracle.errors(block, x, values)
+    assert found["branch"] > 1e3 * FORWARD and found["output"] > FORWARD
+    assert max(error for name, error in found.items() if "gradient" in name) < GRADIENT
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_gate_is_no_substitute(dtype, record_property):
     """A gate of 1.25 times the plain block's error passes right blocks, and misses what rounding hides.
