@@ -3,10 +3,10 @@
     python -m benchmarks.ladder --counters             # this module is its part; ncu must be on the machine
 
 Each step runs in a process of its own under ncu, with the caches as the kernel before left them. ncu counts kernels
-alone; copies and fills are taken from the profiler, in a second process, with the bytes that they move. Attention is
-everything between the QKV projection and the output projection, forward: where it is done by hand, its two matmuls and
-the passes over the S x S scores; where it is fused, one kernel. The casts of the output projection's parameters under
-autocast, and of its input to FP8, are in there too.
+alone; copies and fills come from PyTorch's profiler, with the bytes that they move. Attention is everything between the
+QKV projection and the output projection, forward: where it is done by hand, its two matmuls and the passes over the
+S x S scores; where it is fused, one kernel. The casts of the output projection's parameters under autocast, and of its
+input to FP8, are in there too.
 """
 import csv
 import io
@@ -30,19 +30,20 @@ METRICS = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum"}
 
 def measure(study) -> None:
     """Write a record "dram traffic" for every step and pass that was timed: bytes, or why there are none."""
+    on_gpu, ncu = study.device.type == "cuda", shutil.which("ncu")
+    seen = {(key, mode): activities(subject, mode) for key, subject in study.subjects.items() for mode in report.MODES
+            if on_gpu and ncu}
     study.release()                                        # the child needs the memory
-    ncu = shutil.which("ncu")
     for key, result in study.reports.items():
         if result.status != "ok":
             continue
         for mode in report.MODES:
             try:
-                if study.device.type != "cuda":
+                if not on_gpu:
                     raise RuntimeError("a CPU has no such counters")
                 if ncu is None:
                     raise RuntimeError("ncu is not on the PATH: install Nsight Compute")
-                watched = _watched(study.cases[key].step, result.config, mode)
-                launches = with_copies(_count(ncu, watched), _activities(watched))
+                launches = with_copies(_count(ncu, study.cases[key].step, result.config, mode), seen[key, mode])
                 parts = {"block": launches}
                 if mode == "forward":
                     parts["attention"] = attention(launches, by_hand=study.cases[key].step < 2)
@@ -55,21 +56,34 @@ def measure(study) -> None:
                                        [extra["block"]["read"] + extra["block"]["written"]], mode, **extra)])
 
 
-def _watched(step: int, config: BlockConfig, mode: str) -> list[str]:
-    """The command of the process that is watched."""
+def activities(subject: harness.Subject, mode: str) -> list[dict]:
+    """Kernels, copies and fills of one iteration, in order: name, category, bytes (of copies and fills)."""
+    iteration, between = subject.iterations(mode == "forward+backward")
+    between()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        iteration()
+        torch.cuda.synchronize()
+    between()
+    with tempfile.TemporaryDirectory(prefix="counters-") as folder:           # only an exported trace holds the bytes
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    return [{"name": event["name"], "cat": event["cat"], "bytes": event["args"].get("bytes", 0)}
+            for event in sorted((e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")),
+                                key=lambda event: event["ts"])]
+
+
+def _count(ncu: str, step: int, config: BlockConfig, mode: str) -> list[dict]:
+    """The kernels of one iteration, in order: name, bytes read and written. Raises RuntimeError with the reason."""
     shape = {name: getattr(config, name) for name in
              ("batch_size", "seq_len", "hidden_size", "num_heads", "ffn_hidden_size")}
     shape["amp_dtype"] = dtype_name(config.amp_dtype)
-    return [sys.executable, "-m", "benchmarks.counters", str(step), mode, json.dumps(shape)]
-
-
-def _count(ncu: str, watched: list[str]) -> list[dict]:
-    """The kernels of one iteration, in order: name, bytes read and written. Raises RuntimeError with the reason."""
     with tempfile.TemporaryDirectory(prefix="counters-") as folder:
         log = Path(folder) / "ncu.csv"
         options = {"--page": "raw", "--print-units": "base", "--print-kernel-base": "demangled", "--log-file": str(log),
                    "--metrics": ",".join(METRICS.values()), "--profile-from-start": "off", "--cache-control": "none",
                    "--clock-control": "none"}
+        watched = [sys.executable, "-m", "benchmarks.counters", str(step), mode, json.dumps(shape)]
         done = subprocess.run([ncu, "--csv", *(word for option in options.items() for word in option), *watched],
                               cwd=steps.ROOT, capture_output=True, text=True, timeout=600)
         text = log.read_text() if log.exists() else ""
@@ -91,23 +105,15 @@ def parse(text: str) -> list[dict]:
         raise RuntimeError("ncu: it counted no bytes of some kernels") from None
 
 
-def _activities(watched: list[str]) -> list[dict]:
-    """What the profiler sees of one iteration, in order: name, category, bytes. Raises RuntimeError with the reason."""
-    done = subprocess.run([*watched, "profiled"], cwd=steps.ROOT, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["the profiled process: no message"])[-1])
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def with_copies(kernels: list[dict], activities: list[dict]) -> list[dict]:
+def with_copies(kernels: list[dict], seen: list[dict]) -> list[dict]:
     """ncu's kernels with the profiler's copies and fills between them. Raises RuntimeError where the two disagree."""
-    seen = sum(activity["cat"] == "kernel" for activity in activities)
-    if seen != len(kernels):
-        raise RuntimeError(f"ncu saw {len(kernels)} kernels, the profiler {seen}")
+    count = sum(activity["cat"] == "kernel" for activity in seen)
+    if count != len(kernels):
+        raise RuntimeError(f"ncu saw {len(kernels)} kernels, the profiler {count}")
     rest = iter(kernels)
     return [next(rest) if activity["cat"] == "kernel" else
             {"name": activity["name"], "read": activity["bytes"] if activity["cat"] == "gpu_memcpy" else 0,
-             "written": activity["bytes"]} for activity in activities]
+             "written": activity["bytes"]} for activity in seen]
 
 
 def _reason(text: str) -> str | None:
@@ -136,7 +142,7 @@ def table(lines: list[dict], mode: str, width: int | None = None) -> str:
     if counted:
         counted |= {name: {"reason": "not counted in this run"} for name, run in records.latest(lines).items()
                     if name not in counted and run.status == "ok" and run.best(mode)}
-    rows, reasons = [], {}
+    rows, reasons, kernels_alone = [], {}, []
     for name, extra in counted.items():
         if "reason" in extra:
             reasons[extra["reason"]] = None
@@ -146,19 +152,21 @@ def table(lines: list[dict], mode: str, width: int | None = None) -> str:
         for part in ("block", "attention"):
             some = extra.get(part)
             cells += [f"{some[way] / 2**30:.2f}" for way in METRICS] if some else ["n/a", "n/a"]
-        some = extra.get("attention", {})
-        rows.append([name, *cells, some.get("launches", some.get("kernels", "n/a"))])    # older records: fused, one
+        count = "launches" if "launches" in extra["block"] else "kernels"                # of records from before
+        if count == "kernels":
+            kernels_alone.append(name)
+        rows.append([name, *cells, extra.get("attention", {}).get(count, "n/a")])
     if not rows:
         return ""
     headers = ["step", "block reads GiB", "writes", "attention reads GiB", "writes", "launches of it"]
-    because = "".join(f"\nn/a because: {reason}" for reason in reasons)
-    return f"DRAM traffic of {mode}\n\n{command.table(rows, headers, width)}{because}"
+    notes = [f"n/a because: {reason}" for reason in reasons]
+    if kernels_alone:
+        notes.append(f"of kernels alone, without copies and fills: {', '.join(kernels_alone)}")
+    return "\n".join([f"DRAM traffic of {mode}\n\n{command.table(rows, headers, width)}", *notes])
 
 
 def main(argv: list[str]) -> None:
-    """The process that is watched: one iteration of one step, between cudaProfilerStart and cudaProfilerStop for ncu;
-    "profiled": in PyTorch's profiler, whose activities it prints.
-    """
+    """The process that ncu watches: one iteration of one step between cudaProfilerStart and cudaProfilerStop."""
     harness.use_private_caches()
     step, mode, shape = int(argv[0]), argv[1], json.loads(argv[2])
     shape["amp_dtype"] = DTYPES.get(shape["amp_dtype"])
@@ -173,26 +181,10 @@ def main(argv: list[str]) -> None:
         iteration()
     between()
     torch.cuda.synchronize()
-    if argv[3:]:
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            iteration()
-            torch.cuda.synchronize()
-        print(json.dumps(_of_the_trace(profiler)))
-        return
     torch.cuda.profiler.start()
     iteration()
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
-
-
-def _of_the_trace(profiler: profile) -> list[dict]:
-    """Kernels, copies and fills in order; only an exported trace holds the bytes."""
-    with tempfile.TemporaryDirectory(prefix="counters-") as folder:
-        profiler.export_chrome_trace(f"{folder}/trace.json")
-        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
-    return [{"name": event["name"], "cat": event["cat"], "bytes": event["args"].get("bytes", 0)}
-            for event in sorted((e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")),
-                                key=lambda event: event["ts"])]
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def test_counters_that_say_nothing_are_a_reason(text, words):
 def test_dram_traffic_is_a_table_or_its_reason():
     lines = made("1_cublas", both([1.0] * 6, []))
     r = report.Report("1_cublas", GPU_CONFIG, "float32", GPU, study="ladder", run="one")
-    part = {"read": 2.0**30, "written": 2.0**29, "kernels": 3}
+    part = {"read": 2.0**30, "written": 2.0**29, "launches": 3}
     counted = [report.record(r, "dram traffic", "bytes", [1.5 * 2**30], "forward", block=part, attention=part)]
     assert "1.00" in counters.table(lines + counted, "forward") and counters.table(lines, "forward") == ""
     missing = [report.record(r, "dram traffic", "bytes", [], "forward", reason="ncu is not there")]
@@ -184,6 +184,8 @@ def test_dram_traffic_is_a_table_or_its_reason():
     assert counters.table(lines + counted + missing, "forward") == counters.table(lines + counted, "forward")
     other = made("2_sdpa", both([1.0] * 6, []))
     assert counters.table(lines + counted + other, "forward").endswith("n/a because: not counted in this run")
+    part["kernels"] = part.pop("launches")                  # as records were before copies were counted
+    assert counters.table(lines + counted, "forward").endswith("without copies and fills: 1_cublas")
 
 
 # The command.
