@@ -43,7 +43,7 @@ def parse(found: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
         on_gpu = options.device.type == "cuda"
         options.config = run.config_of(options).replace(amp_dtype=device.amp_default(options.device)[0])
         if options.config.amp_dtype is not None:
-            options.config.check_16_bit()
+            options.config.check_width()
         if options.rounds is None:
             options.rounds = 6 if options.quick else 16 if on_gpu else 12
         if options.rounds < 6:

@@ -125,10 +125,10 @@ def compare(old: list[dict], new: list[dict], noise: list[dict], force: bool) ->
     headers = ["step", *(["shape"] if several else []), "pass", "launch", "old ms", "noise", "new ms", "noise",
                "difference ms", "percent (by cal)", "seen from", "verdict"]
     bad = failed_since(old, new)
-    alone = [[where for where in side if where not in {pair[place] for pair in pairs}
-              and (where.step, where.shape) not in bad] for place, side in enumerate((before, after))]
+    matched = [set(side) for side in zip(*pairs, strict=True)]
     gone, added = ([f"only in the {name} file: {where.step}, {where.shape}, {where.mode}, {where.launch}"
-                    for where in side] for side, name in zip(alone, ("old", "new"), strict=True))
+                    for where in side if where not in matched[place] and (where.step, where.shape) not in bad]
+                   for place, (side, name) in enumerate(((before, "old"), (after, "new"))))
     notes = []
     if assumed:
         notes.append(f"?: fewer than {PROCESSES} processes of the same code recorded, or samples taken in different "

@@ -10,6 +10,7 @@ input to FP8, are in there too.
 """
 import csv
 import io
+import itertools
 import json
 import shutil
 import subprocess
@@ -31,8 +32,12 @@ METRICS = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum"}
 def measure(study) -> None:
     """Write a record "dram traffic" for every step and pass that was timed: bytes, or why there are none."""
     on_gpu, ncu = study.device.type == "cuda", shutil.which("ncu")
-    seen = {(key, mode): activities(subject, mode) for key, subject in study.subjects.items() for mode in report.MODES
-            if on_gpu and ncu}
+    seen: dict[tuple, list[dict] | RuntimeError] = {}
+    for key, mode in itertools.product(study.subjects if on_gpu and ncu else (), report.MODES):
+        try:
+            seen[key, mode] = activities(study.subjects[key], mode)
+        except RuntimeError as error:                      # out of memory, too
+            seen[key, mode] = error
     study.release()                                        # the child needs the memory
     for key, result in study.reports.items():
         if result.status != "ok":
@@ -43,6 +48,8 @@ def measure(study) -> None:
                     raise RuntimeError("a CPU has no such counters")
                 if ncu is None:
                     raise RuntimeError("ncu is not on the PATH: install Nsight Compute")
+                if isinstance(seen[key, mode], RuntimeError):
+                    raise seen[key, mode]
                 launches = with_copies(_count(ncu, study.cases[key].step, result.config, mode), seen[key, mode])
                 parts = {"block": launches}
                 if mode == "forward":
@@ -58,7 +65,10 @@ def measure(study) -> None:
 
 def activities(subject: harness.Subject, mode: str) -> list[dict]:
     """Kernels, copies and fills of one iteration, in order: name, category, bytes (of copies and fills)."""
+    subject.x.requires_grad_(mode == "forward+backward")   # as it was timed: another x, and compiled code is another
     iteration, between = subject.iterations(mode == "forward+backward")
+    between()
+    iteration()
     between()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

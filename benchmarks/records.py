@@ -189,7 +189,7 @@ class Run:
         return self.find(mode, "time by part")["metric"]["extra_info"].get("clocked")
 
     def launch_bound(self, mode: str) -> bool | None:
-        """Whether the GPU waits for the host where kernels are launched one by one; None where that is unknown."""
+        """Whether more than a fifth of the time goes to launching kernels one by one; None where that is unknown."""
         return report.launch_bound(self.median(mode, "eager"), self.median(mode, "graph"),
                                    self.value(mode, "enqueue", "eager"))
 
@@ -243,7 +243,7 @@ def cautions(found: Iterable[Run]) -> list[str]:
 def unproven(run: Run) -> list[str]:
     """A line for each pass of a run whose kernels do not bear its claim out."""
     seen = [line for line in run.lines if line["metric"]["name"] == "launches"]
-    return [f"{run.label}, {line['benchmark']['mode']}: unproven: {line['metric']['extra_info'].get('because')}"
+    return [f"{run.label}, {line['benchmark']['mode']}: unproven: {line['metric']['extra_info'].get('because', '')}"
             for line in seen if line["metric"]["extra_info"].get("verdict") == "unproven"
             and not run.info["engine"].startswith("emulated")]
 

@@ -48,9 +48,15 @@ def shapes(options: argparse.Namespace) -> list[tuple[str, BlockConfig]]:
             changes = {axis: size}
             if axis == "hidden_size":
                 if size > base.head_dim and size % base.head_dim:
+                    if not options.values:
+                        continue
                     raise ValueError(f"--values {size}: heads keep their width, give multiples of {base.head_dim}")
                 changes |= {"ffn_hidden_size": None, "num_heads": max(1, size // min(base.head_dim, size))}
             found.append((axis, base.replace(**changes)))
+            if base.amp_dtype is not None:
+                found[-1][1].check_width()
+    if not found:
+        raise ValueError(f"--axis hidden_size: heads are {base.head_dim} wide, give --values")
     return found
 
 
@@ -159,8 +165,8 @@ def crossovers(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str,
 def launch_bound(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str, tuple[str, str]]:
     """Step -> (largest size at which eager is launch-bound, the same by graph replay), in words.
 
-    From the smallest size on. Eager: a replay takes less than 80 % of the time, as on the card. Graph: the kernels fill
-    less than 80 % of it.
+    From the smallest size on. Eager: as on the card, see report.launch_bound. Graph: the kernels fill less than 80 % of
+    the time.
     """
     found: dict[str, dict[str, list[tuple[int, bool]]]] = {}
     for size, runs in points:

@@ -217,14 +217,15 @@ def _process_name(pid: int) -> str:
 
 
 def _git_commit() -> str | None:
-    """The commit these files are at; where they have been changed since, "+" and a digest of how. GIT_COMMIT where
-    there is no git.
+    """The commit these files are at; where code has been changed since, "+" and a digest of how. GIT_COMMIT where there
+    is no git.
     """
     root = Path(__file__).resolve().parents[1]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         def git(*arguments):
             command = ["git", "-c", "safe.directory=*", "-C", root, *arguments]      # a mount may be another user's
-            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-        changes = git("diff", "--binary", "HEAD")
-        return git("rev-parse", "--short", "HEAD") + (f"+{zlib.crc32(changes.encode()):08x}" if changes else "")
+            return subprocess.run(command, capture_output=True, check=True, timeout=10).stdout
+        # Not what runs write: a second process would be of other code than the first, whose records it finds there.
+        changes = git("diff", "--no-ext-diff", "--binary", "HEAD", "--", ".", ":!benchmarks/results", ":!README.md")
+        return git("rev-parse", "--short", "HEAD").decode().strip() + (f"+{zlib.crc32(changes):08x}" if changes else "")
     return os.environ.get("GIT_COMMIT")

@@ -134,8 +134,9 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
             dropout=options.dropout, fp8_weights=getattr(options, "fp8_weights", "per-call"),
             fp8_attention=getattr(options, "fp8_attention", False),
             amp_dtype=amp.get(options.amp_dtype, DTYPES.get(options.amp_dtype)))
-        if (step or options.param_dtype == "amp") and config.amp_dtype is not None:
-            config.check_16_bit()
+        rounds = config.amp_dtype is not None or on_gpu                       # a GPU multiplies FP32 in TF32
+        if (step or options.param_dtype == "amp") and rounds:
+            config.check_width()
         if step == 4 and config.amp_dtype is not None:
             config.check_fp8()
     except ValueError as error:

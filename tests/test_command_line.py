@@ -93,7 +93,7 @@ def card_value(card: str, label: str) -> str:
     *((2, ["--dropout", value], value, "give a probability") for value in ("1.0", "-0.1", "nan")),
     *((0, ["--max-seconds", value], f"{float(value):g}", "give a positive number")
       for value in ("0", "-1", "nan", "1e306")),
-    (1, ["--hidden-size", "16"], "16", "try 32 or more, or --amp-dtype none"),
+    (1, ["--hidden-size", "16"], "16", "try 32 or more"),
     (0, ["--hidden-size", "16", "--param-dtype", "amp"], "16", "try 32 or more"),
     (0, ["--seed", "99999999999999999999"], "99999999999999999999", "give|try"),
     (1, ["--param-dtype", "amp", "--amp-dtype", "none"], "--param-dtype amp", "--amp-dtype"),
@@ -105,6 +105,45 @@ def test_a_mistake_is_one_line_with_its_value_and_the_fix(main, nothing_allocate
     line = one_line(err)
     assert (status, out) == (2, "")
     assert line.startswith(f"{steps.path(step).name}: error: ") and value in line and re.search(fix, line)
+
+
+def test_a_narrow_block_runs_where_nothing_is_rounded_to_16_bits(main, quick):
+    assert main(1, *TINY, "--hidden-size", "16", "--amp-dtype", "none")[0] == 0
+    assert main(0, *TINY, "--hidden-size", "16")[0] == 0
+
+
+def test_ctrl_c_before_there_is_anything_to_keep(main, monkeypatch):
+    """While the command line is read, which waits for a file that another run holds."""
+    def interrupted(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(run, "_parse", interrupted)
+    assert main(0, *TINY) == (130, "", "\n0_baseline.py: interrupted\n")
+
+
+def test_a_changed_checkout_is_told_apart_by_how(tmp_path, monkeypatch):
+    """Two edits are two versions of the code, the same edit is one; what runs write, and README, is no code."""
+    def git(*words):
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=b", *words], check=True,
+                       capture_output=True)
+    (tmp_path / "common").mkdir()
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    files = code, *others = [tmp_path / "common" / "device.py", tmp_path / "README.md",
+                             tmp_path / "benchmarks" / "results" / "a.jsonl"]
+    for file in files:
+        file.write_text("a")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    monkeypatch.setattr(device, "__file__", str(code))
+    commit = device._git_commit()
+    for file in others:
+        file.write_bytes(b"caf\xe9")
+    assert re.fullmatch("[0-9a-f]+", commit) and device._git_commit() == commit
+    seen = []
+    for text in (b"b", b"\xe9", b"b"):
+        code.write_bytes(text)
+        seen.append(device._git_commit())
+    assert seen[0] == seen[2] != seen[1] and all(one.startswith(f"{commit}+") for one in seen)
 
 
 @no_gpu

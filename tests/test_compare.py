@@ -392,3 +392,20 @@ def test_a_step_that_runs_out_of_memory_since_is_lost():
     lost = compare.compare(process(1), process(2) + made("2_sdpa", {}, status="oom", reason="full", run="later"), NOISE,
                            False).lost
     assert lost == [f"LOST: 2_sdpa, {CPU_CONFIG}: full"]
+
+
+def test_a_lost_row_is_not_gone_too():
+    new = [line for line in process(2) if not line["benchmark"]["extra_info"]["step"].startswith("2")]
+    seen = compare.compare(process(1), new + made("2_sdpa", {}, status="failed", reason="wrong"), NOISE, False)
+    assert len(seen.lost) == 1 and not seen.gone
+    assert len(compare.compare(process(1), new, NOISE, False).gone) == 2
+
+
+def test_the_notes_are_of_both_files_and_all_rows():
+    """One of the rows has no floor, and it is not the last; the new file holds an older commit too."""
+    new = json.loads(json.dumps(process(3)))
+    for line in new:
+        line["benchmark"]["extra_info"] |= {"git": "older", "run": "older"}
+    first = [line for line in NOISE if not line["benchmark"]["extra_info"]["step"].startswith("0")]
+    notes = compare.compare(process(1), new + process(2), first, False).notes
+    assert notes[0].startswith("?: ") and notes[1].startswith("left out of the new file: 8 timings") and len(notes) == 2

@@ -547,3 +547,34 @@ def test_a_claim_that_is_not_borne_out_is_said():
         if line["metric"]["name"] == "launches" and line["benchmark"]["mode"] == "forward":
             line["metric"]["extra_info"] |= {"verdict": "unproven", "because": "57 launches, and 52 without"}
     assert records.cautions([run]) == ["3_compile, forward: unproven: 57 launches, and 52 without"]
+    for line in lines:
+        line["benchmark"]["extra_info"]["engine"] = "emulated (no GPU)"
+    assert records.cautions([run]) == []                    # says so elsewhere
+
+
+@unit
+def test_what_is_counted_is_kernels_and_copies(monkeypatch):
+    """From the study's blocks and ncu to the table, without either."""
+    (run,) = records.runs(made("1_cublas", both([1.0] * 6, [1.0] * 6), config=GPU_CONFIG, facts=GPU))
+    result = report.Report("1_cublas", GPU_CONFIG, "float32", GPU, study="ladder", run="one")
+    gib = 2.0**30
+    names = ["gemm 1", "softmax", "gemm 2", "gemm 3", "gemm 4"]
+    seen = [{"name": name, "cat": "kernel", "bytes": 0} for name in names]
+    seen.insert(1, {"name": "Memcpy", "cat": "gpu_memcpy", "bytes": 4 * gib})
+    written = []
+    study_ = types.SimpleNamespace(device=torch.device("cuda"), subjects={"a": None}, reports={"a": result},
+                                   cases={"a": types.SimpleNamespace(step=1)}, release=lambda: None,
+                                   write=written.extend)
+    monkeypatch.setattr(counters.shutil, "which", lambda name: name)
+    monkeypatch.setattr(counters, "activities", lambda subject, mode: seen)
+    monkeypatch.setattr(counters, "_count", lambda *_: [{"name": name, "read": gib, "written": gib} for name in names])
+    counters.measure(study_)
+    table = counters.table(run.lines + written, "forward").splitlines()
+    assert table[-1].split()[-5:] == ["9.00", "9.00", "7.00", "7.00", "4"]
+
+    def full(subject, mode):
+        raise torch.OutOfMemoryError("full")
+    written.clear()
+    monkeypatch.setattr(counters, "activities", full)
+    counters.measure(study_)
+    assert [line["metric"]["extra_info"]["reason"] for line in written] == ["full"] * 2

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.unit
 
 CPU = {"device": "cpu", "name": "A CPU whose name is as long as makers of CPUs like it, 64-Core Processor @ 3.70GHz",
        "cpu_threads": 2, "torch": "2.15.0+cu132", "cuda": None, "cudnn": None, "driver": None, "triton": "3.9.0",
-       "transformer_engine": None, "python": "3.12.3", "git": "f0fad18+"}
+       "transformer_engine": None, "python": "3.12.3", "git": "f0fad18+1a2b3c4d"}
 H200 = CPU | {"device": "cuda", "name": "NVIDIA H200", "compute_capability": "9.0", "multiprocessors": 132,
               "memory_gib": 139.8, "cuda": "13.0", "cudnn": 91900, "driver": "580.159.03",
               "transformer_engine": "2.20.2+cu13.torch2.11.0"}

@@ -262,16 +262,16 @@ def test_a_foreign_file_is_not_added_to(main, tmp_path, content):
 
 @unit
 def test_a_size_that_is_unsure_is_named_and_begins_nothing():
-    """Faster by the median at every size; the interval of the ratio holds 1 at the smallest and the largest."""
+    """Faster by the median from 32 on, where the interval of the ratio holds 1, as it does at the largest."""
     lines = []
-    for size, sure in ((32, False), (64, True), (128, True), (256, False)):
+    fast, unsure, slow = [2.0] * 9, [2.0] * 5 + [0.5] * 4, [2.0] * 4 + [0.5] * 5    # slow, its interval holds 1 too
+    for size, taken in ((16, fast), (24, slow), (32, unsure), (64, fast), (128, unsure), (256, unsure)):
         config = PRESETS["tiny"].replace(seq_len=size)
-        taken = [2.0] * 9 if sure else [2.0] * 5 + [0.5] * 4
         for step, samples in (("0_baseline", taken), ("1_cublas", [1.0] * 9)):
             lines += made(step, both(samples, samples), run=f"{size}", config=config, facts=GPU, matmul="float16")
         lines += point(size, {})
     crossed = sweep.crossovers(sweep.points_of(lines)["seq_len"], "forward")
-    assert crossed == {"1_cublas": (64, [256])} and "from S = 64 on, unsure at 256" in sweep.text(lines)
+    assert crossed == {"1_cublas": (64, [128, 256])} and "from S = 64 on, unsure at 128, 256" in sweep.text(lines)
 
 
 @unit
@@ -288,6 +288,24 @@ def test_a_width_that_heads_do_not_fill_is_refused(capsys):
         sweep.main(["--device", "cpu", "--axis", "hidden_size", "--values", "128,160"])
     assert ended.value.code == 2
     assert "--values 160: heads keep their width, give multiples of 64" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        sweep.main(["--preset", "tiny", "--device", "cpu", "--axis", "hidden_size", "--values", "16"])
+    assert ended.value.code == 2 and "hidden_size 16: too narrow" in capsys.readouterr().err
+
+
+@unit
+def test_widths_that_nobody_asked_for_are_those_that_heads_fill():
+    """And a width below the heads' is one head."""
+    options = command.parse(command.parser("sweep", "doc"), ["--device", "cpu", "--hidden-size", "192", "--num-heads",
+                                                             "2", "--quick"])
+    options.axes, options.values = ("hidden_size",), None
+    with pytest.raises(ValueError, match="heads are 96 wide, give --values"):
+        sweep.shapes(options)
+    options.axes = ("hidden_size", "batch_size")
+    assert [config.batch_size for _, config in sweep.shapes(options)] == [1, 2]
+    options.axes, options.values = ("hidden_size",), (64, 96, 192)
+    assert [(config.hidden_size, config.num_heads) for _, config in sweep.shapes(options)] == [(64, 1), (96, 1),
+                                                                                               (192, 2)]
 
 
 @unit

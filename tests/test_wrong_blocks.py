@@ -41,13 +41,16 @@ def test_wrong_block_is_caught_by_the_check_of_a_run(name):
 
 
 @pytest.mark.unit
-def test_a_block_that_is_wrong_without_gradients_alone_is_caught_by_the_check_of_a_run():
-    """The forward is timed without them: the check looks at what is timed."""
+@pytest.mark.parametrize("wrong_when", [False, True], ids=["without gradients", "with gradients"])
+def test_a_block_whose_result_is_wrong_in_one_mode_alone_is_caught_by_the_check_of_a_run(wrong_when):
+    """The forward is timed without gradients, of an x that asks for none: the check looks at what is timed."""
     values, x, _ = case(CONFIG, dtype=torch.float64)
     right, wrong = build(RIGHT[next(iter(RIGHT))], values), build(WRONG[next(iter(WRONG))], values)
 
     def block(x):
-        return right(x) if torch.is_grad_enabled() else wrong(x)
+        assert x.requires_grad == torch.is_grad_enabled()
+        y = right(x)
+        return y + (wrong(x) - y).detach() if torch.is_grad_enabled() == wrong_when else y
     block.config, block.zero_grad, block.named_parameters = right.config, right.zero_grad, right.named_parameters
     block.parameter_names = getattr(right, "parameter_names", {})
     found = oracle.errors(block, x, values)
