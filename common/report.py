@@ -58,7 +58,7 @@ class Row:
 
     @property
     def percent_of_limit(self) -> float | None:
-        return 100 * self.limit_ms / self.median if self.limit_ms and self.timing else None
+        return 100 * self.limit_ms / self.median if self.limit_ms and self.median else None
 
 
 @dataclass
