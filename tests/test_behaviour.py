@@ -1,5 +1,6 @@
 """What a block does besides computing: causality, dropout, adopting parameters, giving gradients back."""
 import math
+import types
 
 import pytest
 import torch
@@ -388,3 +389,52 @@ def test_every_error_has_its_gate_in_the_check(monkeypatch):
             block = torch.nn.Linear(1, 1)
             block.config = config
             harness.check(block, torch.zeros(1, 4, 6), {}, result)
+
+
+@pytest.mark.unit
+def test_the_gates_of_the_branch_are_the_contract_and_gradients_have_three_times_theirs():
+    branch = {"float64": 1e-9, "float32": 3e-6, "tf32": 1e-3, "float16": 1e-3, "bfloat16": 8e-3, "float8": 6e-2}
+    for kind, gate in branch.items():
+        assert oracle.GATES[kind] == (gate, pytest.approx(3 * gate))
+    assert oracle.GATES.keys() - branch == {"float8, emulated"}
+
+
+class Scaled(torch.nn.Module):
+    """As a block of delayed scaling: two scales in use and one that is not; `settled` by the third backward."""
+    fresh, config = None, CONFIG
+
+    def __init__(self, never=()):
+        super().__init__()
+        self.weight, self.calls, self.never = torch.nn.Parameter(torch.ones(())), 0, never
+        self.state = types.SimpleNamespace(scale=torch.ones(3), amax_history=torch.tensor([[1.0, 1.0, 0.0]]))
+        self.fp8_meta = {"scaling_fwd": self.state}
+
+    def forward(self, x):
+        y = x * self.weight
+        y.register_hook(self.backward_ran)
+        return y
+
+    def backward_ran(self, gradient):
+        self.calls += 1
+        for place in {0, 1} - set(self.never):
+            self.state.scale[place] = 7.0 if self.calls == 3 else 1.0
+
+
+@pytest.mark.unit
+def test_scales_are_calibrated_by_three_backwards_and_each_in_use_must_be():
+    x = torch.ones(2)
+    block = Scaled()
+    calibrate(block, x, x)
+    assert block.calls == 3 and block.weight.grad is None
+    with pytest.raises(harness.Failed, match="an FP8 scale is still 1"):
+        calibrate(Scaled(never=(1,)), x, x)
+
+
+@pytest.mark.unit
+def test_compiling_is_timed_from_nothing_twice_and_of_both_passes(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: seen.append("reset"))
+    module, x = torch.nn.Linear(3, 3), torch.ones(2, 3)
+    module.register_forward_hook(lambda *_: seen.append("both" if torch.is_grad_enabled() else "forward"))
+    took = harness.compilation_time(module, x, x)
+    assert seen == ["reset", "forward", "both"] * 2 and took.cold_s > 0 and took.warm_s > 0

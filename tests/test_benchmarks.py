@@ -3,10 +3,12 @@ import json
 import re
 
 import pytest
+import torch
 from made_records import FACTS, both, made
 
 from benchmarks import readme, records
-from common import PRESETS, report, steps
+from common import PRESETS, BlockConfig, parameters, report, steps
+from common.config import DTYPES
 
 pytestmark = pytest.mark.unit
 
@@ -74,3 +76,16 @@ def test_every_study_has_one_shape(name):
     first = study.__doc__.splitlines()[0]
     assert "?" in first and f"python -m benchmarks.{name}" in study.__doc__ and "Exit status" in study.__doc__
     assert all(callable(getattr(study, part)) for part in ("main", "text", "chart_stems", "draw"))
+
+
+def test_no_recorded_run_took_more_memory_than_was_foretold():
+    """The estimate decides what fits: it is to be high, and not by ten times."""
+    shares = []
+    for path in sorted((steps.ROOT / "benchmarks" / "results" / "h200").glob("ladder-*.jsonl")):
+        for run in records.runs(records.read(path)):
+            if peak := run.value("forward+backward", "peak memory", "eager"):
+                fields = {name: value for name, value in run.info["config"].items()
+                          if name in BlockConfig.__dataclass_fields__}
+                config = BlockConfig(**fields | {"amp_dtype": DTYPES.get(fields["amp_dtype"])})
+                shares.append(peak / parameters.memory_needed(config, int(run.info["step"][0]), torch.device("cuda")))
+    assert len(shares) >= 12 and min(shares) > 0.1 and max(shares) <= 1, shares

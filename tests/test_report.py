@@ -389,3 +389,11 @@ def test_a_file_that_somebody_keeps_locked_is_written_to_all_the_same(tmp_path, 
 def test_a_full_disk_raises_at_the_first_record(tmp_path, full_disk):
     with pytest.raises(WriteError, match="No space left"):
         Output(str(tmp_path / "records")).write([{"n": 1}])
+
+
+def test_throttling_is_named_as_nvml_numbers_it():
+    import pynvml
+    named = {"power cap": "SwPowerCap", "hardware slowdown": "HwSlowdown", "software thermal": "SwThermalSlowdown",
+             "hardware thermal": "HwThermalSlowdown", "power brake": "HwPowerBrakeSlowdown"}
+    assert {word: bit for bit, word in machine._THROTTLE.items()} == {
+        word: getattr(pynvml, f"nvmlClocksThrottleReason{name}") for word, name in named.items()}
