@@ -23,10 +23,11 @@ def parser(name: str, doc: str) -> argparse.ArgumentParser:
     found.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (default: auto)")
     found.add_argument("--rounds", type=int, metavar="N",
                        help="interleaved samples of each case (default: 16 on a GPU, 12 on a CPU)")
-    found.add_argument("--quick", action="store_true", help="6 rounds: a look, not a measurement")
+    found.add_argument("--quick", action="store_true", help="6 rounds, in sweeps fewer and smaller sizes too: "
+                       "a look, not a measurement")
     found.add_argument("--seed", type=int, default=0, help="of parameters, inputs and order (default: 0)")
     found.add_argument("--json", metavar="FILE", help="append one JSON line per metric")
-    found.add_argument("--chart", metavar="STEM", help="draw STEM.png and STEM.svg")
+    found.add_argument("--chart", metavar="STEM", help="draw STEM-*.png and STEM-*.svg")
     return found
 
 

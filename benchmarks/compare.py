@@ -69,7 +69,7 @@ def together(old: dict[What, list], new: dict[What, list], force: bool) -> list[
 def _differs(name: str, old: set[str], new: set[str], force: bool) -> str:
     sides = ["; ".join([*sorted(side)[:3], *(["..."] if len(side) > 3 else [])]) for side in (old, new)]
     return (f"{name} differs: {sides[0]} in the old, {sides[1]} in the new; "
-            + ("even --force can't tell which goes with which" if force or (len(old) > 1 and len(new) > 1)
+            + ("even --force can't tell which goes with which" if force or len(old) > 1 or len(new) > 1
                else "--force compares them all the same"))
 
 
@@ -131,8 +131,8 @@ def compare(old: list[dict], new: list[dict], noise: list[dict], force: bool) ->
                    for place, (side, name) in enumerate(((before, "old"), (after, "new"))))
     notes = []
     if assumed:
-        notes.append(f"?: fewer than {PROCESSES} processes of the same code recorded, or samples taken in different "
-                     f"ways: {100 * NO_FLOOR:.0f} % assumed")
+        notes.append(f"?: fewer than {PROCESSES} processes of the same code recorded (--noise), or samples taken in "
+                     f"different ways: {100 * NO_FLOOR:.0f} % assumed")
     for taken, kept, name in zip(everything, (before, after), ("old", "new"), strict=True):
         if count := sum(map(len, taken.values())) - sum(map(len, kept.values())):
             notes.append(f"left out of the {name} file: {count} timings of other commits, versions, studies or clocks "

@@ -45,10 +45,12 @@ class BlockConfig:
             heads = min((n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0),
                         key=lambda n: abs(n - self.num_heads))
             unit = math.lcm(self.num_heads, 16)                # FP8 takes multiples of 16 alone
-            width = max(1, round(self.hidden_size / unit)) * unit
-            wider = f"hidden_size {width} or " if width <= 2**24 else ""
+            width = max(math.ceil(NARROWEST / unit), round(self.hidden_size / unit)) * unit
+            tries = [f"hidden_size {width}"] if width <= 2**24 else []
+            if self.hidden_size >= NARROWEST or not tries:
+                tries.append(f"num_heads {heads}")
             raise ValueError(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}: "
-                             f"try {wider}num_heads {heads}")
+                             f"try {' or '.join(tries)}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}: give a probability in [0, 1)")
         if self.amp_dtype not in (None, torch.float16, torch.bfloat16):

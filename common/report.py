@@ -196,7 +196,7 @@ def _table(r: Report) -> list[str]:
 
 def _percent(row: Row) -> str:
     value = row.percent_of_limit
-    return "n/a" if value is None else f"{value:.0f} ERROR: >100" if value > 100 else f"{value:.0f}"
+    return "n/a" if value is None else f"{value:.0f} ERROR" if value > 100 else f"{value:.0f}"
 
 
 def _number(value: float | None, form: str) -> str:

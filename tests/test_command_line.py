@@ -94,6 +94,7 @@ def card_value(card: str, label: str) -> str:
     *((0, ["--max-seconds", value], f"{float(value):g}", "give a positive number")
       for value in ("0", "-1", "nan", "1e306")),
     (1, ["--hidden-size", "16"], "16", "try 32 or more"),
+    (1, ["--hidden-size", "18"], "18", "try hidden_size 32$"),
     (0, ["--hidden-size", "16", "--param-dtype", "amp"], "16", "try 32 or more"),
     (0, ["--seed", "99999999999999999999"], "99999999999999999999", "give|try"),
     (1, ["--param-dtype", "amp", "--amp-dtype", "none"], "--param-dtype amp", "--amp-dtype"),
