@@ -32,12 +32,13 @@ METRICS = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum"}
 def measure(study) -> None:
     """Write a record "dram traffic" for every step and pass that was timed: bytes, or why there are none."""
     on_gpu, ncu = study.device.type == "cuda", shutil.which("ncu")
-    seen: dict[tuple, list[dict] | RuntimeError] = {}
+    seen: dict[tuple, list[dict]] = {}
+    unseen: dict[tuple, str] = {}
     for key, mode in itertools.product(study.subjects if on_gpu and ncu else (), report.MODES):
         try:
             seen[key, mode] = activities(study.subjects[key], mode)
         except RuntimeError as error:                      # out of memory, too
-            seen[key, mode] = error
+            unseen[key, mode] = harness.in_a_line(error)
     study.release()                                        # the child needs the memory
     for key, result in study.reports.items():
         if result.status != "ok":
@@ -48,8 +49,8 @@ def measure(study) -> None:
                     raise RuntimeError("a CPU has no such counters")
                 if ncu is None:
                     raise RuntimeError("ncu is not on the PATH: install Nsight Compute")
-                if isinstance(seen[key, mode], RuntimeError):
-                    raise seen[key, mode]
+                if (key, mode) in unseen:
+                    raise RuntimeError(unseen[key, mode])
                 launches = with_copies(_count(ncu, study.cases[key].step, result.config, mode), seen[key, mode])
                 parts = {"block": launches}
                 if mode == "forward":

@@ -154,7 +154,7 @@ def verdict(where: What, old: Measured, new: Measured, floor: float | None) -> t
         expected = expected_ratio(where, old.calibration, new.calibration, statistics.mean(known) if known else None)
     difference = new.ms / old.ms / expected - 1
     noise = math.hypot(noise_of(old, floor or NO_FLOOR), noise_of(new, floor or NO_FLOOR))
-    if floor is None and old.clock == new.clock:           # a floor between processes holds that of the calibrations
+    if not floor and old.clock == new.clock:           # a floor between processes holds that of the calibrations
         noise = math.hypot(noise, old.calibration_within, new.calibration_within)
     if abs(difference) > noise:
         return difference, noise, "SLOWER" if difference > 0 else "FASTER"

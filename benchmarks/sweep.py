@@ -51,7 +51,7 @@ def shapes(options: argparse.Namespace) -> list[tuple[str, BlockConfig]]:
                     if not options.values:
                         continue
                     raise ValueError(f"--values {size}: heads keep their width, give multiples of {base.head_dim}")
-                changes |= {"ffn_hidden_size": None, "num_heads": max(1, size // min(base.head_dim, size))}
+                changes |= {"ffn_hidden_size": None, "num_heads": max(1, size // base.head_dim)}
             found.append((axis, base.replace(**changes)))
             if base.amp_dtype is not None:
                 found[-1][1].check_width()
@@ -176,7 +176,7 @@ def launch_bound(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[st
                 own["eager"].append((size, bound))
             parts, graph = run.parts(mode), run.median(mode, "graph")
             if parts and graph:
-                own["graph"].append((size, sum(parts.values()) - parts[IDLE] < 0.8 * graph))
+                own["graph"].append((size, sum(parts.values()) - parts[IDLE] < report.LAUNCH_BOUND * graph))
 
     def largest(sizes_):
         bound = [size for size, _ in itertools.takewhile(lambda one: one[1], sizes_)]
@@ -203,9 +203,8 @@ def growth(points: list[tuple[int, dict[str, Run]]], mode: str, axis: str
     found = {}
     for name in {name for _, runs in points for name in runs}:
         timed = [(size, runs[name]) for size, runs in points if name in runs and runs[name].best(mode)]
-        memory = [(size, added) for size, run in timed if (added := added_memory(run, mode)) is not None]
-        if axis == "hidden_size":
-            memory = []
+        memory = [(size, added) for size, run in timed if (added := added_memory(run, mode)) is not None
+                  and axis != "hidden_size"]
         found[name] = exponent([(size, run.best_ms(mode)) for size, run in timed]), exponent(memory)
     return found
 

@@ -24,7 +24,7 @@ from .timing import CACHE_STATE, Timing
 
 MODES = ("forward", "forward+backward")
 LAUNCHES = ("eager", "graph")
-LAUNCH_BOUND = 0.8             # of an iteration's time; see launch_bound
+LAUNCH_BOUND = 0.8             # of an iteration's time: what does the work in less is held up by launches
 FLOPS_FORMULA = "8BSE^2 + 4BSEF + 2BS^2E forward (causal attention counted half), twice that more backward"
 
 

@@ -134,17 +134,16 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
             dropout=options.dropout, fp8_weights=getattr(options, "fp8_weights", "per-call"),
             fp8_attention=getattr(options, "fp8_attention", False),
             amp_dtype=amp.get(options.amp_dtype, DTYPES.get(options.amp_dtype)))
-        rounds = config.amp_dtype is not None or on_gpu                       # a GPU multiplies FP32 in TF32
-        if (step or options.param_dtype == "amp") and rounds:
+        if options.param_dtype == "amp" and config.amp_dtype is None:
+            raise ValueError(f"--param-dtype amp: there is no 16-bit dtype with --amp-dtype {options.amp_dtype}"
+                             + (f" ({options.autocast_off})" if options.amp_dtype == "auto" else ""))
+        options.parameter_dtype = config.amp_dtype if options.param_dtype == "amp" else torch.float32
+        if roofline.arithmetic(config, step, options.parameter_dtype, options.device).matmul != "float32":
             config.check_width()
         if step == 4 and config.amp_dtype is not None:
             config.check_fp8()
     except ValueError as error:
         _usage(script, str(error))
-    if options.param_dtype == "amp" and config.amp_dtype is None:
-        _usage(script, f"--param-dtype amp: there is no 16-bit dtype with --amp-dtype {options.amp_dtype}"
-                       + (f" ({options.autocast_off})" if options.amp_dtype == "auto" else ""))
-    options.parameter_dtype = config.amp_dtype if options.param_dtype == "amp" else torch.float32
     files = [os.path.realpath(path) for path in (options.json, options.profile) if path and path != os.devnull]
     if len(set(files)) < len(files):
         _usage(script, f"--profile {options.profile}: --json writes there; give a file of its own")

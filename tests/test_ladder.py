@@ -573,8 +573,8 @@ def test_what_is_counted_is_kernels_and_copies(monkeypatch):
     assert table[-1].split()[-5:] == ["9.00", "9.00", "7.00", "7.00", "4"]
 
     def full(subject, mode):
-        raise torch.OutOfMemoryError("full")
+        raise torch.OutOfMemoryError("full\nand more")
     written.clear()
     monkeypatch.setattr(counters, "activities", full)
     counters.measure(study_)
-    assert [line["metric"]["extra_info"]["reason"] for line in written] == ["full"] * 2
+    assert [line["metric"]["extra_info"]["reason"] for line in written] == ["OutOfMemoryError: full"] * 2
