@@ -400,7 +400,7 @@ def test_the_gates_of_the_branch_are_the_contract_and_gradients_have_three_times
 
 
 class Scaled(torch.nn.Module):
-    """As a block of delayed scaling: two scales in use and one that is not; `settled` by the third backward."""
+    """As a block of delayed scaling: two scales in use, which the third backward settles, and one that is not."""
     fresh, config = None, CONFIG
 
     def __init__(self, never=()):

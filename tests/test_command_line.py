@@ -433,7 +433,7 @@ def test_a_script_runs(runs):
 
 
 def test_a_rows_work_is_its_own(runs):
-    """FLOPs, tokens and limit of each pass, from the recorded rates: the backward is twice the forward more."""
+    """FLOPs and tokens of each pass, from the recorded rates: the backward is twice the forward more."""
     own = {(r["benchmark"]["mode"], r["metric"]["name"]): r["metric"] for r in records_of(runs)
            if r["model"]["backend"] == steps.path(TO_ITS_END).stem
            and r["metric"]["extra_info"].get("launch") != "graph"}
@@ -442,6 +442,16 @@ def test_a_rows_work_is_its_own(runs):
         seconds = own[mode, "latency"]["extra_info"]["median"] / 1e3
         assert own[mode, "rate"]["benchmark_values"][0] * seconds == pytest.approx(roofline.flops(config, backward))
         assert own[mode, "throughput"]["benchmark_values"][0] * seconds == pytest.approx(config.tokens)
+
+
+def test_each_pass_has_its_own_limit(main, quick, tmp_path):
+    assert main(0, *TINY, "--json", tmp_path / "out")[0] == 0
+    limits = {r["benchmark"]["mode"]: r["metric"]["benchmark_values"]
+              for r in map(json.loads, (tmp_path / "out").read_text().splitlines()) if r["metric"]["name"] == "limit"}
+    a = roofline.arithmetic(PRESETS["tiny"], 0, torch.float32, torch.device("cpu"))
+    peaks = roofline.measure_peaks()
+    assert limits == {mode: [roofline.limit_ms(PRESETS["tiny"], a, peaks, mode != "forward")] for mode in report.MODES}
+    assert limits["forward"] != limits["forward+backward"]
 
 
 def test_an_interrupted_run_keeps_its_finished_records(runs):
