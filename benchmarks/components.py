@@ -5,8 +5,8 @@
 The whole block, attention, MLP, LayerNorm and the QKV projection, all in 16 bits (on a CPU in FP32, since many have no
 16-bit arithmetic): naive (three separate projections, attention by hand, LayerNorm and GELU from elementary
 operations), tuned (fused projection, fused attention, the library's LayerNorm and GELU), the tuned one compiled, and
-the best that is known (Transformer Engine's FP8). Each is checked against FP64, then all of a part are timed in
-interleaved rounds. The limit is that of the part's own operations, as in common/roofline.py.
+the best that is known (Transformer Engine's, but for LayerNorm in FP8). Each is checked against FP64, then all of a
+part are timed in interleaved rounds. The limit is that of the part's own operations, as in common/roofline.py.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 import math
@@ -242,19 +242,15 @@ def measure(study: Study, part: str, values: dict[str, Tensor]) -> None:
     if counters["stats"]["unique_graphs"] == graphs and compiled.status == "ok":
         compiled.status, compiled.reason = "failed", "torch.compile compiled nothing"
         compiled.samples.clear()
-    state = study.look({"tuned": lambda: _keep_busy(found["tuned"], x, result.results["tuned"].best_ms("forward"))})
+    state = {}
+    if ms := result.results["tuned"].best_ms("forward"):
+        with torch.no_grad():
+            state = study.look(lambda: found["tuned"](x), timing.nothing, ms)
     kinds = roofline.arithmetic(config, 2, dtype, device)
     study.measure_peaks(config, kinds)
     for way in WAYS:
         one = result.results.get(way) or Compared(way, nn.Identity(), 0.0, "skipped", missing)
         study.write(_records(study, part, one, kinds if way != "best known" else None, state))
-
-
-def _keep_busy(module: nn.Module, x: Tensor, ms: float | None) -> None:
-    """A tenth of a second of forwards."""
-    with torch.no_grad():
-        for _ in range(math.ceil(100 / ms) if ms else 0):
-            module(x)
 
 
 def _calibrate(module: nn.Module, x: Tensor) -> None:

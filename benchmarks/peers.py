@@ -11,8 +11,7 @@ With FP32 parameters te.TransformerLayer returns y in 16 bits; it is timed as it
 step. It runs as it comes: LayerNorm and GELU are Transformer Engine's own kernels, where in step 4 the one is cuDNN's
 and the other rides on the matmul, and autograd casts its weights' gradients to FP32, where step 4 has compiled code do
 it. In rows of its own it gets step 4's casts, and its LayerNorm too ("tuned"). Its residual is in 16 bits, as step 4's
-is; torchao's, whose block is step 2's, is in the dtype of the parameters. All FP8 blocks of Transformer Engine in a
-process share the update of their scales, which costs each of them a little more than alone.
+is; torchao's, whose block is step 2's, is in the dtype of the parameters.
 """
 import ctypes
 import functools

@@ -6,6 +6,7 @@ and its table and its chart are drawn from records alone, those of this run or o
 """
 import argparse
 import gc
+import math
 import statistics
 import sys
 import time
@@ -160,12 +161,13 @@ class Study:
             for key in guilty:
                 self._fail(key, mode, "failed", again)
             return self.time(mode, profiled)
-        state = self.look(runs)
         calibration = {name: samples.pop((None, name)) for name in calibrations}
         for (key, launch), taken in samples.items():
             row = self.reports[key].rows[mode, launch]
             row.timing = timing.Timing(taken, timing.is_settled(taken), clock.in_rounds, calibration)
-            self.reports[key].state = state
+        for key, launch in self._faster(samples).items():
+            self.reports[key].state = self.look(runs[key, launch], between[key, launch],
+                                                statistics.median(samples[key, launch]))
         self.say(f"observing which kernels run, {mode}")
         for key in list(self.subjects):
             self._observe(key, mode)
@@ -296,12 +298,11 @@ class Study:
         clear()
         return peak
 
-    def look(self, runs: dict) -> dict:
-        """The machine's state under load: an idle GPU is never throttled."""
-        if self.device.type == "cuda":
-            for iteration in list(runs.values())[:3]:
-                iteration()
-        return machine.state(self.device)
+    def look(self, iteration: Callable, between: Callable, ms: float) -> dict:
+        """The machine's state while it does this work, after half a second of it: clocks follow the work."""
+        self.say("sampling clocks")
+        return harness.under_load(self.device, iteration, between,
+                                  max(3, math.ceil(500 / ms)) if self.device.type == "cuda" else 0)
 
     def show(self, text: Callable, draw: Callable, lines: list[dict] | None = None) -> int:
         """Print `text(lines)`, `draw` the chart that was asked for, and say where the time went; the exit status."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-# Transformer Engine's pages call these "clocks event reasons"; an idle GPU and one told to be slow are not throttled.
+# NVML calls these "clocks event reasons" by now; an idle GPU and one told to be slow are not throttled.
 _THROTTLE = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal",
              0x80: "power brake"}
 
@@ -148,7 +148,7 @@ def amp_default(device: torch.device, step: int | None = None) -> tuple[torch.dt
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it; without them PyTorch's loops take a hundred times as long as FP32."""
+    """Whether this CPU has instructions for it; without them PyTorch's loops take many times as long as FP32."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 

@@ -1,4 +1,4 @@
-"""Runs one block by the rules of DESIGN.md's 'A run': calibrate, compile, check, time and observe it."""
+"""Runs one block: build, calibrate, compile, check, time and observe it."""
 import atexit
 import contextlib
 import functools
@@ -317,16 +317,23 @@ def compiled_for_good(*blocks: Callable):
             raise
 
 
-def _look(result: Report, device: torch.device, iteration: Callable, between: Callable) -> None:
-    """Read clocks and throttle reasons while work is queued, since an idle GPU is never throttled; reasons add up."""
-    throttled = set(result.state.get("throttled", ()))
-    for _ in range(3):
+def under_load(device: torch.device, iteration: Callable, between: Callable, count: int) -> dict:
+    """The machine's state while it runs `count` iterations: an idle GPU is never throttled."""
+    for _ in range(count):
         between()
         iteration()
-    result.state = machine.state(device)
+    found = machine.state(device)                          # a GPU has yet to run the last of what was queued
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return found
+
+
+def _look(result: Report, device: torch.device, iteration: Callable, between: Callable) -> None:
+    """Clocks and throttle reasons of the work that was sampled just now; reasons add up over the rows."""
+    throttled = set(result.state.get("throttled", ()))
+    result.state = under_load(device, iteration, between, 3)
     if "throttled" in result.state:
         result.state["throttled"] = sorted(throttled | set(result.state["throttled"]))
-    torch.cuda.synchronize(device)
 
 
 def verify_replay(block, replay, iteration, between, static, x, result: Report) -> None:

@@ -108,7 +108,7 @@ def measure_peaks(config: BlockConfig, a: Arithmetic, device: torch.device, know
     """The best matmul rate per dtype over the block's own shapes and a large square, and the copy bandwidth.
 
     What `known` holds already is taken from there.
-    Best rates, each after a short rest: a GPU at its power limit multiplies an eighth slower, and how warm the last
+    Best rates, each after a short rest: a GPU at its power limit multiplies slower, and how warm the last
     matmul left it must not decide what the next one is credited with. Random operands: zeros run faster than data.
     """
     side = 8192 if device.type == "cuda" else 1024

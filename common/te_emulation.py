@@ -44,9 +44,8 @@ def choose(config: BlockConfig, values: dict[str, Tensor], device: torch.device 
 
 
 def _ask_for_cudnn_layer_norm(device: torch.device) -> None:
-    """On Hopper, where it is faster than Transformer Engine's own kernels; it writes FP8 as these do.
+    """On Hopper. It writes FP8 as Transformer Engine's own kernels do; `benchmarks.peers` has rows with it and without.
 
-    What step 4 spends on normalising is recorded under benchmarks/results/h200: first-ladder-* before, ladder-* since.
     Transformer Engine's modules have no argument for it. It looks at these variables when a process first normalises;
     who has set them, to 0 say, is left alone.
     """

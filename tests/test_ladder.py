@@ -11,7 +11,7 @@ from made_records import GPU, both, made
 
 from benchmarks import charts, command, counters, ladder, records, study
 from benchmarks.attribution import PARTS
-from common import PRESETS, evidence, report, steps, timing
+from common import PRESETS, evidence, harness, report, steps, timing
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a machine without a GPU says")
 unit, integration = pytest.mark.unit, pytest.mark.integration
@@ -216,6 +216,31 @@ def test_steps_are_checked_timed_and_explained_together(main, tmp_path):
     assert runs["1_cublas, no autocast"].status == "skipped" and "no TF32" in out
     assert ladder.text(lines).strip() == out.strip()
     assert charts.is_of(tmp_path / "chart-parts", lines)
+
+
+@integration
+def test_the_clocks_of_a_row_are_read_while_its_own_work_runs(main, monkeypatch, tmp_path):
+    """Clocks follow the work: those of an idle GPU, or of another step, would tell nothing of a row."""
+    running, build = [], steps.load(0).build
+
+    def marked(config, values, device):
+        block = build(config, values, device)
+        block.register_forward_pre_hook(lambda *_: running.append(block))
+        return block
+
+    def under_load(device, iteration, between, count, read=harness.under_load):
+        running.clear()
+        return read(device, iteration, between, 1)
+
+    monkeypatch.setattr(steps.load(0), "build", marked)
+    monkeypatch.setattr(study.machine, "state", lambda device: {"sm_mhz": 1300 if running else 1980})
+    monkeypatch.setattr(harness, "under_load", under_load)
+    path = tmp_path / "ladder.jsonl"
+    assert main("--steps", "0,2", "--rounds", 6, "--json", path)[0] == 0
+    for run in list(records.latest(records.read(path)).values())[:2]:
+        for mode in report.MODES:
+            read = run.find(mode, "latency", "eager")["runners"][0]["extra_info"]["sm_mhz"]
+            assert read == (1300 if run.label.startswith("0") else 1980), (run.label, mode)
 
 
 @integration
