@@ -61,7 +61,7 @@ def attributed(lines: list[dict]) -> list[tuple[records.Run, dict[str, float]]]:
 
 def _name(run: records.Run) -> str:
     words = run.label.split(" (")[0].replace("_", " ").replace(", ", "\n")
-    return words.replace("transformer engine", "transformer\nengine")
+    return words.replace("4 transformer engine", "4 transf.\nengine")
 
 
 def _stacked(timed) -> Figure:
@@ -81,7 +81,7 @@ def _stacked(timed) -> Figure:
             if limit:
                 axis.plot((place - 0.42, place + 0.42), (limit, limit), color="black", linewidth=1.6,
                           label="limit of this machine" if place == 0 else None)
-        axis.set_xticks(range(len(shown)), [_name(run) for run, _ in shown], fontsize=7)
+        axis.set_xticks(range(len(shown)), [f"{_name(run)}\n({run.profiled(MODE)})" for run, _ in shown], fontsize=6.5)
         axis.set_ylabel("ms, forward+backward")
     axes[1].set_title("the fast ones, larger", fontsize=9)
     axes[0].legend(frameon=False, fontsize=7.5)
@@ -186,6 +186,41 @@ def panels_chart(panels: dict[str, dict[str, list[tuple[float, float]]]], stem: 
         drawn = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(),
                                                                                strict=True)}
         figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=7)
+        save(figure, stem, recorded)
+
+
+def dots_chart(panels: dict[str, dict[str, dict[str, tuple[float, float, float]]]], stem: str, recorded: list[dict],
+               x: str, line_at: float, most: float) -> None:
+    """STEM: a row of panels for each group, a panel for each column, in it (value, low, high) by name as dots.
+
+    `panels` is group -> column -> name -> value. All share one axis, which ends at `most`: what lies beyond is an arrow
+    there. Each value stands beside its dot.
+    """
+    with plt.rc_context(STYLE):
+        names = {group: list(dict.fromkeys(name for column in columns.values() for name in column))
+                 for group, columns in panels.items()}
+        columns = list(dict.fromkeys(column for group in panels.values() for column in group))
+        tall = sum(map(len, names.values()))
+        figure, axes = plt.subplots(len(panels), len(columns), figsize=(8, 0.6 + 0.45 * len(panels) + 0.24 * tall),
+                                    squeeze=False, sharex=True, layout="constrained",
+                                    height_ratios=[len(some) + 1 for some in names.values()])
+        lows = [low for group in panels.values() for column in group.values() for _, low, _ in column.values()]
+        for row, (group, found) in zip(axes, panels.items(), strict=True):
+            for axis, column in zip(row, columns, strict=True):
+                for place, name in enumerate(names[group]):
+                    if name not in found.get(column, {}):
+                        continue
+                    value, low, high = found[column][name]
+                    axis.plot((min(low, most), min(high, most)), (place, place), color=COLOURS[0], linewidth=1.2)
+                    axis.plot(min(value, most), place, ">" if value > most else "o", color=COLOURS[0], markersize=4)
+                    axis.text(min(high, most), place, f"  {value:.3f}", va="center", fontsize=7)
+                axis.axvline(line_at, color="black", linewidth=0.8)
+                axis.set_xlim(min(line_at, *lows) - 0.02, most + 0.12 * (most - line_at))
+                axis.set_ylim(len(names[group]) - 0.5, -0.5)
+                axis.set_yticks(range(len(names[group])), names[group] if axis is row[0] else [], fontsize=7)
+                axis.tick_params(axis="x", labelsize=7, labelbottom=True)
+                axis.set_title(f"{group}, {column}" if axis is row[0] else column, fontsize=7.5, loc="left")
+        figure.supxlabel(x, fontsize=8)
         save(figure, stem, recorded)
 
 

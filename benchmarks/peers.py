@@ -275,27 +275,28 @@ def _row(run: records.Run, runs: list[records.Run], mode: str) -> list[str]:
 
 def chart_stems(lines: list[dict], stem: str) -> list[str]:
     """The one chart that `draw` makes."""
-    return [f"{stem}-ratios"] if _bars(lines) else []
+    return [f"{stem}-ratios"] if _ratios(lines) else []
 
 
 def draw(lines: list[dict], stem: str) -> None:
-    """Draw `chart_stems`: the ratios of forward+backward."""
-    if bars := _bars(lines):
-        charts.bars_chart(bars, f"{stem}-ratios", lines, "its time / ours, forward+backward; above 1 ours is faster", 3,
-                          line_at=1)
+    """Draw `chart_stems`: the ratios of both passes."""
+    if ratios := _ratios(lines):
+        charts.dots_chart(ratios, f"{stem}-ratios", lines, "its time / ours; above 1 ours is faster", 1.0, 1.6)
     else:
-        command.no_chart("peers", "no peer was timed forward+backward beside ours")
+        command.no_chart("peers", "no peer was timed beside ours")
 
 
-def _bars(lines: list[dict]) -> dict[str, list[tuple[str, float, float, float]]]:
-    runs, bars = records.runs(lines), {}
+def _ratios(lines: list[dict]) -> dict[str, dict[str, dict[str, tuple[float, float, float]]]]:
+    """Parameters' dtype and engine -> pass -> peer -> (ratio, low, high)."""
+    runs, found = records.runs(lines), {}
     own = [steps.path(number).stem for number in (3, 4)]
-    for run in (run for run in runs if run.info["step"] not in own and run.best("forward+backward")):
-        base = ours(run, runs)
-        if ratio := records.paired(run, base, "forward+backward") if base else None:
-            group = f"parameters in {run.info['parameter_dtype']}{_engine(run)}"
-            bars.setdefault(group, []).append((run.info["step"], *ratio))
-    return bars
+    for mode in report.MODES:
+        for run in (run for run in runs if run.info["step"] not in own and run.best(mode)):
+            base = ours(run, runs)
+            if ratio := records.paired(run, base, mode) if base else None:
+                group = f"{run.info['parameter_dtype']}{_engine(run).replace('Transformer Engine', 'TE')}"
+                found.setdefault(group, {}).setdefault(mode, {})[run.info["step"]] = ratio
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:

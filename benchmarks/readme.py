@@ -66,26 +66,53 @@ def markdown(rows: list[list], headers: list[str]) -> str:
 
 
 def studies(name: str) -> str:
-    """Everything recorded of a study: where and of what, its charts, its tables folded away."""
+    """Everything recorded of a study: where and of what, its charts, its tables folded away; of a CPU links to them."""
     blocks = []
     for path in recorded(name):
         lines = records.read(path)
         stem = path.with_suffix("").relative_to(ROOT)
-        images = [f"![{Path(image).name}]({image}.png)" for image in STUDIES[name].chart_stems(lines, str(stem))]
-        if name == "fusions":
-            summary = fusion_tables.summary(lines, WIDTH)
-            tables = [*([f"```\n{summary}\n```"] if summary else []),
+        images = STUDIES[name].chart_stems(lines, str(stem))
+        if path.parent.name == "cpu":
+            links = [f"[{Path(image).name}]({image}.png)" for image in images] + [f"[the tables]({stem}.txt)"]
+            blocks.append(f"On {records.provenance(lines)} {', '.join(links)}.")
+            continue
+        parts = [records.provenance(lines), *(f"![{Path(image).name}]({image}.png)" for image in images)]
+        if path in _beside(name):
+            parts += [f"```\n{fusion_tables.summary(lines, WIDTH)}\n```",
                       f"[The tables, every level at every size]({stem}.txt)"]
         else:
-            tables = [f"<details><summary>The tables</summary>\n\n```\n{STUDIES[name].text(lines, WIDTH)}\n```\n\n"
-                      "</details>"]
-        blocks.append("\n\n".join([records.provenance(lines), *images, *tables]))
+            text = STUDIES[name].text(lines, WIDTH).removeprefix(records.provenance(lines)).strip("\n")
+            parts.append(f"<details><summary>The tables</summary>\n\n```\n{text}\n```\n\n</details>")
+        blocks.append("\n\n".join(parts))
     return "\n\n".join(blocks) or "Not recorded yet."
 
 
+def _beside(name: str) -> list[Path]:
+    """The recorded runs of a study whose tables stand beside them instead of in README: a CPU's, and long ones."""
+    return [path for path in recorded(name) if name == "fusions" or path.parent.name == "cpu"]
+
+
 def long_tables() -> dict[Path, str]:
-    """File -> text of the tables that have hundreds of rows and stand beside their records instead of in README."""
-    return {path.with_suffix(".txt"): fusions.text(records.read(path), WIDTH) + "\n" for path in recorded("fusions")}
+    """File -> text of the tables beside the records."""
+    return {path.with_suffix(".txt"): study.text(records.read(path), WIDTH) + "\n"
+            for name, study in STUDIES.items() for path in _beside(name)}
+
+
+def summary() -> str:
+    """The ladder at the default shape in a row a step: what each buys, and what it costs in accuracy."""
+    path = recorded("ladder")[0]
+    lines = records.read(path)
+    found = [run for run in records.latest(lines).values() if run.best("forward+backward")]
+    rows = []
+    for run, before in zip(found, [None, *found], strict=False):
+        ms = run.best_ms("forward+backward")
+        ratio = records.paired(before, run, "forward+backward") if before else None
+        rows.append([run.label, f"{run.best_ms('forward'):.2f}", f"{ms:.2f}",
+                     f"{found[0].best_ms('forward+backward') / ms:.1f}",
+                     "{:.2f} [{:.2f}, {:.2f}]".format(*ratio) if ratio else "",
+                     f"{run.value('check', 'branch error'):.0e}"])
+    headers = ["step", "forward ms", "forward+backward ms", "times the first", "times the previous [95 %]", "error"]
+    return f"{records.provenance(lines)}\n\n{markdown(rows, headers)}"
 
 
 def comparisons() -> str:
@@ -119,6 +146,7 @@ def parts() -> dict[str, str]:
         unproven = [line for run in records.latest(lines).values() for line in records.unproven(run)]
         found[f"scripts {preset}"] = "\n\n".join([records.provenance(lines), scripts_table(lines), *unproven])
     found |= {name: studies(name) for name in STUDIES}
+    found["summary"] = summary()
     found["compare"] = comparisons()
     found["captured"] = f"```\n{capture.explain(h200 / 'captured', WIDTH)}\n```"
     found["card"] = f"```\n{(h200 / '2_sdpa.txt').read_text().rstrip()}\n```"

@@ -48,6 +48,16 @@ def test_the_scripts_are_told_in_ratios():
     assert rows[0][1:5] == ["10.00", "n/a", "40.00", "n/a"] and rows[0][7:] == ["50 / 50", "1.0", "2.0e-07"]
 
 
+def test_the_first_table_is_the_ladders_by_the_faster_way_of_launching():
+    found = records.latest(records.read(readme.recorded("ladder")[0]))
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in readme.summary().splitlines()[4:]]
+    assert [row[0] for row in rows] == [name for name in found if name[0].isdigit()] and len(rows) == 6
+    first, last = found[rows[0][0]], found[rows[-1][0]]
+    assert rows[-1][2] == f"{last.best_ms('forward+backward'):.2f}"
+    assert rows[-1][3] == f"{first.best_ms('forward+backward') / last.best_ms('forward+backward'):.1f}"
+    assert rows[0][4] == "" and all(re.fullmatch(r"[\d.]+ \[[\d.]+, [\d.]+\]", row[4]) for row in rows[1:])
+
+
 def test_a_run_that_failed_is_a_row_of_the_scripts_table():
     lines = made("0_baseline", both([1.0], [2.0])) + made("1_cublas", {}, status="failed", reason="why")
     assert "n/a" in readme.scripts_table(lines).splitlines()[-1]

@@ -8,7 +8,7 @@ import torch
 from conftest import case, errors, worst
 from made_records import both, made
 
-from benchmarks import peers, records
+from benchmarks import charts, peers, records
 from common import PRESETS, BlockConfig, evidence, parameters
 
 pytestmark = pytest.mark.unit
@@ -107,6 +107,23 @@ def test_fp8_is_compared_with_step_4_and_the_rest_with_step_3():
     assert rows["torchao float8 rowwise, compiled"][0] == "1.500"
     runs = records.runs(lines)
     assert all(peers.ours(run, runs).info["parameter_dtype"] == run.info["parameter_dtype"] for run in runs)
+
+
+def test_the_chart_has_the_ratios_of_both_passes_and_an_arrow_for_what_lies_beyond(tmp_path, monkeypatch):
+    lines = [line for name, forward, backward in (("3_compile", 1.0, 2.0), ("GPT2Block", 3.0, 1.9))
+             for line in made(name, both([forward] * 6, [backward] * 6))]
+    figures = []
+    monkeypatch.setattr(charts, "save", lambda figure, stem, recorded: figures.append((figure, stem)))
+    peers.draw(lines, str(tmp_path / "peers"))
+    ((figure, stem),) = figures
+    assert [stem] == peers.chart_stems(lines, str(tmp_path / "peers"))
+    for axis, title, marker, text in zip(figure.axes, ("float32, forward", "forward+backward"), (">", "o"),
+                                         ("3.000", "0.950"), strict=True):
+        assert axis.get_title(loc="left") == title and axis.texts[0].get_text().strip() == text
+        dots = [line for line in axis.lines if line.get_marker() in ("o", ">")]
+        assert [dot.get_marker() for dot in dots] == [marker]
+        left, right = axis.get_xlim()
+        assert all(left < dot.get_xdata()[0] < right for dot in dots)
 
 
 def test_missing_packages_are_rows_with_their_reason(monkeypatch):
