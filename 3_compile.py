@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import BlockConfig, parameters
+from common.attention import settle_backend_order
 from common.config import LAYER_NORM_EPS
 from common.precision import float32_matmul_precision
 from common.run import run
@@ -75,6 +76,7 @@ class Block(nn.Module):
 
 def build(config: BlockConfig, values: dict[str, Tensor], device: torch.device | str) -> Block:
     """The block on `device`, with a copy of the canonical parameters `values` in the dtype they come in."""
+    settle_backend_order(device)           # what the process runs besides keeps torch's own order
     with torch.device(device):
         block = Block(config)
     torch._dynamo.config.recompile_limit = 1024            # counts over all instances: its 8 would end a sweep

@@ -191,7 +191,8 @@ def text(lines: list[dict], width: int | None = None) -> str:
             rows.append([run.info["step"], run.status, run.best(mode) or "", f"{ms:.2f}" if ms else "n/a",
                          _times(base, ms), seen, f"{run.value(mode, 'launches'):.0f}" if launches else "",
                          f"{error:.1e}" if error else ""])
-        blocks.append(f"{mode}: every combination\n\n" + command.table(
+        rounds = len(next(iter(taken.values())))
+        blocks.append(f"{mode}: every combination, {rounds} rounds\n\n" + command.table(
             rows, ["optimizations", "status", "launch", "ms", "x FP32", "attention", "launches", "error"], width))
         for name, players in ladders(found).items():
             blocks.append(f"{mode}, the ladder {name}\n\n" + command.table(

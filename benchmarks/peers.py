@@ -247,7 +247,8 @@ def text(lines: list[dict], width: int | None = None) -> str:
                 rows = [_row(run, runs, mode) for run in runs
                         if run.info["parameter_dtype"] == dtype and _engine(run) == engine]
                 blocks.append(f"{mode}, parameters in {dtype}{engine}\n\n" + command.table(
-                    rows, ["case", "status", "error", "launch", "ms", "its time / ours [95 %]", "ours"], width))
+                    rows, ["case", "status", "error", "attention", "launch", "ms", "its time / ours [95 %]", "ours"],
+                    width))
     blocks.append("\n".join(records.cautions(runs)))
     blocks.append("as published by others, not measured here\n\n" + command.table(
         [list(row) for row in PUBLISHED], ["what", "figure", "shape and hardware", "source"], width))
@@ -260,8 +261,9 @@ def _engine(run: records.Run) -> str:
 
 
 def _row(run: records.Run, runs: list[records.Run], mode: str) -> list[str]:
-    error, launch = run.value("check", "branch error"), run.best(mode)
-    cells = [run.info["step"], run.status, f"{error:.1e}" if error else ""]
+    error, launch, seen = run.value("check", "branch error"), run.best(mode), run.find(mode, "launches")
+    cells = [run.info["step"], run.status, f"{error:.1e}" if error else "",
+             seen["metric"]["extra_info"].get("attention", "").removesuffix(" attention") if seen else ""]
     if launch is None or run.status != "ok":
         cells[1] = run.status if run.status != "ok" else "ok, not timed"
         return [*cells, "", "n/a", "n/a", ""]
@@ -301,7 +303,8 @@ def _ratios(lines: list[dict]) -> dict[str, dict[str, dict[str, tuple[float, flo
 
 def main(argv: list[str] | None = None) -> int:
     parser = command.parser("peers", __doc__)
-    parser.add_argument("--only", metavar="TEXT", help="beside our steps only the peers whose name holds TEXT")
+    parser.add_argument("--only", metavar="TEXT",
+                        help="beside our steps only the peers whose name holds TEXT, or one of several: nn.,GPT2")
     parser.add_argument("--param-dtype", choices=("float32", "amp"),
                         help="only this setting: FP32 parameters under autocast, or everything in 16 bits")
     options = command.parse(parser, argv)
@@ -309,7 +312,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.param_dtype:
         settings = {options.param_dtype: settings[options.param_dtype]}
     names = {case.name for case in cases(options.config, torch.float32, options.device) if case.claims is None}
-    wanted = {name for name in names if (options.only or "").casefold() in name.casefold()}
+    texts = (options.only or "").casefold().split(",")
+    wanted = {name for name in names if any(text in name.casefold() for text in texts)}
     if not wanted:
         command.usage(parser, f"--only {options.only}: no such peer; give a part of {', '.join(sorted(names))}")
     with command.shown_to_a_person("peers", options.output), machine.alone(options.device, "peers"):

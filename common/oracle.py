@@ -20,7 +20,7 @@ def gate(kind: str, what: str, x: Tensor, tokens: int) -> float:
     """The relative L2 error that one of `reference`'s tensors may have, in a step that multiplies in `kind`.
 
     `what` is a key of `reference`, but not the output: its residual would hide errors that the branch shows. `tokens`
-    is how many contribute to the gradients: those of one sequence in `errors`. With 16-bit parameters on a CPU,
+    is how many contribute to the gradients. With 16-bit parameters on a CPU,
     PyTorch's LayerNorm adds up the gradients of its gain and bias over a thread's tokens in 16 bits, and their error
     grows with the tokens, as no other gradient's does. So there these two, of both LayerNorms, have a gate that grows
     with the root.
@@ -77,39 +77,68 @@ def reference(x: Tensor, values: dict[str, Tensor], config: BlockConfig, dy: Ten
     return results | {f"gradient of {name}": parameter.grad for name, parameter in p.items()}
 
 
-def relative_error(value: Tensor | None, truth: Tensor) -> float:
-    """|value - truth| / |truth| in the L2 norm; infinite where value is missing or holds a NaN or an infinity."""
+def relative_error(value: Tensor | None, truth: Tensor, times: int = 1) -> float:
+    """|value - truth| / |truth| in the L2 norm, `truth` taken so many times; infinite where value is missing or holds a
+    NaN or an infinity."""
     if value is None or not value.isfinite().all():
         return math.inf
-    return ((value.double() - truth).norm() / truth.norm().clamp_min(torch.finfo(torch.float64).tiny)).item()
+    size = times * truth.norm().clamp_min(torch.finfo(torch.float64).tiny)
+    return (torch.sub(value.double(), truth, alpha=times).norm() / size).item()
 
 
 def errors(block: torch.nn.Module, x: Tensor, values: dict[str, Tensor], sequence: int = -1,
            seed: int = 2) -> dict[str, float]:
-    """Relative L2 error of every tensor of `reference`, on one sequence of the batch x [B, S, E].
+    """Relative L2 error of every tensor of `reference`, on one sequence of x [B, S, E]: the worse of both `checks`."""
+    one, everywhere = checks(block, x, values, sequence, seed)
+    return {name: max(error, everywhere[name]) for name, error in one.items()}
 
-    The block runs the whole batch, forward and backward; the cotangent is N(0, 1) on that sequence and zero elsewhere,
-    so that the parameters' gradients are that sequence's alone and FP64 need not hold the batch. It runs once more
-    under no_grad, as the forward is timed: another graph of a compiled block, another path of step 4. Of the output
-    and the branch the worse of the two counts.
+
+def checks(block: torch.nn.Module, x: Tensor, values: dict[str, Tensor], sequence: int = -1,
+           seed: int = 2) -> tuple[dict[str, float], dict[str, float]]:
+    """The errors of two runs of the whole batch, of which FP64 need hold one sequence alone.
+
+    First the cotangent is N(0, 1) on `sequence` and zero elsewhere: the parameters' gradients are that sequence's, and
+    what mixes sequences shows. Then that sequence and its cotangent stand everywhere in the batch: each output and
+    input gradient is that sequence's, the parameters' gradients are B times its, and what leaves out a part of the
+    batch shows. Each runs under no_grad too, as the forward is timed: another graph of a compiled block, another path
+    of step 4. Of the outputs and branches the worst counts.
     """
-    generator = torch.Generator().manual_seed(seed)
-    dy = torch.zeros_like(x)
-    dy[sequence] = torch.randn(x.shape[1:], generator=generator).to(x)
+    at = slice(sequence, sequence + 1 or None)
+    dy = torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(seed)).to(x)
+    alone = torch.zeros_like(x)
+    alone[sequence] = dy
+    truth = reference(x[at], values, block.config, dy[None])
+    found = _errors(block, x, alone, [at], truth, 1)
+    if x.size(0) == 1:
+        return found, found
+    everywhere = [slice(place, place + 1) for place in range(x.size(0))]
+    return found, _errors(block, x[at].expand_as(x), dy.expand_as(x), everywhere, truth, x.size(0))
+
+
+def _errors(block: torch.nn.Module, x: Tensor, dy: Tensor, places: list[slice], truth: dict[str, Tensor],
+            times: int) -> dict[str, float]:
+    """Of the outputs and input gradients in these places of the batch, and of the parameters' gradients, which are so
+    many times the truth's."""
     block.zero_grad(set_to_none=True)
-    x = x.detach().clone().requires_grad_()
+    x = x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+    found = dict.fromkeys(("output", "branch", "input gradient"), 0.0)
+
+    def look(y: Tensor) -> None:
+        for place in places:
+            branch = y[place].double() - x.detach()[place].double()
+            found["output"] = max(found["output"], relative_error(y[place], truth["output"]))
+            found["branch"] = max(found["branch"], relative_error(branch, truth["branch"]))
+
     y = block(x)
-    y.backward(dy.to(y.dtype))
-    one = slice(sequence, sequence + 1 or None)
-    outputs = [y.detach()[one].clone()]
-    got = {"input gradient": None if x.grad is None else x.grad[one]}
-    got |= {f"gradient of {name}": gradient for name, gradient in parameters.gradients(block).items()}
+    y.backward(dy.to(y.dtype).contiguous())
+    look(y.detach())
     del y
-    with torch.no_grad():
-        outputs.append(block(x.detach())[one].clone())
-    truth = reference(x.detach()[one], values, block.config, dy[one])
-    found = {name: relative_error(got[name], truth[name]) for name in truth if name in got}
+    for place in places:
+        got = None if x.grad is None else x.grad[place]
+        found["input gradient"] = max(found["input gradient"], relative_error(got, truth["input gradient"]))
+    gradients = {f"gradient of {name}": gradient for name, gradient in parameters.gradients(block).items()}
+    found |= {name: relative_error(gradients[name], truth[name], times) for name in truth if name in gradients}
     block.zero_grad(set_to_none=True)
-    at = x.detach()[one].double()
-    return {"output": max(relative_error(output, truth["output"]) for output in outputs),
-            "branch": max(relative_error(output.double() - at, truth["branch"]) for output in outputs)} | found
+    with torch.no_grad():
+        look(block(x.detach()))
+    return found

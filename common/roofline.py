@@ -83,7 +83,8 @@ def operations(config: BlockConfig, a: Arithmetic, backward: bool) -> list[Opera
         work.append(Operation("attention backward", "attention", 2 * attention, 8 * N * E * t))
         for name, (inner, outer) in matmuls.items():
             for side, output in (("input", N * inner * t), ("weight", inner * outer * p)):
-                other = inner * outer * w if side == "input" else N * inner * g
+                # The weight once more, or a copy in the operands' dtype that the forward wrote.
+                other = inner * outer * min(w, 2 * g) if side == "input" else N * inner * g
                 work.append(Operation(f"{name}, {side} gradient", "matmul", 2 * N * inner * outer,
                                       N * outer * g + other + output))
     return work

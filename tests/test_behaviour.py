@@ -1,5 +1,7 @@
 """What a block does besides computing: causality, dropout, adopting parameters, giving gradients back."""
 import math
+import subprocess
+import sys
 import types
 
 import pytest
@@ -384,11 +386,34 @@ def test_every_error_has_its_gate_in_the_check(monkeypatch):
             "gradient of mlp.fc.bias": 1e-6}
     for off in ("branch", "input gradient", "gradient of mlp.fc.bias"):
         result = report.Report("0_baseline", config, "float32", {"device": "cpu"}, matmul="float32")
-        monkeypatch.setattr(oracle, "errors", lambda *_, off=off: fine | {off: 1e-4})
-        with pytest.raises(harness.Failed, match=off.removeprefix("gradient of ")):
-            block = torch.nn.Linear(1, 1)
-            block.config = config
-            harness.check(block, torch.zeros(1, 4, 6), {}, result)
+        for both in (fine | {off: 1e-4}, fine), (fine, fine | {off: 1e-4}):       # one sequence, then all the same
+            monkeypatch.setattr(oracle, "checks", lambda *_, both=both: both)
+            with pytest.raises(harness.Failed, match=off.removeprefix("gradient of ")):
+                block = torch.nn.Linear(1, 1)
+                block.config = config
+                harness.check(block, torch.zeros(1, 4, 6), {}, result)
+
+
+@pytest.mark.unit
+def test_each_run_of_the_check_has_the_gate_of_its_tokens(monkeypatch):
+    """A CPU's LayerNorm adds up 16-bit gradients of all tokens: what many may be off by, those of one may not."""
+    config = CONFIG.replace(amp_dtype=None)
+    block, x = torch.nn.Linear(1, 1), torch.zeros(4, 256, 6, dtype=torch.float16)
+    block.config = config
+    one, all_of_them = (oracle.gate("float16", "gradient of ln_1.bias", x, tokens) for tokens in (256, 1024))
+    assert all_of_them == 2 * one
+    errors = dict.fromkeys(("output", "branch", "input gradient", "gradient of ln_1.bias"), 1e-6)
+
+    def check(first, second):
+        monkeypatch.setattr(oracle, "checks", lambda *_: (errors | {"gradient of ln_1.bias": first},
+                                                          errors | {"gradient of ln_1.bias": second}))
+        result = report.Report("2_sdpa", config, "float16", {"device": "cpu"}, matmul="float16")
+        harness.check(block, x, {}, result)
+        return result.errors["parameter gradient"]
+    assert check(0.9 * one, 1.5 * one) == (0.9 * one, one)              # the nearer one to its gate
+    assert check(0.1 * one, 1.5 * one) == (1.5 * one, all_of_them)
+    with pytest.raises(harness.Failed, match=r"ln_1\.bias"):
+        check(1.5 * one, 0.1 * one)
 
 
 @pytest.mark.unit
@@ -428,6 +453,127 @@ def test_scales_are_calibrated_by_three_backwards_and_each_in_use_must_be():
     assert block.calls == 3 and block.weight.grad is None
     with pytest.raises(harness.Failed, match="an FP8 scale is still 1"):
         calibrate(Scaled(never=(1,)), x, x)
+
+
+class Replayed:
+    """Step 2 on a CPU, what would be captured of it, and what stands in for the replay of its graph."""
+
+    def __init__(self, dtype=torch.float64):
+        config = CONFIG.replace(amp_dtype=None)
+        self.values, self.x, self.dy = case(config, dtype=dtype)
+        self.x = self.x.detach().clone().requires_grad_()
+        self.block = steps.load(2).build(config, self.values, "cpu")
+        self.static = {}
+
+    def iteration(self, block=None):
+        y = (block or self.block)(self.x)
+        y.backward(self.dy)
+        return y
+
+    def between(self):
+        self.block.zero_grad(set_to_none=True)
+        self.x.grad = None
+
+    def verify(self, replay, matmul="float64"):
+        result = report.Report("2_sdpa", self.block.config, "float64", {"device": "cpu"}, matmul=matmul)
+        harness.verify_replay(self.block, replay, self.iteration, self.between, self.static, self.x, result)
+
+
+@pytest.mark.unit
+def test_a_replay_that_is_the_iteration_is_accepted_and_leaves_everything_as_it_was():
+    r = Replayed()
+    before = [r.x.detach().clone()] + [p.detach().clone() for p in r.block.parameters()]
+    r.verify(lambda: r.static.update(y=r.iteration()))
+    after = [r.x.detach(), *(p.detach() for p in r.block.parameters())]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def _frozen_weights(r):
+    copy = steps.load(2).build(r.block.config, r.values, "cpu")
+
+    def replay():
+        r.static["y"] = r.iteration(copy)
+        for mine, its in zip(r.block.parameters(), copy.parameters(), strict=True):
+            mine.grad, its.grad = its.grad, None
+    return replay
+
+
+def _frozen_input(r):
+    x = r.x.detach().clone()
+
+    def replay():
+        now = r.x.detach().clone()
+        r.x.detach().copy_(x)
+        r.static["y"] = r.iteration().detach()
+        r.x.detach().copy_(now)
+    return replay
+
+
+def _no_gradients(r):
+    return lambda: r.static.update(y=r.block(r.x))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("wrong, said", [(_frozen_weights, "differs from an eager run"),
+                                         (_frozen_input, "differs from an eager run"),
+                                         (_no_gradients, "the gradient of .* that it replays differs")])
+def test_a_replay_that_misses_work_is_refused(wrong, said):
+    r = Replayed()
+    before = [p.detach().clone() for p in r.block.parameters()]
+    with pytest.raises(RuntimeError, match=said):
+        r.verify(wrong(r))
+    assert all(torch.equal(a, b) for a, b in zip(before, r.block.parameters(), strict=True))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("moves, accepted", [((0, 1), True), ((0,), False), ((), False)],
+                         ids=["all in use", "one of two", "none: the graph updates other tensors"])
+def test_a_replay_must_move_every_fp8_scale_that_was_in_use(moves, accepted):
+    r = Replayed()
+    state = types.SimpleNamespace(scale=torch.tensor([5.0, 5.0, 1.0]), amax_history=torch.tensor([[1.0, 1.0, 0.0]]))
+    r.block.mlp.fp8_meta = {"scaling_fwd": state}
+
+    def replay():
+        r.static["y"] = r.iteration()
+        for place in moves:
+            state.scale[place], state.amax_history[0, place] = 5.0, 1.0
+    if accepted:
+        r.verify(replay, "float8")
+    else:
+        with pytest.raises(RuntimeError, match="FP8 scales do not move"):
+            r.verify(replay, "float8")
+    assert state.scale.tolist() == [5.0, 5.0, 1.0] and state.amax_history.tolist() == [[1.0, 1.0, 0.0]]
+
+
+_PLAIN_ATTENTION = """
+import sys, torch
+sys.path.insert(0, {root!r})
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from common import BlockConfig, parameters, steps
+if {step}:
+    config = BlockConfig(batch_size=2, seq_len=128, hidden_size=256, num_heads=4)
+    block = steps.load({step}).build(config, parameters.seeded(config), "cuda")
+    block(torch.randn(2, 128, 256, device="cuda"))
+q = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.float16)
+F.scaled_dot_product_attention(q, q, q, is_causal=True)
+with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    torch.cuda.synchronize()
+print("ran", sorted(event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.integration
+def test_other_attention_of_the_process_runs_what_it_would_without_our_steps():
+    """Peers and users' own modules: `sdpa_kernel` must not leave them another order of backends than torch's own."""
+    def kernels(step):
+        done = subprocess.run([sys.executable, "-c", _PLAIN_ATTENTION.format(root=str(steps.ROOT), step=step)],
+                              capture_output=True, text=True, check=True)
+        return next(line for line in done.stdout.splitlines() if line.startswith("ran"))
+    alone = kernels(0)
+    assert "[]" not in alone and {kernels(2), kernels(3)} == {alone}
 
 
 @pytest.mark.unit

@@ -201,7 +201,7 @@ def test_a_card_that_finds_the_disk_full_is_one_line(main, nothing_timed, monkey
 def test_another_files_error_is_not_blamed_on_json(main, nothing_timed, monkeypatch):
     def broken(*_, **__):
         raise OSError(5, "Input/output error", "/somewhere/else")
-    monkeypatch.setattr(oracle, "errors", broken)
+    monkeypatch.setattr(oracle, "checks", broken)
     status, out, err = main(2, *TINY)
     assert status == 1 and "Input/output error" in one_line(err) and "--json" not in err
 
@@ -332,7 +332,7 @@ def suggestion(text: str, preset: str, **changes):
 def test_out_of_memory_names_the_peak_and_a_shape_that_fits(main, nothing_timed, monkeypatch, step, error):
     def exhausted(*_, **__):
         raise error("a long message of the allocator")
-    monkeypatch.setattr(oracle, "errors", exhausted)
+    monkeypatch.setattr(oracle, "checks", exhausted)
     status, out, err = main(step, *TINY)
     fits = suggestion(one_line(err), "tiny")
     assert status == 3 and re.search(r"oom: [\d.]+ of [\d.]+ GiB in use at the peak", err)
@@ -695,13 +695,16 @@ def test_every_option_runs(main, quick, step, argv):
 
 
 @no_gpu
-@pytest.mark.parametrize("step, dtype, gates", [(1, "bfloat16", ("6.8e-02", "2.4e-02")),
-                                                (2, "float16", ("8.5e-03", "3.0e-03"))])
+@pytest.mark.parametrize("step, dtype, gates", [(1, "bfloat16", ("6.8e-02|9.6e-02", "2.4e-02|3.4e-02")),
+                                                (2, "float16", ("8.5e-03|1.2e-02", "3.0e-03|4.2e-03"))])
 def test_all_16_bit_passes_its_check_on_a_cpu_at_a_real_sequence(main, quick, step, dtype, gates):
-    """PyTorch's LayerNorm there sums its own gradients in 16 bits: the gate knows, and stays tight on short ones."""
+    """PyTorch's LayerNorm there sums its own gradients in 16 bits: the gate knows, and stays tight on short ones.
+
+    It is that of one sequence's tokens, or of two sequences', whichever run came nearer to its own.
+    """
     for seq_len, gate in zip((512, 64), gates, strict=True):
         status, out, _ = main(step, *TINY, "--seq-len", seq_len, "--param-dtype", "amp", "--amp-dtype", dtype)
-        assert status == 0 and re.search(rf"^parameter gradient +\S+ +{gate}", out, re.MULTILINE)
+        assert status == 0 and re.search(rf"^parameter gradient +\S+ +({gate})", out, re.MULTILINE)
 
 
 @no_gpu

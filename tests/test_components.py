@@ -156,6 +156,8 @@ def test_a_study_of_the_parts(study_main, cheap_backend, tmp_path):
     assert components.text(lines) in out
     runs = {run.info["step"]: run for run in records.runs(lines)}
     assert runs["attention, tuned"].value("forward", "percent of limit", "eager") > 0
+    limits = [runs["attention, tuned"].value(mode, "limit", "eager") for mode in report.MODES]
+    assert limits[1] > 2 * limits[0]
     assert runs["attention, tuned"].value("forward", "rate", "eager") is None        # its FLOPs are not counted
     assert runs["attention, best known"].status == "skipped"
     assert len(runs["LayerNorm, naive"].samples("forward", "eager")) == 6

@@ -11,7 +11,7 @@ from made_records import GPU, both, made
 
 from benchmarks import charts, command, counters, ladder, records, study
 from benchmarks.attribution import PARTS
-from common import PRESETS, evidence, harness, report, steps, timing
+from common import PRESETS, evidence, harness, report, roofline, steps, timing
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a machine without a GPU says")
 unit, integration = pytest.mark.unit, pytest.mark.integration
@@ -210,9 +210,14 @@ def test_steps_are_checked_timed_and_explained_together(main, tmp_path):
         assert all(len(run.samples(mode, "eager")) == 6 for run in timed)
         assert all(records.paired(timed[0], run, mode) for run in timed)
         assert all(sum(run.parts(mode).values()) > 0 for run in timed)
+        flops = roofline.flops(GPU_CONFIG, mode == "forward+backward")
+        assert all(run.value(mode, "rate", "eager") * run.median(mode, "eager") == pytest.approx(1e3 * flops)
+                   for run in timed)
         calibration = timed[0].find(mode, "latency", "eager")["metric"]["extra_info"]["calibration"]
         assert {name: len(samples) for name, samples in calibration.items()} == {"gemm": 6, "copy": 6}
         assert timed[0].find(mode, "launches")["metric"]["extra_info"]["verdict"] == "proven"
+    assert all(run.value("forward+backward", "limit", "eager") > 2 * run.value("forward", "limit", "eager")
+               for run in timed)
     assert runs["1_cublas, no autocast"].status == "skipped" and "no TF32" in out
     assert ladder.text(lines).strip() == out.strip()
     assert charts.is_of(tmp_path / "chart-parts", lines)

@@ -156,6 +156,8 @@ def test_only_some_peers_beside_our_steps(study_main, monkeypatch):
                             "nn.TransformerEncoderLayer, compiled"]
     prepared.clear()
     assert study_main(peers, "--only", "encoder", "--param-dtype", "amp")[0] == 0 and len(prepared) == 4
+    prepared.clear()
+    assert study_main(peers, "--only", "nn.,GPT2", "--param-dtype", "amp")[0] == 0 and len(prepared) == 6
     status, _, err = study_main(peers, "--only", "llama")
     assert status == 2 and "no such peer; give a part of GPT2Block, " in err and err.count("\n") == 1
 

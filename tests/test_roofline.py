@@ -89,7 +89,8 @@ def test_the_bytes_of_fp8_with_its_backward():
     Forward: LayerNorm reads x (4) and the residual (2) and writes two operands; attention moves q, k, v and its result;
     a matmul reads its operand (1) and its weight (4), and writes 2, or 1 where GELU's result is the next operand; the
     projections add the residual (2 read, 2 written; in the end 2 and 4). Backward: each matmul reads dy as an operand
-    (1) twice; beside it the weight (4), to write dx (2), and the operand of the forward (1), to write dweight (4).
+    (1) twice; beside it the weight, of which the forward has written a copy (1 + 1), to write dx (2), and the operand
+    of the forward (1), to write dweight (4).
     """
     N, E, F, Q = 16, 16, 64, 48
     expected = {
@@ -97,11 +98,11 @@ def test_the_bytes_of_fp8_with_its_backward():
         "qkv": N * E + 4 * E * Q + 2 * N * Q, "attention projection": N * E + 4 * E * E + N * E * (2 + 2),
         "fc": N * E + 4 * E * F + N * F, "mlp projection": N * F + 4 * F * E + N * E * (2 + 4),
         "layer norms backward": 2 * N * E * (2 + 2 + 2), "attention backward": 8 * N * E * 2,
-        "qkv, input gradient": N * Q + 4 * E * Q + 2 * N * E, "qkv, weight gradient": N * Q + N * E + 4 * E * Q,
-        "attention projection, input gradient": N * E + 4 * E * E + 2 * N * E,
+        "qkv, input gradient": N * Q + 2 * E * Q + 2 * N * E, "qkv, weight gradient": N * Q + N * E + 4 * E * Q,
+        "attention projection, input gradient": N * E + 2 * E * E + 2 * N * E,
         "attention projection, weight gradient": N * E + N * E + 4 * E * E,
-        "fc, input gradient": N * F + 4 * E * F + 2 * N * E, "fc, weight gradient": N * F + N * E + 4 * E * F,
-        "mlp projection, input gradient": N * E + 4 * E * F + 2 * N * F,
+        "fc, input gradient": N * F + 2 * E * F + 2 * N * E, "fc, weight gradient": N * F + N * E + 4 * E * F,
+        "mlp projection, input gradient": N * E + 2 * E * F + 2 * N * F,
         "mlp projection, weight gradient": N * E + N * F + 4 * E * F}
     assert {o.name: o.bytes for o in roofline.operations(SMALL, FP8, backward=True)} == expected
 
@@ -198,6 +199,21 @@ def test_peaks_are_the_best_that_was_seen(monkeypatch):
     peaks = roofline.measure_peaks(SMALL, FP32, CPU)
     assert peaks == Peaks({"float32": 1024.0**2}, 2 * 4 * 2**26 / 1e-3)
     assert set(asked) == {(16, 16, 48), (16, 16, 64), (16, 64, 16), (1024, 1024, 1024)}
+
+
+@pytest.mark.parametrize("dtype, precision", [("float32", "highest"), ("tf32", "high")])
+def test_the_peak_of_float32_and_of_tf32_is_of_its_own_matmul(dtype, precision, monkeypatch):
+    """Each would else be credited with the other's rate, several times as high or as low."""
+    seen = []
+    monkeypatch.setattr(torch, "mm", lambda a, b: seen.append((a.dtype, torch.get_float32_matmul_precision())))
+    monkeypatch.setattr(roofline, "_best_seconds", lambda work, device: work() or 1.0)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert roofline._matmul_rate(4, 4, 4, dtype, CPU) == 2 * 4**3
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == [(torch.float32, precision)]
 
 
 def test_peaks_are_measured_for_what_the_step_computes_in():

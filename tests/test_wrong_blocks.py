@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 from conftest import case, errors, on_each_device, worst
-from wrong_blocks import CONFIG, RIGHT, WRONG, build
+from wrong_blocks import CONFIG, RIGHT, WRONG, build, lazy
 
 from common import oracle
 
@@ -38,6 +38,18 @@ def test_wrong_block_is_caught_by_the_check_of_a_run(name):
     values, x, _ = case(CONFIG, dtype=torch.float64)
     forward, gradient = worst(oracle.errors(build(WRONG[name], values), x, values))
     assert forward > FORWARD and gradient > GRADIENT
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("where", ["forward", "weights' gradients"])
+def test_a_block_that_does_a_part_of_the_batch_is_caught_by_the_check_of_a_run(where):
+    """It would be timed at a fraction of the work; of the one sequence that FP64 computes all is right."""
+    values, x, _ = case(CONFIG, dtype=torch.float64)
+    one, everywhere = (worst(found) for found in oracle.checks(build(lazy(where), values), x, values))
+    assert one[0] < FORWARD and one[1] < GRADIENT
+    assert everywhere[1] > 1e3 * GRADIENT and (where != "forward" or everywhere[0] > 1e3 * FORWARD)
+    forward, gradient = worst(oracle.errors(build(lazy(where), values), x, values))
+    assert (forward, gradient) == everywhere or gradient == everywhere[1]
 
 
 @pytest.mark.unit

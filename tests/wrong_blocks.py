@@ -79,6 +79,35 @@ def drop_qkv_bias(part: int):
     return change
 
 
+class LastAlone(torch.autograd.Function):
+    """A linear layer that does the last sequence of the batch alone: in its forward, or in its weights' gradients."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, where):
+        ctx.save_for_backward(x, weight)
+        ctx.where = where
+        y = F.linear(x, weight, bias)
+        if where == "forward":
+            y[:-1] = 0
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        if ctx.where == "forward":
+            dy = torch.cat((torch.zeros_like(dy[:-1]), dy[-1:]))
+        last = dy[-1:]
+        return dy @ weight, last.flatten(0, 1).T @ x[-1:].flatten(0, 1), last.sum((0, 1)), None
+
+
+def lazy(where: str):
+    """Linear layers of which the check of one sequence sees nothing wrong."""
+    def change(block: nn.Module):
+        for module in (m for m in block.modules() if isinstance(m, nn.Linear)):
+            module.forward = lambda x, module=module: LastAlone.apply(x, module.weight, module.bias, where)
+    return change
+
+
 def epsilon(value: float):
     def change(block: nn.Module):
         block.ln_1.eps = block.ln_2.eps = value
