@@ -247,8 +247,7 @@ def text(lines: list[dict], width: int | None = None) -> str:
                 rows = [_row(run, runs, mode) for run in runs
                         if run.info["parameter_dtype"] == dtype and _engine(run) == engine]
                 blocks.append(f"{mode}, parameters in {dtype}{engine}\n\n" + command.table(
-                    rows, ["case", "status", "error", "attention", "launch", "ms", "its time / ours [95 %]", "ours"],
-                    width))
+                    rows, ["case", "status", "error", "attn", "launch", "ms", "step: its time / ours [95 %]"], width))
     blocks.append("\n".join(records.cautions(runs)))
     blocks.append("as published by others, not measured here\n\n" + command.table(
         [list(row) for row in PUBLISHED], ["what", "figure", "shape and hardware", "source"], width))
@@ -266,13 +265,13 @@ def _row(run: records.Run, runs: list[records.Run], mode: str) -> list[str]:
              seen["metric"]["extra_info"].get("attention", "").removesuffix(" attention") if seen else ""]
     if launch is None or run.status != "ok":
         cells[1] = run.status if run.status != "ok" else "ok, not timed"
-        return [*cells, "", "n/a", "n/a", ""]
+        return [*cells, "", "n/a", "n/a"]
     base = ours(run, runs)
     ratio = records.paired(run, base, mode) if base and base is not run else None
     told = ""
     if ratio:
-        told = "{:.3f} [{:.3f}, {:.3f}]".format(*ratio) + records.verdict(*ratio[1:])
-    return [*cells, launch, f"{run.best_ms(mode):.2f}", told, base.info["step"][0] if base else ""]
+        told = f"{base.info['step'][0]}: " + "{:.3f} [{:.3f}, {:.3f}]".format(*ratio) + records.verdict(*ratio[1:])
+    return [*cells, launch, f"{run.best_ms(mode):.2f}", told]
 
 
 def chart_stems(lines: list[dict], stem: str) -> list[str]:
