@@ -38,7 +38,6 @@ class Measured:
     within: float                     # reach of the 95 % interval of the median within a process, relative
     calibration_within: float         # the same of the calibrations, weighed as the row is held against them
     between: float | None             # reach of one process's median, relative; None with fewer than five
-    processes: int
     clock: str                        # how it was sampled
 
 
@@ -102,7 +101,7 @@ def measured(where: What, runs: list[Run]) -> Measured:
         between = REACH * statistics.stdev(scaled) / statistics.mean(scaled)
     weighed = weights(where, names, share).items()
     off = statistics.median(sum(weight * one[name] for name, weight in weighed) for one in reaches)
-    return Measured(statistics.median(medians), middle, share, statistics.median(widths), off, between, len(runs),
+    return Measured(statistics.median(medians), middle, share, statistics.median(widths), off, between,
                     line["metric"]["extra_info"].get("clock", ""))
 
 
@@ -141,9 +140,8 @@ def floors(lines: list[dict]) -> dict[What, float]:
 
 
 def noise_of(side: Measured, floor: float) -> float:
-    """How far the row may be off, relative: a median over n processes is nearer than that of one."""
-    one = max(side.within, floor)
-    return one if side.processes < PROCESSES else 1.25 * one / math.sqrt(side.processes)
+    """How far the row may be off, relative: as one process, since several on one machine share what is its own."""
+    return max(side.within, floor)
 
 
 def verdict(where: What, old: Measured, new: Measured, floor: float | None) -> tuple[float, float, str]:

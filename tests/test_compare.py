@@ -115,7 +115,8 @@ def test_without_a_floor_nothing_small_is_called():
     assert set(verdicts(process(1), process(2, slower=dict.fromkeys(STEPS, 1.2)), [])) == {"SLOWER"}
 
 
-def test_several_processes_in_a_file_are_their_own_floor_and_nearer_the_truth():
+def test_several_processes_in_a_file_are_their_own_floor_and_seen_from_no_less():
+    """They ran on one machine, whose own part of the noise they share: two machines differ as one process does."""
     old = [line for seed in range(9) for line in process(seed)]
     new = [line for seed in range(9, 18) for line in process(seed)]
 
@@ -125,7 +126,7 @@ def test_several_processes_in_a_file_are_their_own_floor_and_nearer_the_truth():
     assert words.count("SAME") >= 0.95 * len(words)
     row, *_ = compare.compare(old, new, [], False).rows
     alone, *_ = compare.compare(process(1), process(2), old, False).rows
-    assert float(row[-2].split()[0]) < float(alone[-2].split()[0])
+    assert float(row[-2].split()[0]) >= float(alone[-2].split()[0])
 
 
 def test_too_noisy_to_say_is_unsure():
