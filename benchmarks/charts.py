@@ -125,7 +125,7 @@ def _waterfall(axis, before, after, labelled: bool) -> None:
     axis.invert_yaxis()
     axis.set_title(f"{_name(a)} to {_name(b)}".replace("\n", " "), fontsize=7.5)
     axis.tick_params(axis="x", labelsize=7)
-    axis.set_xlabel("ms, forward+backward", fontsize=7)
+    axis.set_xlabel(f"ms, forward+backward ({a.profiled(MODE)}, {b.profiled(MODE)})", fontsize=7)
 
 
 def lines_chart(series: dict[str, list[tuple[float, float]]], stem: str, recorded: list[dict], x: str, y: str,

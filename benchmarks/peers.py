@@ -282,7 +282,8 @@ def chart_stems(lines: list[dict], stem: str) -> list[str]:
 def draw(lines: list[dict], stem: str) -> None:
     """Draw `chart_stems`: the ratios of both passes."""
     if ratios := _ratios(lines):
-        charts.dots_chart(ratios, f"{stem}-ratios", lines, "its time / ours; above 1 ours is faster", 1.0, 1.6)
+        axis = "its time / ours (16-bit against step 3, FP8 against step 4); above 1 ours is faster"
+        charts.dots_chart(ratios, f"{stem}-ratios", lines, axis, 1.0, 1.6)
     else:
         command.no_chart("peers", "no peer was timed beside ours")
 
@@ -311,10 +312,12 @@ def main(argv: list[str] | None = None) -> int:
     if options.param_dtype:
         settings = {options.param_dtype: settings[options.param_dtype]}
     names = {case.name for case in cases(options.config, torch.float32, options.device) if case.claims is None}
-    texts = (options.only or "").casefold().split(",")
-    wanted = {name for name in names if any(text in name.casefold() for text in texts)}
-    if not wanted:
-        command.usage(parser, f"--only {options.only}: no such peer; give a part of {', '.join(sorted(names))}")
+    wanted = set()
+    for text_ in (options.only or "").split(","):
+        named = {name for name in names if text_.strip().casefold() in name.casefold()}
+        if not named or (options.only and not text_.strip()):
+            command.usage(parser, f"--only {options.only}: no such peer; give a part of {', '.join(sorted(names))}")
+        wanted |= named
     with command.shown_to_a_person("peers", options.output), machine.alone(options.device, "peers"):
         harness.use_private_caches()
         study = Study("peers", options)

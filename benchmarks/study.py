@@ -305,10 +305,10 @@ class Study:
                 for key, launch in self._faster(samples).items()}
 
     def look(self, iteration: Callable, between: Callable, ms: float) -> dict:
-        """The machine's state while it does this work, after half a second of it: clocks follow the work."""
-        self.say("sampling clocks")
+        """The machine's state while it does this work, a third of a second of it: clocks follow the work."""
+        self.say("reading clocks")
         return harness.under_load(self.device, iteration, between,
-                                  max(3, math.ceil(500 / ms)) if self.device.type == "cuda" else 0)
+                                  max(3, math.ceil(300 / ms)) if self.device.type == "cuda" else 0)
 
     def show(self, text: Callable, draw: Callable, lines: list[dict] | None = None) -> int:
         """Print `text(lines)`, `draw` the chart that was asked for, and say where the time went; the exit status."""

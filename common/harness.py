@@ -291,7 +291,7 @@ def time_row(block: torch.nn.Module, x: torch.Tensor, iteration: Callable, betwe
 
 def captured(block: torch.nn.Module, x: torch.Tensor, iteration: Callable, between: Callable, row: Row,
              result: Report) -> Callable | None:
-    """The iteration as a CUDA graph, verified on a changed input; None, with the reason in `row`, where there is none.
+    """The iteration as a CUDA graph, verified on another input; None, with the reason in `row`, where there is none.
     """
     static = {}
     try:
@@ -321,11 +321,18 @@ def compiled_for_good(*blocks: Callable):
 
 
 def under_load(device: torch.device, iteration: Callable, between: Callable, count: int) -> dict:
-    """The machine's state while it runs `count` iterations: an idle GPU is never throttled."""
-    for _ in range(count):
+    """The machine's state after four fifths of `count` iterations, in the midst of the rest: an idle GPU is never
+    throttled, and its clocks need a moment to follow the work."""
+    most = None
+    for number in range(count):
+        if number == count - max(2, count // 5) and device.type == "cuda":
+            most = torch.cuda.Event()
+            most.record()
         between()
         iteration()
-    found = machine.state(device)                          # a GPU has yet to run the last of what was queued
+    if most:
+        most.synchronize()                                 # the host is ahead by what the launch queue holds
+    found = machine.state(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return found
@@ -350,10 +357,12 @@ def verify_replay(block, replay, iteration, between, static, x, result: Report) 
     branch_gate, gradient_gate = oracle.GATES[result.matmul]
     weights = ([p.detach() for p in block.parameters() if p.ndim == 2]
                if block.config.fp8_weights == "per-call" else [])        # a graph of kept weights need not follow
+    negated = []
     try:
         x.detach().normal_()
         for weight in weights:
             weight.neg_()                             # as large as before: their FP8 scales hold
+            negated.append(weight)
         results = []
         for call in (replay, iteration):
             torch.cuda.manual_seed(0)                 # the same dropout mask, should there be dropout
@@ -365,22 +374,25 @@ def verify_replay(block, replay, iteration, between, static, x, result: Report) 
             between()
         (captured, captured_gradients), (eager, eager_gradients) = results
         if oracle.relative_error(captured, eager) > branch_gate:
-            raise RuntimeError("its replay on a changed input differs from an eager run")
+            raise RuntimeError("its replay on another input and weights differs from an eager run")
         for name, gradient in eager_gradients.items():
             if oracle.relative_error(captured_gradients.get(name), gradient.double()) > gradient_gate:
                 raise RuntimeError(f"the gradient of {name} that it replays differs from an eager run's")
-        if eager_gradients and result.matmul == "float8":
-            used = _used_scales(block)
-            for scale, amax_history in fp8_state(block):       # forget all, and see whether a replay finds it again
-                scale.fill_(1)
-                amax_history.zero_()
-            replay()
-            if not used or any((scale[places] == 1).any() for scale, places in used):
+        if eager_gradients and state:
+            moved = []
+            for call in (iteration, replay):                   # forget all, and see which scales each finds again
+                for scale, amax_history in fp8_state(block):
+                    scale.fill_(1)
+                    amax_history.zero_()
+                call()
+                between()
+                moved.append([scale != 1 for scale, _ in fp8_state(block)])
+            if any((eager & ~replayed).any() for eager, replayed in zip(*moved, strict=True)):
                 raise RuntimeError("FP8 scales do not move when it is replayed")
     finally:
         for tensor, value in zip([x.detach(), *state], kept, strict=True):
             tensor.copy_(value)
-        for weight in weights:
+        for weight in negated:
             weight.neg_()
 
 

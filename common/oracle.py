@@ -20,10 +20,9 @@ def gate(kind: str, what: str, x: Tensor, tokens: int) -> float:
     """The relative L2 error that one of `reference`'s tensors may have, in a step that multiplies in `kind`.
 
     `what` is a key of `reference`, but not the output: its residual would hide errors that the branch shows. `tokens`
-    is how many contribute to the gradients. With 16-bit parameters on a CPU,
-    PyTorch's LayerNorm adds up the gradients of its gain and bias over a thread's tokens in 16 bits, and their error
-    grows with the tokens, as no other gradient's does. So there these two, of both LayerNorms, have a gate that grows
-    with the root.
+    is how many contribute to the gradients. With 16-bit parameters on a CPU, PyTorch's LayerNorm adds up the gradients
+    of its gain and bias over a thread's tokens in 16 bits, and their error grows with the tokens, as no other
+    gradient's does. So there these two, of both LayerNorms, have a gate that grows with the root.
     """
     branch, gradient = GATES[kind]
     if what == "branch":
@@ -82,7 +81,7 @@ def relative_error(value: Tensor | None, truth: Tensor, times: int = 1) -> float
     NaN or an infinity."""
     if value is None or not value.isfinite().all():
         return math.inf
-    size = times * truth.norm().clamp_min(torch.finfo(torch.float64).tiny)
+    size = abs(times) * truth.norm().clamp_min(torch.finfo(torch.float64).tiny)
     return (torch.sub(value.double(), truth, alpha=times).norm() / size).item()
 
 
@@ -98,47 +97,60 @@ def checks(block: torch.nn.Module, x: Tensor, values: dict[str, Tensor], sequenc
     """The errors of two runs of the whole batch, of which FP64 need hold one sequence alone.
 
     First the cotangent is N(0, 1) on `sequence` and zero elsewhere: the parameters' gradients are that sequence's, and
-    what mixes sequences shows. Then that sequence and its cotangent stand everywhere in the batch: each output and
-    input gradient is that sequence's, the parameters' gradients are B times its, and what leaves out a part of the
-    batch shows. Each runs under no_grad too, as the forward is timed: another graph of a compiled block, another path
-    of step 4. Of the outputs and branches the worst counts.
+    what mixes others into it shows. Then that sequence stands everywhere in the batch, and its cotangent with signs of
+    which some sqrt(B) are left over: each output and input gradient is known, the parameters' gradients are a multiple
+    of the sequence's, no larger than a batch's are, and what leaves out a part of the batch shows. Each runs under
+    no_grad too, as the forward is timed: another graph of a compiled block, another path of step 4. There every
+    sequence must give what it gave with gradients. Of the outputs and branches the worst counts.
     """
     at = slice(sequence, sequence + 1 or None)
     dy = torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(seed)).to(x)
     alone = torch.zeros_like(x)
     alone[sequence] = dy
     truth = reference(x[at], values, block.config, dy[None])
-    found = _errors(block, x, alone, [at], truth, 1)
-    if x.size(0) == 1:
+    found = _errors(block, x, alone, [(at, 1)], truth, 1)
+    del alone
+    B = x.size(0)
+    if B == 1:
         return found, found
-    everywhere = [slice(place, place + 1) for place in range(x.size(0))]
-    return found, _errors(block, x[at].expand_as(x), dy.expand_as(x), everywhere, truth, x.size(0))
+    left = math.isqrt(B - 1) + 1
+    left += (B - left) % 2
+    signs = [-1 if place % 2 and place < B - left else 1 for place in range(B)]
+    everywhere = [(slice(place, place + 1), sign) for place, sign in enumerate(signs)]
+    return found, _errors(block, x[at].expand_as(x), torch.tensor(signs).to(x)[:, None, None] * dy, everywhere, truth,
+                          left)
 
 
-def _errors(block: torch.nn.Module, x: Tensor, dy: Tensor, places: list[slice], truth: dict[str, Tensor],
+def _errors(block: torch.nn.Module, x: Tensor, dy: Tensor, places: list[tuple[slice, int]], truth: dict[str, Tensor],
             times: int) -> dict[str, float]:
-    """Of the outputs and input gradients in these places of the batch, and of the parameters' gradients, which are so
-    many times the truth's."""
+    """Of the outputs in these places of the batch, and of the input gradients, which are so many times the truth's
+    (place, times); of the parameters' gradients, which are `times` the truth's."""
     block.zero_grad(set_to_none=True)
     x = x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
     found = dict.fromkeys(("output", "branch", "input gradient"), 0.0)
 
+    def branch(y: Tensor, place: slice) -> Tensor:
+        return y[place].double() - x.detach()[place].double()
+
     def look(y: Tensor) -> None:
-        for place in places:
-            branch = y[place].double() - x.detach()[place].double()
+        for place, _ in places:
             found["output"] = max(found["output"], relative_error(y[place], truth["output"]))
-            found["branch"] = max(found["branch"], relative_error(branch, truth["branch"]))
+            found["branch"] = max(found["branch"], relative_error(branch(y, place), truth["branch"]))
 
     y = block(x)
-    y.backward(dy.to(y.dtype).contiguous())
-    look(y.detach())
-    del y
-    for place in places:
+    y.backward(dy.to(y.dtype))
+    y = y.detach()
+    look(y)
+    for place, sign in places:
         got = None if x.grad is None else x.grad[place]
-        found["input gradient"] = max(found["input gradient"], relative_error(got, truth["input gradient"]))
+        found["input gradient"] = max(found["input gradient"], relative_error(got, truth["input gradient"], sign))
     gradients = {f"gradient of {name}": gradient for name, gradient in parameters.gradients(block).items()}
     found |= {name: relative_error(gradients[name], truth[name], times) for name in truth if name in gradients}
+    del gradients
     block.zero_grad(set_to_none=True)
     with torch.no_grad():
-        look(block(x.detach()))
+        without = block(x.detach())
+    look(without)
+    for place in (slice(n, n + 1) for n in range(x.size(0))):
+        found["branch"] = max(found["branch"], relative_error(branch(without, place), branch(y, place)))
     return found

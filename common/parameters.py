@@ -85,15 +85,15 @@ def memory_needed(config: BlockConfig, step: int, device: torch.device) -> int:
     """Bytes that a checked and timed run holds at its peak, estimated on the high side.
 
     Parameters with their gradients, and beside them either the batch (activations, and per S x S score tensor of an
-    attention by hand three kept and one gradient) or the FP64 check of one sequence. On a CPU also the process and the
-    buffers by which it measures the machine.
+    attention by hand three kept and one gradient) and what FP64 said of one sequence, or the FP64 check itself. On a
+    CPU also the process and the buffers by which it measures the machine.
     """
     B, S, E, F, H = (config.batch_size, config.seq_len, config.hidden_size, config.ffn_hidden_size, config.num_heads)
     weights = sum(torch.Size(shape).numel() for shape in shapes(config).values())
     scores = 4 * H * S * S if step < 2 or device.type == "cpu" else 0
     batch = 4 * B * (S * (12 * E + 3 * F) + scores)
     oracle = 16 * weights + 8 * (S * (24 * E + 6 * F) + 8 * S * S)
-    return 12 * weights + max(batch, oracle) + (5 * 2**28 if device.type == "cpu" else 0)
+    return 12 * weights + max(batch + 8 * weights, oracle) + (5 * 2**28 if device.type == "cpu" else 0)
 
 
 def largest_that_fits(config: BlockConfig, step: int, device: torch.device, total: int) -> BlockConfig | None:

@@ -284,8 +284,11 @@ class WriteError(Exception):
     """A record could not be written; the message says why."""
 
 
+_RECORD = b'{"benchmark"'              # what every line of a file of records begins with
+
+
 class Output:
-    """A JSON-lines file, appended to. Raises OSError at once where it can't be opened.
+    """A JSON-lines file, appended to. Raises OSError at once where it can't be opened, or holds something else.
 
     Each record is one write of one whole line to a file opened for appending, while no other run writes to it, so that
     runs side by side, and a run that is interrupted, leave only whole lines.
@@ -299,6 +302,9 @@ class Output:
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         target = Path(path).resolve()
         if target.is_file():
+            begins = os.pread(self._file, len(_RECORD), 0)
+            if not _RECORD.startswith(begins):
+                raise OSError(17, "it is no file of records, and these would be appended to it", path)
             with self._alone() as sure:
                 if sure:
                     self._end_the_last_line()
@@ -337,12 +343,11 @@ class Output:
             last = text[text.rfind(b"\n") + 1:]
         if not last:
             return
-        begin = b'{"benchmark"'
         try:
             json.loads(last)
             half = False
         except ValueError:
-            half = last[:len(begin)] == begin[:len(last)]
+            half = last[:len(_RECORD)] == _RECORD[:len(last)]
         if half:
             os.ftruncate(self._file, size - len(last))
         else:

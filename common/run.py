@@ -153,11 +153,19 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
         _usage(script, f"--json {options.json}: {error.strerror}; give a file that can be written")
     try:
         if options.profile is not None and not Path(options.profile).is_fifo():   # whose reader would see its end here
-            with open(options.profile, "a"):
-                pass
+            with open(options.profile, "a+b") as file:
+                if Path(options.profile).is_file() and not _is_timeline(file):
+                    raise OSError(17, "it holds something else than a timeline")
     except OSError as error:
         _usage(script, f"--profile {options.profile}: {error.strerror}; give a file that can be written")
     return options, config, output
+
+
+def _is_timeline(file) -> bool:
+    """Whether a file of bytes is empty, or the profiler's: its JSON, or gzip's."""
+    file.seek(0)
+    begins = file.read(200)
+    return not begins or b'"schemaVersion"' in begins or begins.startswith(b"\x1f\x8b")
 
 
 def shape_arguments(parser: argparse.ArgumentParser) -> None:
@@ -226,7 +234,7 @@ def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Re
         peaks = roofline.measure_peaks(config, kinds, device)
         result.peaks = ", ".join(f"{name} {rate / 1e12:.{0 if rate > 1e13 else 2}f} TFLOP/s"
                                  for name, rate in sorted(peaks.flops.items()))
-        result.peaks += f"; copy {peaks.bandwidth / 1e12:.2f} TB/s (read + written)"
+        result.peaks += f"; copy {peaks.bandwidth / 1e12:.3g} TB/s (read + written)"
     on_gpu = device.type == "cuda"                         # on a CPU less: the card should come within a minute
     for mode in report.MODES:
         backward = mode == "forward+backward"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import NAMES, STEPS, case, on_each_device, results
 
-from common import BlockConfig, harness, oracle, parameters, report, steps
+from common import BlockConfig, attention, harness, oracle, parameters, report, steps
 from common.config import dtype_name
 from common.harness import calibrate
 
@@ -526,23 +526,71 @@ def test_a_replay_that_misses_work_is_refused(wrong, said):
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("moves, accepted", [((0, 1), True), ((0,), False), ((), False)],
-                         ids=["all in use", "one of two", "none: the graph updates other tensors"])
-def test_a_replay_must_move_every_fp8_scale_that_was_in_use(moves, accepted):
+@pytest.mark.parametrize("eager, replayed, accepted", [
+    ((0, 1), (0, 1), True), ((0, 1), (0,), False), ((0, 1), (), False), ((0,), (0,), True), ((), (), True),
+], ids=["all in use", "one of two", "none: the graph updates other tensors", "cached weights stay", "no scale moves"])
+def test_a_replay_must_move_every_fp8_scale_that_an_eager_run_moves(eager, replayed, accepted):
     r = Replayed()
     state = types.SimpleNamespace(scale=torch.tensor([5.0, 5.0, 1.0]), amax_history=torch.tensor([[1.0, 1.0, 0.0]]))
     r.block.mlp.fp8_meta = {"scaling_fwd": state}
+    inner = r.iteration
+
+    def iteration(places=eager):
+        y = inner()
+        for place in places:
+            state.scale[place], state.amax_history[0, place] = 5.0, 1.0
+        return y
+    r.iteration = iteration
 
     def replay():
-        r.static["y"] = r.iteration()
-        for place in moves:
-            state.scale[place], state.amax_history[0, place] = 5.0, 1.0
+        r.static["y"] = iteration(replayed)
     if accepted:
         r.verify(replay, "float8")
     else:
         with pytest.raises(RuntimeError, match="FP8 scales do not move"):
             r.verify(replay, "float8")
     assert state.scale.tolist() == [5.0, 5.0, 1.0] and state.amax_history.tolist() == [[1.0, 1.0, 0.0]]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("changes", [{}, {"fp8_weights": "cached"}, {"fp8_weights": "kept"}])
+def test_a_replay_of_kept_weights_need_not_follow_them_and_fp8_without_delayed_scaling_has_no_scales(changes):
+    r = Replayed()
+    r.block.config = r.block.config.replace(**changes)
+    if changes:
+        r.verify(_frozen_weights(r), "float8")
+    else:
+        r.verify(lambda: r.static.update(y=r.iteration()), "float8")        # torchao's
+
+
+@pytest.mark.unit
+def test_an_interrupted_check_of_a_replay_leaves_the_weights_as_they_were(monkeypatch):
+    r = Replayed()
+    before = [p.detach().clone() for p in r.block.parameters()]
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(torch.Tensor, "normal_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        r.verify(None)
+    assert all(torch.equal(a, b) for a, b in zip(before, r.block.parameters(), strict=True))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("step", [2, 3])
+def test_building_lets_torch_choose_its_order_of_backends_first(step, monkeypatch):
+    """Before `sdpa_kernel` is entered for the first time; on a GPU alone, where there is a choice."""
+    seen = []
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", lambda q, k, v, **_: seen.append(q.device.type))
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device, inner=torch.zeros, **_: inner(*sizes, device="meta"))
+    attention.settle_backend_order("cpu")
+    assert seen == []
+    attention.settle_backend_order("cuda")
+    assert seen == ["meta"]
+    module, settled = steps.load(step), []
+    monkeypatch.setattr(module, "settle_backend_order", settled.append)
+    module.build(CONFIG, parameters.seeded(CONFIG), "cpu")
+    assert settled == ["cpu"]
 
 
 _PLAIN_ATTENTION = """

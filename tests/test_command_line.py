@@ -678,6 +678,24 @@ def test_no_two_seeds_share_a_tensor(monkeypatch):
     assert len(seen) == 12 and len(set(others)) == 6 and not set(of_check) & set(others)
 
 
+@pytest.mark.parametrize("flag, holds", [
+    ("--json", "# a README"), ("--json", "{}"), ("--profile", '"""A script."""'), ("--profile", '{"benchmark": {}}'),
+])
+def test_a_file_that_holds_something_else_is_left_alone(main, flag, holds, tmp_path):
+    path = tmp_path / "something"
+    path.write_text(holds)
+    status, _, err = main(0, *TINY, flag, path)
+    assert status == 2 and f"{flag} {path}: it " in one_line(err) and path.read_text() == holds
+
+
+def test_a_timeline_is_replaced_and_records_are_appended_to(main, quick, tmp_path):
+    for _ in range(2):
+        assert main(0, *TINY, "--profile", tmp_path / "timeline.json", "--json", tmp_path / "out")[0] == 0
+    json.loads((tmp_path / "timeline.json").read_text())
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert len(lines) % 2 == 0 and all(json.loads(line)["benchmark"] for line in lines)
+
+
 def test_an_fp8_scale_that_never_moved_fails(main, quick, monkeypatch):
     monkeypatch.setattr("common.te_emulation._Scaling.update", lambda self: None)
     status, out, err = main(4, *TINY)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from made_records import GPU, both, made
 
-from benchmarks import charts, command, counters, ladder, records, study
+from benchmarks import attribution, charts, command, counters, ladder, records, study
 from benchmarks.attribution import PARTS
 from common import PRESETS, evidence, harness, report, roofline, steps, timing
 
@@ -43,6 +43,15 @@ def test_the_table_tells_times_the_first_and_the_previous_by_paired_rounds():
     lines += made("3_compile", both(noisy, []), config=GPU_CONFIG, facts=GPU)
     assert rows_of(lines)[-1]["x previous [95 %]"].endswith(" UNSURE")
     assert [first[name] for name in ("GiB", "% limit", "error", "launches")] == ["1.0", "34", "2.0e-07", "3"]
+
+
+@unit
+def test_more_than_the_limit_is_an_error_as_on_the_card():
+    lines = made("0_baseline", both([8.0] * 6, [9.0] * 6))
+    for line in lines:
+        if line["metric"]["name"] == "percent of limit":
+            line["metric"]["benchmark_values"] = [182.0]
+    assert rows_of(lines)[0]["% limit"] == "182 ERROR"
 
 
 @unit
@@ -221,6 +230,26 @@ def test_steps_are_checked_timed_and_explained_together(main, tmp_path):
     assert runs["1_cublas, no autocast"].status == "skipped" and "no TF32" in out
     assert ladder.text(lines).strip() == out.strip()
     assert charts.is_of(tmp_path / "chart-parts", lines)
+
+
+@unit
+@pytest.mark.parametrize("ms, count", [(12.5, 24), (0.4, 750), (444.0, 3)])
+def test_clocks_are_read_after_a_third_of_a_second_of_work_on_a_gpu(ms, count, monkeypatch):
+    found = []
+    monkeypatch.setattr(harness, "under_load", lambda device, iteration, between, count: found.append(count))
+    for device in ("cuda", "cpu"):
+        study.Study.look(types.SimpleNamespace(device=torch.device(device), say=lambda what: None), None, None, ms)
+    assert found == [count, 0]
+
+
+@integration
+def test_clocks_are_read_before_the_profiler_leaves_the_gpu_idle(main, monkeypatch):
+    order, look, profile = [], harness.under_load, attribution.profiled
+    monkeypatch.setattr(harness, "under_load", lambda *a: (order.append("look"), look(*a))[1])
+    monkeypatch.setattr(attribution, "profiled", lambda *a: (order.append("profile"), profile(*a))[1])
+    assert main("--steps", "0,2", "--rounds", 6, "--profiled", 4)[0] == 0
+    one_pass = ["profile"] * 3 + ["look", "look", "profile"]
+    assert order == 2 * one_pass
 
 
 @integration

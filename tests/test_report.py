@@ -287,12 +287,12 @@ def test_dtypes_are_words_in_a_record(dtype):
 
 def test_output_appends_to_what_is_there(tmp_path):
     path = tmp_path / "runs.jsonl"
-    path.write_text('{"n": 0}\n')
+    path.write_text('{"benchmark": 0}\n')
     output = Output(str(path))
-    output.write([{"n": 1}, {"n": 2}])
-    output.write([{"n": 3}])
+    output.write([{"benchmark": 1}, {"benchmark": 2}])
+    output.write([{"benchmark": 3}])
     assert output.count == 3
-    assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]
+    assert [json.loads(line)["benchmark"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]
 
 
 def test_no_file_asked_for_is_no_file_written(tmp_path, monkeypatch):
@@ -306,7 +306,7 @@ def test_writers_side_by_side_leave_whole_lines(tmp_path):
     path = tmp_path / "runs.jsonl"
 
     def write(name):
-        Output(str(path)).write([{"name": name, "n": n, "samples": [0.123456789] * 1500} for n in range(100)])
+        Output(str(path)).write([{"benchmark": 0, "name": name, "n": n, "samples": [0.123456789] * 1500} for n in range(100)])
     writers = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
     for writer in writers:
         writer.start()
@@ -333,11 +333,15 @@ def test_half_a_record_is_cut_off_before_the_next_one(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["a note without an end", "one\ntwo", '{"mine": 1}'])
-def test_text_that_is_no_record_is_never_cut(tmp_path, text):
+def test_a_file_of_something_else_is_refused_and_text_behind_records_is_never_cut(tmp_path, text):
     path = tmp_path / "records"
     path.write_text(text)
+    with pytest.raises(OSError, match="no file of records"):
+        Output(str(path))
+    assert path.read_text() == text
+    path.write_text('{"benchmark": 1}\n' + text)
     Output(str(path))
-    assert path.read_text() == text + "\n"                   # or the next record would be glued to it
+    assert path.read_text() == '{"benchmark": 1}\n' + text + "\n"        # or the next record would be glued to it
 
 
 def test_a_whole_last_record_without_an_end_stays(tmp_path):
