@@ -306,7 +306,8 @@ def test_writers_side_by_side_leave_whole_lines(tmp_path):
     path = tmp_path / "runs.jsonl"
 
     def write(name):
-        Output(str(path)).write([{"benchmark": 0, "name": name, "n": n, "samples": [0.123456789] * 1500} for n in range(100)])
+        Output(str(path)).write([{"benchmark": 0, "name": name, "n": n, "samples": [0.123456789] * 1500}
+                                 for n in range(100)])
     writers = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
     for writer in writers:
         writer.start()
