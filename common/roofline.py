@@ -108,9 +108,9 @@ def flop_bound(config: BlockConfig, a: Arithmetic, peaks: Peaks, backward: bool)
 def measure_peaks(config: BlockConfig, a: Arithmetic, device: torch.device, known: Peaks = Peaks({}, 0.0)) -> Peaks:
     """The best matmul rate per dtype over the block's own shapes and a large square, and the copy bandwidth.
 
-    What `known` holds already is taken from there.
-    Best rates, each after a short rest: a GPU at its power limit multiplies slower, and how warm the last
-    matmul left it must not decide what the next one is credited with. Random operands: zeros run faster than data.
+    What `known` holds already is taken from there. Best rates, each after a short rest: a GPU at its power limit
+    multiplies slower, and how warm the last matmul left it must not decide what the next one is credited with. Random
+    operands: zeros run faster than data.
     """
     side = 8192 if device.type == "cuda" else 1024
     E, F = config.hidden_size, config.ffn_hidden_size
