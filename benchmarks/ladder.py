@@ -128,16 +128,11 @@ def ladder(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
             f"{first.best_ms(mode) / run.best_ms(mode):.2f}",
             versus(previous, run, mode) + (f" (to {_short(previous)})" if left_out else "") if previous else "",
             command.figures(run.value(mode, "rate", launch) * 1e-12),
-            _percent(run.value(mode, "percent of limit", launch)),
+            report.percent(run.value(mode, "percent of limit", launch)),
             _number(_scaled(run.value(mode, "peak memory", "eager"), 2**-30), 1),
             _number(run.value(mode, "launches"), 0), _number(compile_s, 0), f"{error:.1e}", bound_by(run, mode)])
         previous, left_out = run, False
     return rows, headers
-
-
-def _percent(value: float | None) -> str:
-    """As on the card: beyond 100 the peaks came out too low."""
-    return _number(value, 0) + (" ERROR" if value and value > 100 else "")
 
 
 def versus(previous: Run, run: Run, mode: str) -> str:

@@ -11,7 +11,6 @@ from tabulate import tabulate
 from common import report, steps
 
 from . import ablation, capture, charts, compare, components, fusion_tables, fusions, ladder, peers, records, sweep
-from .records import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -43,17 +42,12 @@ def scripts_table(lines: list[dict]) -> str:
             name, *(_ms(run.median(mode, launch)) for mode in report.MODES for launch in report.LAUNCHES),
             " / ".join(f"{first.best_ms(mode) / run.best_ms(mode):.1f}" for mode in report.MODES),
             f"{previous / run.best_ms('forward+backward'):.2f}" if previous else "",
-            " / ".join(_cell(run, mode, "percent of limit", best[mode], 1, 0) for mode in report.MODES),
-            _cell(run, "forward+backward", "peak memory", "eager", 2**-30, 1),
+            " / ".join(report.percent(run.value(mode, "percent of limit", best[mode])) for mode in report.MODES),
+            "n/a" if (peak := run.value("forward+backward", "peak memory", "eager")) is None else f"{peak / 2**30:.1f}",
             f"{run.value('check', 'branch error'):.1e}"])
     headers = ["step", "forward ms, eager", "graph", "forward+backward ms, eager", "graph", "times the first, f / f+b",
                "times the previous, f+b", "% of limit, f / f+b", "GiB", "branch error"]
     return markdown(rows, headers)
-
-
-def _cell(run: Run, mode: str, metric: str, launch: str, factor: float, digits: int) -> str:
-    value = run.value(mode, metric, launch)
-    return "n/a" if value is None else f"{value * factor:.{digits}f}"
 
 
 def _ms(number: float | None) -> str:

@@ -151,7 +151,7 @@ class Study:
                                                               _split(profiled, blocks), strict=True)):
                     self._sample(mode, runs, between, clock, rounds, block, samples, expected)
                     if block == blocks - 1:                   # the profiler would leave the GPU idle
-                        states = self._states(runs, between, samples)
+                        self._read_clocks(runs, between, samples)
                     if watched:
                         chosen = chosen or self._faster(samples)
                         self._profile(mode, chosen, runs, between, samples, watched, block, seen)
@@ -167,8 +167,6 @@ class Study:
         for (key, launch), taken in samples.items():
             row = self.reports[key].rows[mode, launch]
             row.timing = timing.Timing(taken, timing.is_settled(taken), clock.in_rounds, calibration)
-        for key, state in states.items():
-            self.reports[key].state = state
         self.say(f"observing which kernels run, {mode}")
         for key in list(self.subjects):
             self._observe(key, mode)
@@ -299,10 +297,11 @@ class Study:
         clear()
         return peak
 
-    def _states(self, runs: dict, between: dict, samples: dict) -> dict[str, dict]:
-        """Case -> the machine's state while it runs, by its faster way of launching."""
-        return {key: self.look(runs[key, launch], between[key, launch], statistics.median(samples[key, launch]))
-                for key, launch in self._faster(samples).items()}
+    def _read_clocks(self, runs: dict, between: dict, samples: dict) -> None:
+        """The machine's state while each case runs, by its faster way of launching."""
+        for key, launch in self._faster(samples).items():
+            self.reports[key].state = self.look(runs[key, launch], between[key, launch],
+                                                statistics.median(samples[key, launch]))
 
     def look(self, iteration: Callable, between: Callable, ms: float) -> dict:
         """The machine's state while it does this work, a third of a second of it: clocks follow the work."""

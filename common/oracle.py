@@ -77,9 +77,9 @@ def reference(x: Tensor, values: dict[str, Tensor], config: BlockConfig, dy: Ten
 
 
 def relative_error(value: Tensor | None, truth: Tensor, times: int = 1) -> float:
-    """|value - truth| / |truth| in the L2 norm, `truth` taken so many times; infinite where value is missing or holds a
-    NaN or an infinity."""
-    if value is None or not value.isfinite().all():
+    """|value - truth| / |truth| in the L2 norm, `truth` taken so many times; infinite where value is missing, or either
+    holds a NaN or an infinity."""
+    if value is None or not (value.isfinite().all() and truth.isfinite().all()):
         return math.inf
     size = abs(times) * truth.norm().clamp_min(torch.finfo(torch.float64).tiny)
     return (torch.sub(value.double(), truth, alpha=times).norm() / size).item()
@@ -103,12 +103,11 @@ def checks(block: torch.nn.Module, x: Tensor, values: dict[str, Tensor], sequenc
     no_grad too, as the forward is timed: another graph of a compiled block, another path of step 4. There every
     sequence must give what it gave with gradients. Of the outputs and branches the worst counts.
     """
-    at = slice(sequence, sequence + 1 or None)
     dy = torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(seed)).to(x)
     alone = torch.zeros_like(x)
     alone[sequence] = dy
-    truth = reference(x[at], values, block.config, dy[None])
-    found = _errors(block, x, alone, [(at, 1)], truth, 1)
+    truth = reference(x[sequence][None], values, block.config, dy[None])
+    found = _errors(block, x, alone, {sequence: 1}, truth, 1)
     del alone
     B = x.size(0)
     if B == 1:
@@ -116,34 +115,33 @@ def checks(block: torch.nn.Module, x: Tensor, values: dict[str, Tensor], sequenc
     left = math.isqrt(B - 1) + 1
     left += (B - left) % 2
     signs = [-1 if place % 2 and place < B - left else 1 for place in range(B)]
-    everywhere = [(slice(place, place + 1), sign) for place, sign in enumerate(signs)]
-    return found, _errors(block, x[at].expand_as(x), torch.tensor(signs).to(x)[:, None, None] * dy, everywhere, truth,
-                          left)
+    return found, _errors(block, x[sequence].expand_as(x), torch.tensor(signs).to(x)[:, None, None] * dy,
+                          dict(enumerate(signs)), truth, left)
 
 
-def _errors(block: torch.nn.Module, x: Tensor, dy: Tensor, places: list[tuple[slice, int]], truth: dict[str, Tensor],
+def _errors(block: torch.nn.Module, x: Tensor, dy: Tensor, places: dict[int, int], truth: dict[str, Tensor],
             times: int) -> dict[str, float]:
-    """Of the outputs in these places of the batch, and of the input gradients, which are so many times the truth's
-    (place, times); of the parameters' gradients, which are `times` the truth's."""
+    """Of the outputs of the sequences `places`, and of their input gradients, each so many times the truth's; of the
+    parameters' gradients, which are `times` the truth's."""
     block.zero_grad(set_to_none=True)
     x = x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
     found = dict.fromkeys(("output", "branch", "input gradient"), 0.0)
 
-    def branch(y: Tensor, place: slice) -> Tensor:
+    def branch(y: Tensor, place: int) -> Tensor:
         return y[place].double() - x.detach()[place].double()
 
     def look(y: Tensor) -> None:
-        for place, _ in places:
-            found["output"] = max(found["output"], relative_error(y[place], truth["output"]))
-            found["branch"] = max(found["branch"], relative_error(branch(y, place), truth["branch"]))
+        for place in places:
+            found["output"] = max(found["output"], relative_error(y[place], truth["output"][0]))
+            found["branch"] = max(found["branch"], relative_error(branch(y, place), truth["branch"][0]))
 
     y = block(x)
     y.backward(dy.to(y.dtype))
     y = y.detach()
     look(y)
-    for place, sign in places:
+    for place, sign in places.items():
         got = None if x.grad is None else x.grad[place]
-        found["input gradient"] = max(found["input gradient"], relative_error(got, truth["input gradient"], sign))
+        found["input gradient"] = max(found["input gradient"], relative_error(got, truth["input gradient"][0], sign))
     gradients = {f"gradient of {name}": gradient for name, gradient in parameters.gradients(block).items()}
     found |= {name: relative_error(gradients[name], truth[name], times) for name in truth if name in gradients}
     del gradients
@@ -151,6 +149,6 @@ def _errors(block: torch.nn.Module, x: Tensor, dy: Tensor, places: list[tuple[sl
     with torch.no_grad():
         without = block(x.detach())
     look(without)
-    for place in (slice(n, n + 1) for n in range(x.size(0))):           # half: each of the two may be off by as much
+    for place in range(x.size(0)):                                    # half: each of the two may be off by as much
         found["branch"] = max(found["branch"], relative_error(branch(without, place), branch(y, place)) / 2)
     return found

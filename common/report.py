@@ -5,6 +5,7 @@ unless it means something. Records follow the PyTorch OSS benchmark schema, vers
 """
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import math
@@ -180,7 +181,7 @@ def _table(r: Report) -> list[str]:
     lines.append(cells("TFLOP/s", (_number(row.timing and row.flops / row.timing.median / 1e9, ".2f")
                                    for row in columns)))
     lines.append(cells("limit ms", (_number(row.limit_ms, ".3f") for row in columns)))
-    lines.append(cells("% of limit", (_percent(row) for row in columns)))
+    lines.append(cells("% of limit", (percent(row.percent_of_limit) for row in columns)))
     lines.append(cells("peak memory GiB", (_number(row.peak_bytes and row.peak_bytes / 2**30, ".2f")
                                            for row in columns)))
     lines.append(cells("enqueue ms", (_number(row.enqueue_ms, ".2f") for row in columns)))
@@ -194,8 +195,8 @@ def _table(r: Report) -> list[str]:
     return lines
 
 
-def _percent(row: Row) -> str:
-    value = row.percent_of_limit
+def percent(value: float | None) -> str:
+    """Of the limit; beyond 100 the peaks came out too low."""
     return "n/a" if value is None else f"{value:.0f} ERROR" if value > 100 else f"{value:.0f}"
 
 
@@ -304,7 +305,7 @@ class Output:
         if target.is_file():
             begins = os.pread(self._file, len(_RECORD), 0)
             if not _RECORD.startswith(begins):
-                raise OSError(17, "it is no file of records, and these would be appended to it", path)
+                raise OSError(errno.EEXIST, "it is no file of records, and these would be appended to it", path)
             with self._alone() as sure:
                 if sure:
                     self._end_the_last_line()
@@ -312,7 +313,7 @@ class Output:
                 probe.write(b"\0" * 2**16)                 # finds a full disk before an hour of timing
                 probe.flush()
             if shutil.disk_usage(target.parent).free < 2**20:
-                raise OSError(28, "No space left on device", path)
+                raise OSError(errno.ENOSPC, "No space left on device", path)
 
     @contextlib.contextmanager
     def _alone(self):

@@ -1,5 +1,6 @@
 """What every step does when it is run: parse, build, check, time, look at the kernels, report."""
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -155,7 +156,7 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
         if options.profile is not None and not Path(options.profile).is_fifo():   # whose reader would see its end here
             with open(options.profile, "a+b") as file:
                 if Path(options.profile).is_file() and not _is_timeline(file):
-                    raise OSError(17, "it holds something else than a timeline")
+                    raise OSError(errno.EEXIST, "it holds something else than a timeline")
     except OSError as error:
         _usage(script, f"--profile {options.profile}: {error.strerror}; give a file that can be written")
     return options, config, output

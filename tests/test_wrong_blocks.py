@@ -179,6 +179,16 @@ def test_one_bad_element_fails_the_check(value, where):
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_error_against_what_is_not_finite_is_infinite(bad):
+    """Not a NaN, which no comparison with a gate or with another error would find."""
+    fine, spoilt = torch.ones(2, dtype=torch.float64), torch.tensor([1.0, bad], dtype=torch.float64)
+    assert oracle.relative_error(fine, spoilt) == oracle.relative_error(spoilt, fine) == math.inf
+    assert oracle.relative_error(fine, fine) == 0 and oracle.relative_error(-3 * fine, fine, -3) == 0
+    assert oracle.relative_error(fine, fine, 4) == pytest.approx(0.75)
+
+
+@pytest.mark.unit
 def test_missing_gradient_fails_the_check():
     """A parameter that took no part, a frozen one, or an input cut off from the graph."""
     values, x, _ = case(CONFIG, dtype=torch.float64)
