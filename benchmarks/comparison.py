@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from common import evidence, harness, oracle, parameters, report, timing
+from common import evidence, graph, harness, oracle, parameters, report, timing
 
 from . import command
 
@@ -233,7 +233,7 @@ def _captured(one: Compared, mode: str, iteration: Callable, clear: Callable, le
     """The iteration as a CUDA graph that gives what an eager call gives on changed inputs; None with the reason."""
     static, kept = {}, [t.detach().clone() for t in leaves]
     try:
-        replay = timing.capture(lambda: static.update(y=iteration()), clear)
+        replay = graph.capture(lambda: static.update(y=iteration()), clear)
         for tensor in leaves:
             if tensor.is_floating_point():
                 tensor.detach().normal_()

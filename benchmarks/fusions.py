@@ -28,7 +28,7 @@ import torch._functorch.config
 from torch import Tensor
 
 from common import device as machine
-from common import harness, report, roofline, timing
+from common import graph, harness, report, roofline, timing
 from common.config import dtype_name
 from common.evidence import judge, observe
 from common.run import EXIT
@@ -86,7 +86,7 @@ def captured(call: Callable, mode: str, sets: list[list[Tensor]], seed: int) -> 
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         one = Iteration(call, mode, copies_of(sets[0], len(sets)), seed)
-    replay = timing.capture(one, timing.nothing, stream)
+    replay = graph.capture(one, timing.nothing, stream)
     kept, found = one.found, []                                          # `kept` is what a replay writes to
     with torch.cuda.stream(stream):                                      # or the replay would not wait for it
         one.change()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from common import BlockConfig, harness, parameters, report, roofline, te_emulation, timing
+from common import BlockConfig, graph, harness, parameters, report, roofline, te_emulation, timing
 from common import device as machine
 from common.report import Report, Row
 from common.run import EXIT
@@ -27,7 +27,7 @@ from .attribution import Profiled
 from .comparison import compare as compare  # for a user's own modules: study.compare
 
 WARM_UP_ROUNDS = 2
-MEASURING = ("building", "compiling", "calibrating", "checking", "warming", "sampling")       # what a run is there for
+MEASURING = ("building", "compiling", "calibrating", "checking", "warming", "sampling")       # what a run is for
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Study:
                         if self.device.type == "cuda":
                             row.enqueue_ms = timing.enqueue_ms(iteration, clear)
                     else:
-                        iteration = harness.captured(subject.block, subject.x, iteration, clear, row, result)
+                        iteration = graph.verified(subject.block, subject.x, iteration, clear, row, result)
                         row.peak_bytes, clear = None, timing.nothing         # the pool beside those of all other cases
                     if iteration:
                         runs[key, launch], between[key, launch] = iteration, clear
@@ -320,7 +320,7 @@ class Study:
         return EXIT["failed" if any(r.status in ("failed", "oom") for r in self.reports.values()) else "ok"]
 
     def finish(self) -> str:
-        """Where the wall time went, in one line; written as records too."""
+        """Where the wall time went, in two lines: what a run is for, and the rest; a record holds it too."""
         self.say("done")
         self._bar.close()
         total = sum(self.seconds.values())
@@ -328,8 +328,9 @@ class Study:
         r = Report(self.name, self.options.config, "float32", self.facts, study=self.name, run=self.run)
         self.write([report.record(r, "wall time", "s", [total], "run", phases=self.seconds, rest=rest)])
         phases = sorted(self.seconds.items(), key=lambda item: -item[1])
-        return (f"{total:.0f} s: " + ", ".join(f"{name} {s:.0f}" for name, s in phases if s >= 0.5)
-                + f";\n{100 * rest / total:.0f} % outside of {', '.join(MEASURING)}")
+        measuring, overhead = (", ".join(f"{name} {s:.0f}" for name, s in phases
+                                         if s >= 0.5 and (name in MEASURING) is wanted) for wanted in (True, False))
+        return f"{total:.0f} s: {measuring};\noverhead {100 * rest / total:.0f} %: {overhead or 'less than a second'}"
 
     def release(self) -> None:
         """Let go of every block, as between two shapes.

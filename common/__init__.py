@@ -1,6 +1,7 @@
 """What all steps share. A module imports only those before it in this order:
 
-config, precision, parameters, steps, oracle, device, timing, roofline, evidence, report, te_emulation, harness, run.
+config, precision, attention, parameters, steps, oracle, device, timing, roofline, evidence, report, te_emulation,
+graph, harness, run.
 """
 from .config import PRESETS, BlockConfig
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from . import device as machine
-from . import evidence, oracle, parameters, roofline, timing
+from . import evidence, graph, oracle, parameters, roofline, te_emulation, timing
 from .config import BlockConfig, dtype_name
 from .report import Compilation, Report, Row
 
@@ -175,16 +175,9 @@ def calibrate(block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> None
         raise Failed("an FP8 scale is still 1 after three forward+backwards: delayed scaling is not calibrated")
 
 
-def fp8_state(block: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(scale, amax_history) of every FP8 module, forward and backward, in Transformer Engine's own layout."""
-    states = [module.fp8_meta[key] for module in block.modules() if getattr(module, "fp8_meta", None)
-              for key in ("scaling_fwd", "scaling_bwd") if key in module.fp8_meta]
-    return [(state.scale, state.amax_history) for state in states if hasattr(state, "amax_history")]
-
-
 def _used_scales(block: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(scale, which of its entries some tensor has gone through) of every FP8 state that has been used."""
-    seen = [(scale, amax_history.amax(0) > 0) for scale, amax_history in fp8_state(block)]
+    seen = [(scale, amax_history.amax(0) > 0) for scale, amax_history in te_emulation.fp8_state(block)]
     return [(scale, used) for scale, used in seen if used.any()]
 
 
@@ -270,7 +263,7 @@ def time_row(block: torch.nn.Module, x: torch.Tensor, iteration: Callable, betwe
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(x.device)
     if launch == "graph":
-        replay = captured(block, x, iteration, between, row, result)
+        replay = graph.verified(block, x, iteration, between, row, result)
         if replay is None:
             return
         iteration, between = replay, timing.nothing
@@ -287,24 +280,6 @@ def time_row(block: torch.nn.Module, x: torch.Tensor, iteration: Callable, betwe
         if launch == "eager":
             row.enqueue_ms = timing.enqueue_ms(iteration, between)
     between()
-
-
-def captured(block: torch.nn.Module, x: torch.Tensor, iteration: Callable, between: Callable, row: Row,
-             result: Report) -> Callable | None:
-    """The iteration as a CUDA graph, verified on another input; None, with the reason in `row`, where there is none.
-    """
-    static = {}
-    try:
-        replay = timing.capture(lambda: static.update(y=iteration()), between)
-        row.peak_bytes = machine.memory_peak(x.device)
-        verify_replay(block, replay, iteration, between, static, x, result)
-        return replay
-    except torch.OutOfMemoryError:
-        row.reason = "graph: out of memory, the eager run's tensors and the graph's do not fit together"
-    except RuntimeError as error:
-        row.reason = f"graph: {str(error).splitlines()[0]}"
-        torch.cuda.synchronize()
-    return None
 
 
 @contextlib.contextmanager
@@ -344,56 +319,6 @@ def _look(result: Report, device: torch.device, iteration: Callable, between: Ca
     result.state = under_load(device, iteration, between, 3)
     if "throttled" in result.state:
         result.state["throttled"] = sorted(throttled | set(result.state["throttled"]))
-
-
-def verify_replay(block, replay, iteration, between, static, x, result: Report) -> None:
-    """Replay on another input and weights and compare with an eager run of the same: a capture can miss work silently.
-
-    FP8 scales must follow what is replayed, forward and backward. Raises RuntimeError where the graph is not the
-    iteration.
-    """
-    state = [tensor for pair in fp8_state(block) for tensor in pair]
-    kept = [x.detach().clone()] + [tensor.clone() for tensor in state]
-    branch_gate, gradient_gate = oracle.GATES[result.matmul]
-    weights = ([p.detach() for p in block.parameters() if p.ndim == 2]
-               if block.config.fp8_weights == "per-call" else [])        # a graph of kept weights need not follow
-    negated = []
-    try:
-        x.detach().normal_()
-        for weight in weights:
-            weight.neg_()                             # as large as before: their FP8 scales hold
-            negated.append(weight)
-        results = []
-        for call in (replay, iteration):
-            torch.cuda.manual_seed(0)                 # the same dropout mask, should there be dropout
-            y = call()
-            y = (static["y"] if call is replay else y).detach().double()
-            gradients = parameters.gradients(block) | {"the input": x.grad}
-            results.append((y - x.detach().double(), {name: gradient.clone() for name, gradient in gradients.items()
-                                                      if gradient is not None}))
-            between()
-        (captured, captured_gradients), (eager, eager_gradients) = results
-        if oracle.relative_error(captured, eager) > branch_gate:
-            raise RuntimeError("its replay on another input and weights differs from an eager run")
-        for name, gradient in eager_gradients.items():
-            if oracle.relative_error(captured_gradients.get(name), gradient.double()) > gradient_gate:
-                raise RuntimeError(f"the gradient of {name} that it replays differs from an eager run's")
-        if eager_gradients and state:
-            moved = []
-            for call in (iteration, replay):                   # forget all, and see which scales each finds again
-                for scale, amax_history in fp8_state(block):
-                    scale.fill_(1)
-                    amax_history.zero_()
-                call()
-                between()
-                moved.append([scale != 1 for scale, _ in fp8_state(block)])
-            if any((eager & ~replayed).any() for eager, replayed in zip(*moved, strict=True)):
-                raise RuntimeError("FP8 scales do not move when it is replayed")
-    finally:
-        for tensor, value in zip([x.detach(), *state], kept, strict=True):
-            tensor.copy_(value)
-        for weight in negated:
-            weight.neg_()
 
 
 def observe(step: int | None, block: torch.nn.Module, device: torch.device, iteration: Callable, between: Callable,

@@ -1,4 +1,4 @@
-"""One measurement: warm-up, stop rule, clock, graph replay; and how to compare two of them.
+"""One measurement: warm-up, stop rule, clock; and how to compare two of them.
 
 A sample is one whole iteration, on a GPU in interleaved rounds the median of a burst of them, and every sample is kept.
 Nothing is flushed between samples: an iteration starts with the caches as the one before left them (`CACHE_STATE`), as
@@ -255,29 +255,3 @@ def enqueue_ms(iteration: Callable, between: Callable, budget_s: float = 0.5) ->
         times.append((time.perf_counter_ns() - start) / 1e6)
     torch.cuda.synchronize()
     return statistics.median(times)
-
-
-def capture(iteration: Callable, between: Callable, stream: torch.cuda.Stream | None = None) -> Callable:
-    """One whole iteration as a CUDA graph; the result replays it. Raises RuntimeError where it can't be captured.
-
-    `between` runs once before the capture: gradients that are None then are allocated inside the graph and overwritten
-    by every replay. `stream` is where to capture: that of the forward, where the iteration is its backward alone.
-    """
-    aside = stream or torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):              # warm-up off the default stream, as capture needs
-        for _ in range(3):
-            between()
-            iteration()
-    torch.cuda.current_stream().wait_stream(aside)
-    torch.cuda.synchronize()
-    between()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, stream=stream):
-            iteration()
-    except RuntimeError:        # leaves the random generator capturing: any later torch.randn would fail
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        generator.graphsafe_set_state(generator.clone_state())
-        raise
-    return graph.replay

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import attribution, readme
 from benchmarks.attribution import IDLE, PARTS, credit
-from common import PRESETS, evidence, harness, parameters, steps, timing
+from common import PRESETS, evidence, graph, harness, parameters, steps, timing
 
 pytestmark = pytest.mark.unit
 GEMM, SOFTMAX = "nvjet_sm90_hsh_192x192", "softmax_warp_forward"
@@ -149,7 +149,7 @@ def test_kernels_between_the_markers_add_up_to_what_events_measure():
 @pytest.mark.gpu
 def test_graph_replay_shows_its_kernels_too():
     a = torch.randn(1024, 1024, device="cuda")
-    replay = timing.capture(lambda: (a @ a).softmax(-1), timing.nothing)
+    replay = graph.capture(lambda: (a @ a).softmax(-1), timing.nothing)
     seen = attribution.profiled({"graph": replay}, {}, {"graph": 1.0}, torch.device("cuda"), 10, print)["graph"]
     parts_, _ = seen.middle()
     assert parts_["GEMM"] > 0 and parts_["softmax and mask"] > 0

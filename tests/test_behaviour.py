@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import NAMES, STEPS, case, on_each_device, results
 
-from common import BlockConfig, attention, harness, oracle, parameters, report, steps
+from common import BlockConfig, attention, graph, harness, oracle, parameters, report, steps
 from common.config import dtype_name
 from common.harness import calibrate
 
@@ -476,7 +476,7 @@ class Replayed:
 
     def verify(self, replay, matmul="float64"):
         result = report.Report("2_sdpa", self.block.config, "float64", {"device": "cpu"}, matmul=matmul)
-        harness.verify_replay(self.block, replay, self.iteration, self.between, self.static, self.x, result)
+        graph.verify(self.block, replay, self.iteration, self.between, self.static, self.x, result)
 
 
 @pytest.mark.unit

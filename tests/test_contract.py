@@ -12,14 +12,14 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
+import common
 from common import PRESETS, BlockConfig, parameters, steps
 
 pytestmark = pytest.mark.unit
 
 ROOT = steps.ROOT
 SCRIPTS = [steps.path(step) for step in range(steps.COUNT)]
-MODULES = ["config", "precision", "attention", "parameters", "steps", "oracle", "device", "timing", "roofline",
-           "evidence", "report", "te_emulation", "harness", "run"]             # each imports only those before it
+MODULES = re.findall(r"\w+", common.__doc__.split("\n\n")[1])              # each imports only those before it
 TOP_LEVEL = {"0_baseline.py", "1_cublas.py", "2_sdpa.py", "3_compile.py", "4_transformer_engine.py", "common",
              "benchmarks", "tests", "Dockerfile", "README.md", "requirements.txt"}
 STDLIB_AND_TORCH = {"math", "types", "torch", "common"}

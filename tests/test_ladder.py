@@ -209,7 +209,7 @@ def main(study_main):
 def test_steps_are_checked_timed_and_explained_together(main, tmp_path):
     path = tmp_path / "ladder.jsonl"
     status, out, err = main("--steps", "0,1-tf32,1,2", "--rounds", 6, "--json", path, "--chart", tmp_path / "chart")
-    assert status == 0 and "outside of building, compiling" in err
+    assert status == 0 and "%: starting" in err
     lines = records.read(path)
     runs = records.latest(lines)
     assert list(runs) == ["0_baseline", "1_cublas, no autocast", "1_cublas", "2_sdpa", "ladder"]
@@ -547,7 +547,7 @@ def test_the_time_outside_of_measuring_is_known(monkeypatch):
     for phase in ("building: 0", "sampling forward", "peaks of this machine"):
         some.say(phase)
     line = some.finish()
-    assert line.startswith("12 s: sampling 6, building 3, peaks 2, starting 1;\n25 % outside of building")
+    assert line == "12 s: sampling 6, building 3;\noverhead 25 %: peaks 2, starting 1"
     assert some.seconds == {"starting": 1.0, "building": 3.0, "sampling": 6.0, "peaks": 2.0}
     assert json.loads(json.dumps(some.lines[-1]))["metric"]["extra_info"]["rest"] == 3.0
 

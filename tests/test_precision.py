@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import STEPS, case, collect, decibels, differences, on_each_device, results, worst
 
-from common import BlockConfig, harness, oracle, parameters, precision, steps, timing
+from common import BlockConfig, graph, harness, oracle, parameters, precision, steps
 from common.config import dtype_name
 from common.harness import calibrate
 from common.roofline import arithmetic
@@ -359,7 +359,7 @@ def test_step_4s_gradients_are_the_same_with_and_without_compiled_casts(monkeypa
                 clear()
             iteration()
             taken.append([gradient.clone() for gradient in parameters.gradients(block).values()])
-        replay = timing.capture(iteration, clear)
+        replay = graph.capture(iteration, clear)
         replay()
         found.append([*taken, [gradient.clone() for gradient in parameters.gradients(block).values()]])
     for with_, without in zip(*found, strict=True):

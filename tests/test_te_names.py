@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from common import harness, parameters, steps, te_emulation
+from common import parameters, steps, te_emulation
 
 pytestmark = pytest.mark.unit
 
@@ -236,7 +236,7 @@ def test_the_parameters_have_these_names(name, version):
 def test_the_fp8_state_is_where_the_run_looks_for_it(version):
     """Scales and amax histories, that a run checks to have moved, and the scale that kept weights start from."""
     package = Package(version)
-    reader = ast.parse(inspect.getsource(harness.fp8_state))
+    reader = ast.parse(inspect.getsource(te_emulation.fp8_state))
     keys = {n.value for n in ast.walk(reader) if isinstance(n, ast.Constant) and str(n.value).startswith("scaling_")}
     read = {n.attr for n in ast.walk(reader) if isinstance(n, ast.Attribute) and dotted(n) in
             {f"state.{n.attr}", f"module.{n.attr}"}}

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from common import timing
+from common import graph, timing
 from common.timing import EventClock, HostClock, StopRule, Timing
 
 pytestmark = pytest.mark.unit
@@ -361,7 +361,7 @@ def test_a_captured_iteration_replays_on_changed_input():
 
     def between():
         weight.grad = None
-    replay = timing.capture(iteration, between)
+    replay = graph.capture(iteration, between)
     y, gradient = kept["y"], weight.grad
     for seed in (1, 2):
         x.copy_(torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)))
@@ -378,5 +378,5 @@ def test_a_captured_iteration_replays_on_changed_input():
 def test_what_cannot_be_captured_raises():
     """And leaves the GPU's random numbers as usable as they were."""
     with pytest.raises(RuntimeError):
-        timing.capture(lambda: torch.ones(1, device="cuda").item(), timing.nothing)
+        graph.capture(lambda: torch.ones(1, device="cuda").item(), timing.nothing)
     assert torch.randn(8, device="cuda").isfinite().all()
