@@ -109,17 +109,18 @@ def _died(options: argparse.Namespace, rows: tuple[str, ...], found: list[dict],
 def ladder(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
     """(rows, headers) of one pass, from records of any number of runs: the latest of each step."""
     headers = ["step", "status", "launch", "ms", "p20 to p80", "x first", "x previous [95 %]", "TFLOP/s", "% limit",
-               "GiB", "launches", "compile s", "error", "bound by"]
+               "MHz", "GiB", "launches", "compile s", "error", "bound by"]
     found = [run for run in records.latest(lines).values() if run.info["step"][0].isdigit()]
     rows, first, previous, left_out = [], None, None, False
     for run in found:
         launch = run.best(mode)
         error = run.value("check", "branch error")
         if launch is None or run.status != "ok":
-            rows.append([run.label, run.status, "", *[""] * 9, f"{error:.1e}" if error else "", ""])
+            rows.append([run.label, run.status, "", *[""] * 10, f"{error:.1e}" if error else "", ""])
             left_out = True
             continue
-        latency = run.find(mode, "latency", launch)["metric"]["extra_info"]
+        line = run.find(mode, "latency", launch)
+        latency, machine_then = line["metric"]["extra_info"], line["runners"][0]["extra_info"]
         first = first or run
         compile_s = run.value("compile", "compile cold")
         rows.append([
@@ -129,6 +130,7 @@ def ladder(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
             versus(previous, run, mode) + (f" (to {_short(previous)})" if left_out else "") if previous else "",
             command.figures(run.value(mode, "rate", launch) * 1e-12),
             report.percent(run.value(mode, "percent of limit", launch)),
+            _number(machine_then.get("sm_mhz"), 0).replace(",", ""),
             _number(_scaled(run.value(mode, "peak memory", "eager"), 2**-30), 1),
             _number(run.value(mode, "launches"), 0), _number(compile_s, 0), f"{error:.1e}", bound_by(run, mode)])
         previous, left_out = run, False

@@ -55,6 +55,16 @@ def test_more_than_the_limit_is_an_error_as_on_the_card():
 
 
 @unit
+def test_the_clock_is_that_of_the_row_that_is_shown():
+    lines = made("0_baseline", both([8.0] * 6, [9.0] * 6) | {("forward", "graph"): [5.0] * 6})
+    assert rows_of(lines)[0]["MHz"] == "n/a"
+    for line in lines:
+        graph = line["metric"]["extra_info"].get("launch") == "graph"
+        line["runners"][0]["extra_info"] = line["runners"][0]["extra_info"] | {"sm_mhz": 1425 if graph else 1980}
+    assert [rows_of(lines, mode)[0]["MHz"] for mode in report.MODES] == ["1425", "1980"]
+
+
+@unit
 def test_the_faster_way_of_launching_is_the_rows():
     (row,) = rows_of(made("0_baseline", both([8.0] * 6, []) | {("forward", "graph"): [5.0] * 6}))
     assert (row["launch"], row["ms"]) == ("graph", "5.00")
