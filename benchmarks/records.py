@@ -231,10 +231,9 @@ def cautions(found: Iterable[Run]) -> list[str]:
                 said[f"{run.label}, {line['benchmark']['mode']}: {reason}"] = None
             if machine.get("throttled"):
                 said[f"throttled meanwhile: {', '.join(machine['throttled'])}"] = None
-            busy = machine.get("load_average")
-            threads = machine.get("cpu_threads", 0)
-            if info["device"] == "cpu" and busy and busy > threads + 1:
-                said[f"the machine was busy with other work too: load {busy:.0f}, {threads} threads"] = None
+            if info["device"] == "cpu" and report.busy(machine):
+                said[f"the machine was busy with other work too: load {machine['load_average']:.0f}, "
+                     f"{machine['cpu_threads']} threads"] = None
             if machine.get("neighbours"):
                 said["other processes were on this GPU: " + ", ".join(machine["neighbours"])] = None
     return list(said)

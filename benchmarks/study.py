@@ -304,10 +304,10 @@ class Study:
                                                 statistics.median(samples[key, launch]))
 
     def look(self, iteration: Callable, between: Callable, ms: float) -> dict:
-        """The machine's state while it does this work, a third of a second of it: clocks follow the work."""
+        """The machine's state while it does this work, for 150 ms: clocks follow the work."""
         self.say("reading clocks")
         return harness.under_load(self.device, iteration, between,
-                                  max(3, math.ceil(300 / ms)) if self.device.type == "cuda" else 0)
+                                  max(3, math.ceil(150 / ms)) if self.device.type == "cuda" else 0)
 
     def show(self, text: Callable, draw: Callable, lines: list[dict] | None = None) -> int:
         """Print `text(lines)`, `draw` the chart that was asked for, and say where the time went; the exit status."""

@@ -114,6 +114,11 @@ class Report:
         return dtype_name(self.config.amp_dtype) if on else "off"
 
 
+def busy(machine: dict) -> bool:
+    """Whether a CPU has had more to do than one run gives it: its load of the last minute is beyond its threads."""
+    return machine.get("load_average", 0.0) > machine.get("cpu_threads", math.inf) + 1
+
+
 def card(r: Report) -> str:
     """The printed card, at most 100 columns wide."""
     facts, lines = r.facts, []
@@ -138,7 +143,8 @@ def card(r: Report) -> str:
     attention = r.evidence["forward+backward"].attention if "forward+backward" in r.evidence else "n/a"
     line("attention", attention)
     line("clock", f"{r.clock}; caches {CACHE_STATE}")
-    line("throttled", ", ".join(r.state.get("throttled") or ["no"]) if "throttled" in r.state else "n/a")
+    line("throttled", ", ".join(r.state["throttled"] or ["no"]) if "throttled" in r.state else
+         "the CPU did other work too" if facts["device"] == "cpu" and busy(r.state | facts) else "n/a")
     others = sorted({name.split(" (pid")[0] for name in r.neighbours})
     line("also on this GPU", ", ".join(others) or ("nothing" if facts["device"] == "cuda" else "n/a"))
     line("peaks", r.peaks)

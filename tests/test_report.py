@@ -74,7 +74,7 @@ REPORTS = {
 failed_graph = REPORTS["H200, a graph that can't be captured"]
 for mode in MODES:
     failed_graph.rows[mode, "graph"] = Row(reason="graph: " + "CUDA error: operation not permitted when capturing " * 3)
-REPORTS["H200, throttled beside others"].state["throttled"] = ["power cap", "software thermal"]
+REPORTS["H200, throttled beside others"].state = STATE | {"throttled": ["power cap", "software thermal"]}
 each_report = pytest.mark.parametrize("r", REPORTS.values(), ids=REPORTS.keys())
 
 
@@ -402,3 +402,17 @@ def test_throttling_is_named_as_nvml_numbers_it():
              "hardware thermal": "HwThermalSlowdown", "power brake": "HwPowerBrakeSlowdown"}
     assert {word: bit for bit, word in machine._THROTTLE.items()} == {
         word: getattr(pynvml, f"nvmlClocksThrottleReason{name}") for word, name in named.items()}
+
+
+@pytest.mark.parametrize("load, threads, told", [(2.9, 2, "n/a"), (3.1, 2, "the CPU did other work too"),
+                                                 (9.0, 8, "n/a")])
+def test_a_card_says_that_a_cpu_did_other_work_too(load, threads, told):
+    busy = finished(gpu=False)
+    busy.facts, busy.state = CPU | {"cpu_threads": threads}, {"load_average": load}
+    assert f"throttled           {told}\n" in report.card(busy)
+
+
+def test_a_gpus_card_says_nothing_of_the_host():
+    busy = finished(gpu=True)
+    busy.state = STATE | {"load_average": 99.0}
+    assert "throttled           no\n" in report.card(busy)
