@@ -10,6 +10,7 @@ import torch
 from tabulate import tabulate
 
 from common import device, report, run
+from common.output import Output, WriteError
 from common.run import EXIT
 
 from . import records
@@ -57,7 +58,7 @@ def parse(found: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
         usage(found, str(error))
     options.launches = report.LAUNCHES if on_gpu else report.LAUNCHES[:1]
     try:
-        options.output = report.Output(options.json)
+        options.output = Output(options.json)
     except OSError as error:
         usage(found, f"--json {options.json}: {error.strerror}; give a file that can be written")
     return options
@@ -97,7 +98,7 @@ def usage(found: argparse.ArgumentParser, message: str):
 
 
 @contextlib.contextmanager
-def shown_to_a_person(name: str, output: report.Output | None = None):
+def shown_to_a_person(name: str, output: Output | None = None):
     """What ends a study early is one line and an exit status, and the finished records stay."""
     try:
         yield
@@ -105,7 +106,7 @@ def shown_to_a_person(name: str, output: report.Output | None = None):
         kept = f"; {output.count} finished records kept" if output and output.path else ""
         print(f"\n{name}: interrupted{kept}", file=sys.stderr)
         sys.exit(EXIT["interrupted"])
-    except report.WriteError as error:
+    except WriteError as error:
         print(f"{name}: error: --json {output.path}: {error}; {output.count} records were written, give a file with "
               "room for more", file=sys.stderr)
         sys.exit(EXIT["failed"])

@@ -14,6 +14,7 @@ from . import device as machine
 from . import harness, parameters, report, roofline, steps, timing
 from .config import DTYPES, FP8_WEIGHTS, PRESETS, BlockConfig, default_preset
 from .harness import Failed
+from .output import Output, WriteError
 from .report import Report, Row
 
 EXIT = {"ok": 0, "failed": 1, "usage": 2, "oom": 3, "skipped": 4, "interrupted": 130}
@@ -41,7 +42,7 @@ def main(script: Path, argv: list[str] | None = None) -> int:
         return EXIT["interrupted"]
 
 
-def _main(script: Path, options: argparse.Namespace, config: BlockConfig, output: report.Output) -> int:
+def _main(script: Path, options: argparse.Namespace, config: BlockConfig, output: Output) -> int:
     step = int(script.name[0])
     try:
         result = Report(script.stem, config, str(options.parameter_dtype).removeprefix("torch."),
@@ -55,7 +56,7 @@ def _main(script: Path, options: argparse.Namespace, config: BlockConfig, output
             _run(step, options, config, result, output)
         if result.status != "ok":
             output.write([report.record(result, "status", "", [], "run")])
-    except report.WriteError as error:               # the card tells what was measured until then
+    except WriteError as error:               # the card tells what was measured until then
         result.status = "failed"
         result.reason = (f"--json {output.path}: {error}; {output.count} records were written, give a file with room "
                          "for more")
@@ -87,7 +88,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Namespace, BlockConfig, report.Output]:
+def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Namespace, BlockConfig, Output]:
     """The command line, checked before anything is allocated. A mistake ends the process with one line and status 2."""
     parser = argparse.ArgumentParser(prog=script.name, formatter_class=_Help,
                                      description=(sys.modules["__main__"].__doc__ or "").strip().split("\n")[0],
@@ -149,7 +150,7 @@ def _parse(script: Path, step: int, argv: list[str] | None) -> tuple[argparse.Na
     if len(set(files)) < len(files):
         _usage(script, f"--profile {options.profile}: --json writes there; give a file of its own")
     try:
-        output = report.Output(options.json)
+        output = Output(options.json)
     except OSError as error:
         _usage(script, f"--json {options.json}: {error.strerror}; give a file that can be written")
     try:
@@ -211,7 +212,7 @@ def _usage(script: Path, message: str):
     sys.exit(EXIT["usage"])
 
 
-def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Report, output: report.Output) -> None:
+def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Report, output: Output) -> None:
     """Build, check, time and observe; fills `result` as it goes and writes each record once it is final."""
     device = options.device
     result.neighbours = machine.neighbours(device)         # before this process is on the GPU itself

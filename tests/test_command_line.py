@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from common import PRESETS, device, evidence, harness, oracle, parameters, report, roofline, run, steps, timing
+from common.output import Output, WriteError
 
 pytestmark = pytest.mark.integration
 
@@ -180,13 +181,13 @@ def test_a_full_disk_is_found_before_timing(main, nothing_timed, tmp_path, full_
 
 
 def test_what_was_measured_until_the_disk_was_full_is_on_the_card(main, quick, monkeypatch, tmp_path):
-    real = report.Output.write
+    real = Output.write
 
     def write(self, lines):
         if any(line["benchmark"]["mode"] == "forward+backward" for line in lines):
-            raise report.WriteError("No space left on device")
+            raise WriteError("No space left on device")
         real(self, lines)
-    monkeypatch.setattr(report.Output, "write", write)
+    monkeypatch.setattr(Output, "write", write)
     status, out, err = main(0, *TINY, "--json", tmp_path / "records")
     assert status == 1 and "No space left" in one_line(err) and float(card_value(out, "median ms").split()[0]) > 0
 

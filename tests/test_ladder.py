@@ -12,6 +12,7 @@ from made_records import GPU, both, made
 from benchmarks import attribution, charts, command, counters, ladder, records, study
 from benchmarks.attribution import PARTS
 from common import PRESETS, evidence, harness, report, roofline, steps, timing
+from common.output import Output
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a machine without a GPU says")
 unit, integration = pytest.mark.unit, pytest.mark.integration
@@ -430,7 +431,7 @@ def test_a_process_that_dies_beside_one_that_does_not_fails_the_run(main, monkey
         if len(begun) - 1 == dies:
             return subprocess.CompletedProcess(argv, status)
         path = argv[argv.index("--json") + 1]
-        report.Output(path).write(made("0_baseline", both([1.0] * 6, [1.0] * 6), run="other"))
+        Output(path).write(made("0_baseline", both([1.0] * 6, [1.0] * 6), run="other"))
         return subprocess.CompletedProcess(argv, 0)
     monkeypatch.setattr(ladder.subprocess, "run", run)
     monkeypatch.setattr(ladder.machine, "facts", lambda device: GPU)

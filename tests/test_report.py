@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import PRESETS, evidence, report
+from common import PRESETS, evidence, output, report
 from common import device as machine
-from common.report import LAUNCHES, MODES, Compilation, Output, Report, Row, WriteError
+from common.output import Output, WriteError
+from common.report import LAUNCHES, MODES, Compilation, Report, Row
 from common.timing import Timing
 
 pytestmark = pytest.mark.unit
@@ -373,7 +374,7 @@ def test_nobody_else_is_at_the_file_while_it_is_written_or_mended(tmp_path, monk
                     seen.append(real.__name__)
             return real(*args)
         return call
-    monkeypatch.setattr(report.os, "write", spy(os.write))
+    monkeypatch.setattr(output.os, "write", spy(os.write))
     Output(str(path)).write([{"benchmark": 2}])
     assert seen == ["write", "write"] and path.read_text() == '{"benchmark": 1}\n{"benchmark": 2}\n'
 
@@ -381,7 +382,7 @@ def test_nobody_else_is_at_the_file_while_it_is_written_or_mended(tmp_path, monk
 def test_a_file_that_somebody_keeps_locked_is_written_to_all_the_same(tmp_path, monkeypatch):
     """As by `flock FILE command`; what is half a record then may be one that is being written, and stays."""
     slept = []
-    monkeypatch.setattr(report.time, "sleep", slept.append)
+    monkeypatch.setattr(output.time, "sleep", slept.append)
     path = tmp_path / "records"
     path.write_text('{"benchmark": ')
     with open(path) as kept:
