@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -95,6 +96,12 @@ def usage(found: argparse.ArgumentParser, message: str):
     """End the process with one line on stderr and status 2."""
     print(f"{found.prog.split('.')[-1]}: error: {message}", file=sys.stderr)
     sys.exit(EXIT["usage"])
+
+
+def exit_status(statuses: Iterable[str]) -> int:
+    """Of a study: failed where a case of it failed or did not fit, skipped where this machine could run none."""
+    found = set(statuses)
+    return EXIT["failed" if found & {"failed", "oom"} else "skipped" if found == {"skipped"} else "ok"]
 
 
 @contextlib.contextmanager

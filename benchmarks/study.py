@@ -20,7 +20,6 @@ from tqdm import tqdm
 from common import BlockConfig, graph, harness, parameters, report, roofline, te_emulation, timing
 from common import device as machine
 from common.report import Report, Row
-from common.run import EXIT
 
 from . import attribution, command
 from .attribution import Profiled
@@ -317,7 +316,7 @@ class Study:
         if self.options.chart:
             draw(lines, self.options.chart)
         print(self.finish(), file=sys.stderr)
-        return EXIT["failed" if any(r.status in ("failed", "oom") for r in self.reports.values()) else "ok"]
+        return command.exit_status(r.status for r in self.reports.values())
 
     def finish(self) -> str:
         """Where the wall time went, in two lines: what a run is for, and the rest; a record holds it too."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from made_records import FACTS, both, made
 
-from benchmarks import readme, records
+from benchmarks import command, readme, records
 from common import PRESETS, BlockConfig, parameters, report, steps
 from common.config import DTYPES
 
@@ -99,3 +99,9 @@ def test_no_recorded_run_took_more_memory_than_was_foretold():
                 config = BlockConfig(**fields | {"amp_dtype": DTYPES.get(fields["amp_dtype"])})
                 shares.append(peak / parameters.memory_needed(config, int(run.info["step"][0]), torch.device("cuda")))
     assert len(shares) >= 12 and min(shares) > 0.1 and max(shares) <= 1, shares
+
+
+@pytest.mark.parametrize("statuses, expected", [
+    ("ok", 0), ("ok skipped", 0), ("skipped skipped", 4), ("skipped failed", 1), ("ok oom", 1), ("", 0)])
+def test_a_study_that_could_run_nothing_does_not_end_as_if_it_had(statuses, expected):
+    assert command.exit_status(statuses.split()) == expected
