@@ -6,6 +6,7 @@ two of them one is timed by the clock: what the kernels don't explain is told ap
 its power cap, changes from one round to another. On a CPU operators stand for kernels: an operator's own time, without
 that of the operators it calls.
 """
+import functools
 import itertools
 import re
 import statistics
@@ -36,6 +37,7 @@ _PATTERNS = {category: re.compile(pattern, re.IGNORECASE) for category, pattern 
 _MARKER = "spin_kernel"                              # what torch.cuda._sleep launches; no step does
 
 
+@functools.cache                                     # names of hundreds of characters, each kernel's thousands of times
 def category(name: str) -> str:
     """What a kernel (an operator on a CPU) does, by its name."""
     return next(category for category, pattern in _PATTERNS.items() if pattern.search(name))
