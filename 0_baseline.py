@@ -1,7 +1,7 @@
 """Step 0: a transformer block by hand, in FP32.
 
-Attention makes every tensor it is taught with: the S x S scores, the causal mask, the softmax and the dropped-out
-weights each travel to memory and back. Matmuls are IEEE FP32 on the ordinary cores: no tensor core runs.
+Attention makes every tensor it is taught with: the S x S scores, the causal mask, the softmax and, with dropout, what
+is left of it each travel to memory and back. Matmuls are IEEE FP32 on the ordinary cores: no tensor core runs.
 
     python 0_baseline.py
 """

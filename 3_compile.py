@@ -1,7 +1,7 @@
 """Step 3: the same block compiled.
 
-torch.compile traces the block once and generates kernels that fuse what stood between the matmuls: casts, biases,
-GELU, LayerNorm and residual adds pass through memory once instead of once each.
+torch.compile traces the block once and generates kernels that fuse what stood between the matmuls: casts, GELU,
+LayerNorm and residual adds pass through memory once instead of once each.
 
     python 3_compile.py
 """

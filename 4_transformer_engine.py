@@ -1,8 +1,8 @@
 """Step 4: the same block from Transformer Engine's modules, its matmuls in FP8.
 
 Inputs and weights are scaled by their largest recent values (delayed scaling) and rounded to 8 bits, E4M3 in the
-forward and E5M2 for gradients. The modules fuse that rounding into LayerNorm (cuDNN's) and GELU, and replace the
-compiler. As in TransformerEngine's own layer, the residual is in autocast's 16 bits; y comes back in the dtype of x.
+forward and E5M2 for gradients: LayerNorm (cuDNN's) and GELU round what they write, all else takes a pass of its own.
+As in Transformer Engine's own layer, the residual is in autocast's 16 bits; y comes back in the dtype of x.
 
     python 4_transformer_engine.py
 """

@@ -5,8 +5,8 @@
 Each step runs in a process of its own under ncu, with the caches as the kernel before left them. ncu counts kernels
 alone; copies and fills come from PyTorch's profiler, with the bytes that they move. Attention is everything between the
 QKV projection and the output projection, forward: where it is done by hand, its two matmuls and the passes over the
-S x S scores; where it is fused, one kernel. The casts of the output projection's parameters under autocast, and of its
-input to FP8, are in there too.
+S x S scores; where it is fused, one kernel and small ones beside it. The casts of the output projection's parameters
+under autocast, and of its input to FP8, are in there too.
 """
 import csv
 import io

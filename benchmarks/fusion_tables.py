@@ -8,7 +8,7 @@ from .operations import TORCHSCRIPT
 
 MODES = ("forward", "backward")
 COPY = "copy"                          # the row that the others are percent of
-UNSETTLED = "~"                        # beside a median that is not known to 1 %
+UNSETTLED = "~"                        # beside a median that is not known to 0.5 %
 SUMMARY = """Percent of a copy of as many bytes (attention: of the matmul rate) at the largest size, forward / backward,
 each level by its faster way of launching, and the compiler's time over that of the Triton kernel"""
 
@@ -76,7 +76,7 @@ def text(lines: list[dict], width: int | None = None) -> str:
            for run in runs.values() for mode in MODES):
         blocks.append("No percentage where the tensors may stay in a cache (of a CPU's caches nothing is known).")
     if any(UNSETTLED in block for block in blocks):
-        blocks.append(f"{UNSETTLED} these rounds do not tell the median to 1 %")
+        blocks.append(f"{UNSETTLED} these rounds do not tell the median to 0.5 %")
     blocks.append("\n".join(records.cautions(runs.values())))
     return "\n\n".join(filter(None, blocks))
 

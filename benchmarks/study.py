@@ -303,7 +303,7 @@ class Study:
                                                 statistics.median(samples[key, launch]))
 
     def look(self, iteration: Callable, between: Callable, ms: float) -> dict:
-        """The machine's state while it does this work, for 150 ms: clocks follow the work."""
+        """The machine's state while it does this work, for 150 ms or three times: clocks follow the work."""
         self.say("reading clocks")
         return harness.under_load(self.device, iteration, between,
                                   max(3, math.ceil(150 / ms)) if self.device.type == "cuda" else 0)

@@ -296,7 +296,7 @@ def compiled_for_good(*blocks: Callable):
 
 
 def under_load(device: torch.device, iteration: Callable, between: Callable, count: int) -> dict:
-    """The machine's state after four fifths of `count` iterations, in the midst of the rest: an idle GPU is never
+    """The machine's state late in `count` iterations, with a fifth of them, or two, still to run: an idle GPU is never
     throttled, and its clocks need a moment to follow the work."""
     most = None
     for number in range(count):

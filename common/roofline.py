@@ -2,7 +2,7 @@
 
 The limit is the sum, over the operations that no implementation of the block can leave out, of
 max(FLOPs / peak FLOP/s, bytes / peak bytes/s), each reading its inputs once and writing its outputs once.
-Elementwise work that can ride on a matmul (bias, GELU, residual, casts) costs nothing here; a LayerNorm costs a pass of
+Elementwise work that can ride on a matmul (bias, GELU, residual, casts) costs no pass here; a LayerNorm costs a pass of
 its own, because a row must be complete before the matmul behind it can start.
 """
 import time

@@ -440,6 +440,20 @@ def test_a_process_that_dies_beside_one_that_does_not_fails_the_run(main, monkey
 
 
 @unit
+def test_processes_that_could_run_nothing_are_no_success(main, monkeypatch):
+    """What each leaves of its wall time is no step."""
+    def run(argv, **more):
+        path = argv[argv.index("--json") + 1]
+        Output(path).write(made("4_transformer_engine", {}, status="skipped", reason="no FP8", run=str(path))
+                           + made("ladder", {}, run=str(path)))
+        return subprocess.CompletedProcess(argv, 4)
+    monkeypatch.setattr(ladder.subprocess, "run", run)
+    monkeypatch.setattr(ladder.machine, "facts", lambda device: GPU)
+    status, out, _ = main("--steps", "4", "--processes", 2)
+    assert status == 4 and "4_transformer_engine" in out and "its process ended" not in out
+
+
+@unit
 def test_of_a_process_that_died_what_it_finished_stays():
     """A step that failed by itself keeps its reason; TF32 alone and autocast are two rows of one name."""
     options = command.parse(command.parser("ladder", "doc"), ["--preset", "tiny", "--device", "cpu"])
