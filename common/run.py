@@ -202,6 +202,7 @@ def hush() -> None:
         sys.stderr = open(os.devnull, "w")                                        # noqa: SIM115, to the process's end
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)       # a CPU has no GPU
     logging.getLogger("DotProductAttention").setLevel(logging.ERROR)             # other attention packages exist
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)             # torchao uses what torch deprecates
     for message in ("Attempting to run cuBLAS, but there was no current CUDA context",      # and makes one
                     "Relying on pointer-based detection of packed q/k/v layouts"):          # 2.9 has no other way
         warnings.filterwarnings("ignore", message)
