@@ -8,9 +8,10 @@ is held against that of a matmul (an FP32 row's against one in FP32) and a copy 
 by the share of the row's time that goes to matmuls and attention (half where that was not profiled), and what is left
 against the noise: the spread of the medians within a process, and between processes of the same code, from at least
 five of them (`python -m benchmarks.ladder --processes 5`): in the files themselves, in --noise, or recorded for this
-GPU. Where samples were taken in different ways (a script's, and those of interleaved rounds on a GPU) times are
-compared as they are, and no floor is known. Of a file that holds several runs of a row the latest counts, with all
-others of its commit, Transformer Engine, study and way of sampling. Verdicts:
+GPU. Where samples were taken in different ways (a script's, and those of interleaved rounds on a GPU), and where a row
+is launch-bound, its time the host's, times are compared as they are, and no floor is known. Of a file that holds
+several runs of a row the latest counts, with all others of its commit, Transformer Engine, study and way of sampling.
+Verdicts:
 
     FASTER, SLOWER   the difference is beyond the noise
     SAME             it is not, and the noise is at most 5 %: what is larger would have been seen
@@ -29,9 +30,9 @@ from pathlib import Path
 
 from common.run import EXIT, hush
 
-from . import command, records
+from . import command, records, significance
 from .records import Run
-from .significance import NO_FLOOR, PROCESSES, What, all_rows, floors, measured, noise_of, of_the_latest, verdict
+from .significance import What, all_rows, floors, measured, noise_of, of_the_latest, verdict
 
 
 def together(old: dict[What, list], new: dict[What, list], force: bool) -> list[tuple[What, What]]:
@@ -112,13 +113,12 @@ def compare(old: list[dict], new: list[dict], noise: list[dict], force: bool) ->
     for a, b in pairs:
         left, right = measured(a, before[a]), measured(b, after[b])
         floor = max((known[where] for where in (a, b) if where in known), default=None)
-        if left.clock != right.clock:                      # it is what is left beside the calibrations
-            floor = None
-        assumed |= not floor
         difference, width, word = verdict(b, left, right, floor)
+        floor, guessed = significance.assumed_floor(left, right, floor)
+        assumed |= guessed
         if word == "SLOWER":
             slower.append((", ".join([b.step, *([b.shape] if several else []), b.mode, b.launch]), difference))
-        own = [f"{100 * noise_of(side, floor or NO_FLOOR):.1f} %{'' if floor else '?'}" for side in (left, right)]
+        own = [f"{100 * noise_of(side, floor):.1f} %{'?' if guessed else ''}" for side in (left, right)]
         found.append([b.step, *([b.shape] if several else []), b.mode, b.launch, f"{left.ms:.3f}", own[0],
                       f"{right.ms:.3f}", own[1], f"{right.ms - left.ms:+.3f}", f"{100 * difference:+.1f} %",
                       f"{100 * width:.1f} %", word])
@@ -131,8 +131,9 @@ def compare(old: list[dict], new: list[dict], noise: list[dict], force: bool) ->
                    for place, (side, name) in enumerate(((before, "old"), (after, "new"))))
     notes = []
     if assumed:
-        notes.append(f"?: fewer than {PROCESSES} processes of the same code recorded (--noise), or samples taken in "
-                     f"different ways: {100 * NO_FLOOR:.0f} % assumed")
+        notes.append(f"?: fewer than {significance.PROCESSES} processes of the same code recorded (--noise), samples "
+                     "taken in different ways,\n   or a launch-bound row, whose time is the host's: at least "
+                     f"{100 * significance.NO_FLOOR:.0f} % assumed")
     for taken, kept, name in zip(everything, (before, after), ("old", "new"), strict=True):
         if count := sum(map(len, taken.values())) - sum(map(len, kept.values())):
             notes.append(f"left out of the {name} file: {count} timings of other commits, versions, studies or clocks "

@@ -39,6 +39,7 @@ class Measured:
     calibration_within: float         # the same of the calibrations, weighed as the row is held against them
     between: float | None             # reach of one process's median, relative; None with fewer than five
     clock: str                        # how it was sampled
+    launch_bound: bool                # its time is the host's, then, against which nothing is held
 
 
 def what(line: dict) -> What:
@@ -81,8 +82,9 @@ def origin(line: dict) -> tuple:
 
 def measured(where: What, runs: list[Run]) -> Measured:
     """One row from the runs that measured it."""
-    medians, widths, shares, calibrations, reaches = [], [], [], [], []
+    medians, widths, shares, calibrations, reaches, launch_bound = [], [], [], [], [], False
     for run in runs:
+        launch_bound |= where.launch == "eager" and bool(run.launch_bound(where.mode))
         line = run.find(where.mode, "latency", where.launch)
         samples, calibration = line["metric"]["benchmark_values"], line["metric"]["extra_info"].get("calibration") or {}
         medians.append(statistics.median(samples))
@@ -102,7 +104,7 @@ def measured(where: What, runs: list[Run]) -> Measured:
     weighed = weights(where, names, share).items()
     off = statistics.median(sum(weight * one[name] for name, weight in weighed) for one in reaches)
     return Measured(statistics.median(medians), middle, share, statistics.median(widths), off, between,
-                    line["metric"]["extra_info"].get("clock", ""))
+                    line["metric"]["extra_info"].get("clock", ""), launch_bound)
 
 
 def reach(samples: list[float]) -> float:
@@ -115,8 +117,8 @@ def reach(samples: list[float]) -> float:
 
 def expected_ratio(where: What, old: dict[str, float], new: dict[str, float], share: float | None) -> float:
     """How much longer the new machine should take for a row, from how much longer its matmul and its copy take."""
-    weighed = weights(where, old.keys() & new.keys(), share)
-    return sum(weight * new[name] / old[name] for name, weight in weighed.items()) if weighed else 1.0
+    return math.prod((new[name] / old[name]) ** weight
+                     for name, weight in weights(where, old.keys() & new.keys(), share).items())
 
 
 def weights(where: What, names: set[str], share: float | None) -> dict[str, float]:
@@ -144,16 +146,32 @@ def noise_of(side: Measured, floor: float) -> float:
     return max(side.within, floor)
 
 
+def comparable(old: Measured, new: Measured) -> bool:
+    """Whether calibrations and a floor hold for the two: sampled in the same way, and not by how fast the host is."""
+    return old.clock == new.clock and not (old.launch_bound or new.launch_bound)
+
+
+def assumed_floor(old: Measured, new: Measured, floor: float | None) -> tuple[float, bool]:
+    """(floor, whether it is assumed) of two rows, from the recorded one, which is of what calibrations leave over."""
+    if floor is not None and comparable(old, new):
+        return floor, False
+    return max(NO_FLOOR, floor or 0.0), True
+
+
 def verdict(where: What, old: Measured, new: Measured, floor: float | None) -> tuple[float, float, str]:
-    """(difference, noise, verdict); difference and noise are relative to old, the difference positive where slower."""
-    known = [share for share in (old.share, new.share) if share is not None]
-    expected = 1.0
-    if old.clock == new.clock:
-        expected = expected_ratio(where, old.calibration, new.calibration, statistics.mean(known) if known else None)
-    difference = new.ms / old.ms / expected - 1
-    noise = math.hypot(noise_of(old, floor or NO_FLOOR), noise_of(new, floor or NO_FLOOR))
-    if not floor and old.clock == new.clock:           # a floor between processes holds that of the calibrations
-        noise = math.hypot(noise, old.calibration_within, new.calibration_within)
+    """(difference, seen from, verdict): the first two relative to old, the difference positive where slower.
+
+    Logarithms are compared, so that it is the same difference whichever file is called old.
+    """
+    floor, assumed = assumed_floor(old, new, floor)
+    difference, noise = math.log(new.ms / old.ms), math.hypot(noise_of(old, floor), noise_of(new, floor))
+    if comparable(old, new):
+        known = [share for share in (old.share, new.share) if share is not None]
+        difference -= math.log(expected_ratio(where, old.calibration, new.calibration,
+                                              statistics.mean(known) if known else None))
+        if assumed:                                    # a known floor holds that of the calibrations
+            noise = math.hypot(noise, old.calibration_within, new.calibration_within)
+    word = "SAME" if noise <= RESOLUTION else "UNSURE"
     if abs(difference) > noise:
-        return difference, noise, "SLOWER" if difference > 0 else "FASTER"
-    return difference, noise, "SAME" if noise <= RESOLUTION else "UNSURE"
+        word = "SLOWER" if difference > 0 else "FASTER"
+    return math.expm1(difference), abs(math.expm1(math.copysign(noise, difference))), word

@@ -125,8 +125,25 @@ def test_several_processes_in_a_file_are_their_own_floor_and_seen_from_no_less()
     words = [word for first in range(0, 200, 20) for word in verdicts(nine(first), nine(first + 10), noise=[])]
     assert words.count("SAME") >= 0.95 * len(words)
     row, *_ = compare.compare(old, new, [], False).rows
-    alone, *_ = compare.compare(process(1), process(2), old, False).rows
-    assert float(row[-2].split()[0]) >= float(alone[-2].split()[0])
+    alone, *_ = compare.compare(process(1), process(2), new, False).rows
+    assert all(float(row[noise].split()[0]) >= float(alone[noise].split()[0]) for noise in (4, 6))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.03, 1.12])
+def test_it_is_the_same_difference_whichever_file_is_called_old(factor):
+    """With noise so large that the times' own difference and its percentage part ways."""
+    opposite = {"FASTER": "SLOWER", "SLOWER": "FASTER", "SAME": "SAME", "UNSURE": "UNSURE"}
+    words = []
+    for seed in range(0, 60, 2):
+        sides = [process(seed, noise=0.08, samples=12), process(seed + 1, noise=0.08, samples=12,
+                                                                slower=dict.fromkeys(STEPS, factor), clock=0.9)]
+        there, back = compare.compare(*sides, NOISE, False).rows, compare.compare(*sides[::-1], NOISE, False).rows
+        words += [row[-1] for row in there]
+        assert [opposite[row[-1]] for row in back] == [row[-1] for row in there]
+    assert len(set(words)) >= 2
+    for row in there:
+        difference, seen_from = (abs(float(cell.split()[0])) for cell in row[-3:-1])
+        assert (difference > seen_from) == (row[-1] in ("FASTER", "SLOWER")) or difference == seen_from
 
 
 def test_too_noisy_to_say_is_unsure():
@@ -212,6 +229,20 @@ def test_several_shapes_have_a_column():
                 for seed in (1, 2))
     seen = compare.compare(old, new, [], False)
     assert len(seen.rows) == 16 and seen.headers[1] == "shape" and len({row[1] for row in seen.rows}) == 2
+
+
+@pytest.mark.parametrize("graph, expected", [(6.0, {"forward": "UNSURE"}), (7.5, {"forward": "FASTER"})])
+def test_a_launch_bound_row_is_the_hosts_and_held_against_no_gpu(graph, expected):
+    """The host of the new machine is 12 % faster at step 4's forward, its GPU as fast as the old one."""
+    def file(run, host):
+        ms = {("forward", "eager"): [8.0 * host * (1 + 0.001 * n) for n in range(9)],
+              ("forward", "graph"): [graph * (1 + 0.001 * n) for n in range(9)]}
+        return made("4_transformer_engine", ms, run=run, calibration={"gemm": [1.0] * 9, "copy": [1.0] * 9})
+    seen = compare.compare(file("a", 1.0), file("b", 0.88), [line for n in range(6) for line in file(str(n), 1)], False)
+    found = {(row[1], row[2]): row for row in seen.rows}
+    assert found["forward", "eager"][-1] == expected["forward"] and found["forward", "graph"][-1] == "SAME"
+    assert ("?" in found["forward", "eager"][4]) == (graph == 6.0) == any("launch-bound" in note for note in seen.notes)
+    assert "?" not in found["forward", "graph"][4]
 
 
 def test_samples_of_another_way_are_compared_as_they_are():
