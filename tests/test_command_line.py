@@ -531,7 +531,8 @@ def test_runs_at_once_leave_only_whole_records(runs):
     names = collections.Counter(r["metric"]["name"] for r in own)
     assert names["latency"] == 4 and names["launches"] == 2 and names["parameter gradient error"] == 1
     assert [mode for mode, _ in itertools.groupby(own, lambda r: r["benchmark"]["mode"])] == [
-        "check", "forward", "forward+backward"]
+        "check", "forward", "forward+backward", "run"]
+    assert names["wall time"] == 1 and own[-1]["metric"]["benchmark_values"][0] > 0
     samples = [r["metric"]["benchmark_values"] for r in own if r["metric"]["name"] == "latency"]
     assert sum(map(bool, samples)) == 2 and all(s > 0 for values in samples for s in values)
 
