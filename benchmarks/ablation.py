@@ -6,8 +6,8 @@ Steps come in one order, and what a step gains depends on what came before it. H
 built, checked against FP64 and timed in interleaved rounds: TF32, autocast, fused attention (SDPA) and torch.compile in
 all sixteen, and FP8 (Transformer Engine, in place of the compiler) on top of those with autocast and without compile.
 The share of an optimization is its Shapley value: the mean of the logarithm of its speed-up over all orders in which
-the optimizations can be added one by one, over the logarithm of the whole. Exit status: 0 ok, 1 failed, 2 usage, 4
-nothing could run, 130 interrupted.
+the optimizations can be added one by one, over the logarithm of the whole. Exit status: 0 ok, 1 failed, 2 usage, 130
+interrupted.
 """
 import functools
 import itertools

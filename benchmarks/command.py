@@ -99,7 +99,7 @@ def usage(found: argparse.ArgumentParser, message: str):
 
 
 def exit_status(statuses: Iterable[str]) -> int:
-    """Of a study: failed where a case of it failed or did not fit, skipped where this machine could run none."""
+    """Of a study: failed where a case of it failed or did not fit, skipped where this machine could time none."""
     found = set(statuses)
     return EXIT["failed" if found & {"failed", "oom"} else "skipped" if found == {"skipped"} else "ok"]
 

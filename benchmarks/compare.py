@@ -9,12 +9,12 @@ by the share of the row's time that goes to matmuls and attention (half where th
 against the noise: the spread of the medians within a process, and between processes of the same code, from at least
 five of them (`python -m benchmarks.ladder --processes 5`): in the files themselves, in --noise, or recorded for this
 GPU. Where samples were taken in different ways (a script's, and those of interleaved rounds on a GPU), and where a row
-is launch-bound, its time the host's, times are compared as they are, and no floor is known. Of a file that holds
+is launch-bound, its time the host's, times are compared as they are, and at least 10 % is assumed. Of a file that holds
 several runs of a row the latest counts, with all others of its commit, Transformer Engine, study and way of sampling.
 Verdicts:
 
     FASTER, SLOWER   the difference is beyond the noise
-    SAME             it is not, and the noise is at most 5 %: what is larger would have been seen
+    SAME             it is not, and the noise, "seen from", is at most 5 %: what is larger would have been seen
     UNSURE           it is not, and the noise is too large to say more
     LOST             ok in the old file, and in the new one it failed
 
@@ -23,6 +23,7 @@ don't go together included.
 """
 import argparse
 import dataclasses
+import itertools
 import math
 import sys
 from dataclasses import dataclass
@@ -106,7 +107,9 @@ def compare(old: list[dict], new: list[dict], noise: list[dict], force: bool) ->
     for side, name in ((before, "old"), (after, "new")):
         if not side:
             raise ValueError(f"the {name} file holds no timings")
-    known = floors(noise) | floors(old) | floors(new)
+    known: dict[What, float] = {}
+    for where, floor in itertools.chain.from_iterable(floors(lines).items() for lines in (noise, old, new)):
+        known[where] = max(floor, known.get(where, 0.0))
     pairs = together(before, after, force)
     several = len({b.shape for _, b in pairs}) > 1
     found, slower, assumed = [], [], False
@@ -205,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     with command.shown_to_a_person("compare"):
         try:
             old, new = records.read(options.old), records.read(options.new)
-            noise = records.read(options.noise) if options.noise else recorded_noise(new)
+            noise = records.read(options.noise) if options.noise else recorded_noise(old + new)
             seen = compare(old, new, noise, options.force)
         except ValueError as error:
             command.usage(parser, str(error))

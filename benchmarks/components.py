@@ -7,7 +7,7 @@ The whole block, attention, MLP, LayerNorm and the QKV projection, all in 16 bit
 operations), tuned (fused projection, fused attention, the library's LayerNorm and GELU), the tuned one compiled, and
 the best that is known (Transformer Engine's, but for LayerNorm in FP8). Each is checked against FP64, then all of a
 part are timed in interleaved rounds. The limit is that of the part's own operations, as in common/roofline.py.
-Exit status: 0 ok, 1 failed, 2 usage, 4 nothing could run, 130 interrupted.
+Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 import math
 import sys

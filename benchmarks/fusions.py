@@ -13,7 +13,7 @@ row "copy" copies as many bytes, in the same rounds: percent are of its speed (o
 the machine reached), and left out where the copies do not go beyond four times the last cache. More than 100 is no
 error: memory reads faster than it writes, and a copy does as much of either. By hand, softmax and attention make their
 causal mask at every call, which costs most where there are few rows.
-Exit status: 0 ok, 1 failed, 2 usage, 4 nothing could run, 130 interrupted.
+Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 import contextlib
 import math

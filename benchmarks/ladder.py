@@ -7,8 +7,8 @@
 Every step is checked against FP64 before it is timed. `x previous` is the median of the ratios within one round, with
 its 95 % bootstrap interval; SAME where that holds 1 and stays within 5 % of it, UNSURE where it holds 1 and does not.
 Then, for each pair of neighbours, where the milliseconds went, from profiled kernels of the same run.
-Exit status: 0 ok, 1 a step failed or did not fit, 2 usage, 3 out of memory in the rounds, 4 no step could run,
-130 interrupted.
+Exit status: 0 ok, 1 a step failed or did not fit, 2 usage, 3 out of memory in the rounds, 4 no step was
+timed, 130 interrupted.
 """
 import argparse
 import itertools

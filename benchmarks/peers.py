@@ -5,7 +5,7 @@
 Every peer gets the same parameters, input and causal mask, is checked against FP64 like a step, and is timed in the
 same interleaved rounds: with FP32 parameters under autocast, and with everything in 16 bits. What counts is the ratio
 of the rounds, its time to ours: peers in 16 bits against step 3, FP8 peers against step 4; above 1 ours is faster.
-Missing packages are rows with their reason. Exit status: 0 ok, 1 failed, 2 usage, 4 nothing could run, 130 interrupted.
+Missing packages are rows with their reason. Exit status: 0 ok, 1 failed, 2 usage, 4 nothing was timed, 130 interrupted.
 
 With FP32 parameters te.TransformerLayer returns y in 16 bits; it is timed as it is and with y cast to FP32 as in every
 step. It runs as it comes: LayerNorm and GELU are Transformer Engine's own kernels, where in step 4 the one is cuDNN's

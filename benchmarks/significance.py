@@ -39,7 +39,7 @@ class Measured:
     calibration_within: float         # the same of the calibrations, weighed as the row is held against them
     between: float | None             # reach of one process's median, relative; None with fewer than five
     clock: str                        # how it was sampled
-    launch_bound: bool                # its time is the host's, then, against which nothing is held
+    launch_bound: bool                # most processes were: its time is the host's, against which nothing is held
 
 
 def what(line: dict) -> What:
@@ -82,9 +82,9 @@ def origin(line: dict) -> tuple:
 
 def measured(where: What, runs: list[Run]) -> Measured:
     """One row from the runs that measured it."""
-    medians, widths, shares, calibrations, reaches, launch_bound = [], [], [], [], [], False
+    medians, widths, shares, calibrations, reaches = [], [], [], [], []
+    launch_bound = where.launch == "eager" and sum(bool(run.launch_bound(where.mode)) for run in runs) > len(runs) / 2
     for run in runs:
-        launch_bound |= where.launch == "eager" and bool(run.launch_bound(where.mode))
         line = run.find(where.mode, "latency", where.launch)
         samples, calibration = line["metric"]["benchmark_values"], line["metric"]["extra_info"].get("calibration") or {}
         medians.append(statistics.median(samples))
@@ -153,15 +153,15 @@ def comparable(old: Measured, new: Measured) -> bool:
 
 def assumed_floor(old: Measured, new: Measured, floor: float | None) -> tuple[float, bool]:
     """(floor, whether it is assumed) of two rows, from the recorded one, which is of what calibrations leave over."""
-    if floor is not None and comparable(old, new):
+    if floor and comparable(old, new):
         return floor, False
     return max(NO_FLOOR, floor or 0.0), True
 
 
 def verdict(where: What, old: Measured, new: Measured, floor: float | None) -> tuple[float, float, str]:
-    """(difference, seen from, verdict): the first two relative to old, the difference positive where slower.
+    """(difference, noise of both, verdict): the difference relative to old, positive where slower.
 
-    Logarithms are compared, so that it is the same difference whichever file is called old.
+    Its logarithm is held against the noise: it is the same difference whichever file is called old.
     """
     floor, assumed = assumed_floor(old, new, floor)
     difference, noise = math.log(new.ms / old.ms), math.hypot(noise_of(old, floor), noise_of(new, floor))
@@ -174,4 +174,4 @@ def verdict(where: What, old: Measured, new: Measured, floor: float | None) -> t
     word = "SAME" if noise <= RESOLUTION else "UNSURE"
     if abs(difference) > noise:
         word = "SLOWER" if difference > 0 else "FASTER"
-    return math.expm1(difference), abs(math.expm1(math.copysign(noise, difference))), word
+    return math.expm1(difference), noise, word

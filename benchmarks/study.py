@@ -329,7 +329,8 @@ class Study:
         phases = sorted(self.seconds.items(), key=lambda item: -item[1])
         measuring, overhead = (", ".join(f"{name} {s:.0f}" for name, s in phases
                                          if s >= 0.5 and (name in MEASURING) is wanted) for wanted in (True, False))
-        return f"{total:.0f} s: {measuring};\noverhead {100 * rest / total:.0f} %: {overhead or 'less than a second'}"
+        return (f"{total:.0f} s: {measuring or 'nothing was left to measure'};\n"
+                f"overhead {100 * rest / total:.0f} %: {overhead or 'less than a second'}")
 
     def release(self) -> None:
         """Let go of every block, as between two shapes.

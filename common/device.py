@@ -18,6 +18,8 @@ import torch
 _THROTTLE = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal",
              0x80: "power brake"}
 
+_waited: list[float] = []                # seconds that `alone` has waited for other runs
+
 
 def facts(device: torch.device) -> dict:
     """What does not change during a run: the machine and the software on it. Missing facts are None."""
@@ -117,7 +119,9 @@ def alone(device: torch.device, name: str):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"{name}: waiting for another run on this device to end", file=sys.stderr, flush=True)
+            since = time.monotonic()
             fcntl.flock(lock, fcntl.LOCK_EX)
+            _waited.append(time.monotonic() - since)
         yield
     finally:
         os.close(lock)
@@ -168,10 +172,10 @@ def compiler_missing(device: torch.device) -> str | None:
 
 
 def process_seconds() -> float:
-    """Seconds since this process began, imports included; 0 where the system will not say."""
+    """Seconds since this process began, imports included, waits in `alone` not; 0 where the system will not say."""
     with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK") - sum(_waited))
     return 0.0
 
 

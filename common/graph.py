@@ -1,4 +1,4 @@
-"""An iteration as a CUDA graph: the GPU replays all its kernels by one call of the host, so none of them waits for it.
+"""An iteration as a CUDA graph: the GPU replays all its kernels by one call, so that none of them waits for the host.
 
 A replay must be the iteration itself: a capture can miss work without a word. So `verified` replays it on another input
 and other weights (not where FP8 weights are cached or kept) first, and holds the result against an eager run.

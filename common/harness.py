@@ -276,7 +276,9 @@ def time_row(block: torch.nn.Module, x: torch.Tensor, iteration: Callable, betwe
         row.timing = timing.measure(iteration, timing.clock_for(x.device), between, rule, progress,
                                     timing.calibration(x.device))
     if on_gpu:
-        _look(result, x.device, iteration, between)
+        row.state = under_load(x.device, iteration, between, 3)
+        throttled = {*result.state.get("throttled", ()), *row.state.get("throttled", ())}
+        result.state = row.state | ({"throttled": sorted(throttled)} if "throttled" in row.state else {})
         if launch == "eager":
             row.enqueue_ms = timing.enqueue_ms(iteration, between)
     between()
@@ -311,14 +313,6 @@ def under_load(device: torch.device, iteration: Callable, between: Callable, cou
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return found
-
-
-def _look(result: Report, device: torch.device, iteration: Callable, between: Callable) -> None:
-    """Clocks and throttle reasons of the work that was sampled just now; reasons add up over the rows."""
-    throttled = set(result.state.get("throttled", ()))
-    result.state = under_load(device, iteration, between, 3)
-    if "throttled" in result.state:
-        result.state["throttled"] = sorted(throttled | set(result.state["throttled"]))
 
 
 def observe(step: int | None, block: torch.nn.Module, device: torch.device, iteration: Callable, between: Callable,

@@ -42,6 +42,7 @@ class Row:
     flop_bound: float | None = None      # share of the matmuls' and attention's limit that FLOPs set, not bytes
     peak_bytes: int | None = None
     enqueue_ms: float | None = None      # host time to enqueue one iteration; eager rows on a GPU
+    state: dict = field(default_factory=dict)      # the machine's in the midst of it, where the run's is not all of it
 
     @property
     def median(self) -> float | None:
@@ -135,7 +136,7 @@ def card(r: Report) -> str:
     line("attention", attention)
     line("clock", f"{r.clock}; caches {CACHE_STATE}")
     line("throttled", ", ".join(r.state["throttled"] or ["no"]) if "throttled" in r.state else
-         "the CPU did other work too" if facts["device"] == "cpu" and busy(r.state | facts) else "n/a")
+         "load beyond its threads" if facts["device"] == "cpu" and busy(r.state | facts) else "n/a")
     others = sorted({name.split(" (pid")[0] for name in r.neighbours})
     line("also on this GPU", ", ".join(others) or ("nothing" if facts["device"] == "cuda" else "n/a"))
     line("peaks", r.peaks)
@@ -260,8 +261,8 @@ def row_records(r: Report, mode: str) -> list[dict]:
         if row.timing is None:
             lines.append(record(r, "latency", "ms", [], mode, launch=launch, status="n/a", reason=row.reason))
             continue
-        t = row.timing
-        lines.append(record(r, "latency", "ms", t.samples, mode, launch=launch, median=t.median, p20=t.quantile(0.2),
+        t, own = row.timing, dataclasses.replace(r, state=r.state | row.state)
+        lines.append(record(own, "latency", "ms", t.samples, mode, launch=launch, median=t.median, p20=t.quantile(0.2),
                             p80=t.quantile(0.8), settled=t.settled, clock=t.clock, emulated=r.emulated,
                             calibration=t.calibration))
         metrics = {"throughput": ("tokens/s", 1e3 * row.tokens / t.median if row.tokens else None),

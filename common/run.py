@@ -54,10 +54,10 @@ def _main(script: Path, options: argparse.Namespace, config: BlockConfig, output
         with (machine.alone(options.device, script.name),
               harness.judged(result, lambda: _out_of_memory(step, options, config))):
             _run(step, options, config, result, output)
-        if result.status == "ok":                        # from the process's start to the card
-            output.write([report.record(result, "wall time", "s", [machine.process_seconds()], "run")])
-        else:
+        if result.status != "ok":
             output.write([report.record(result, "status", "", [], "run")])
+        elif seconds := machine.process_seconds():          # from the process's start to the card
+            output.write([report.record(result, "wall time", "s", [seconds], "run")])
     except WriteError as error:               # the card tells what was measured until then
         result.status = "failed"
         result.reason = (f"--json {output.path}: {error}; {output.count} records were written, give a file with room "

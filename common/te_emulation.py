@@ -70,7 +70,7 @@ def _why_not(config: BlockConfig, values: dict[str, Tensor], device: torch.devic
 
 
 def fp8_state(block: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """(scale, amax_history) of every FP8 module, forward and backward, in the layout that both have."""
+    """(scale, amax_history) of every FP8 module, forward and backward, in both engines' layout."""
     states = [module.fp8_meta[key] for module in block.modules() if getattr(module, "fp8_meta", None)
               for key in ("scaling_fwd", "scaling_bwd") if key in module.fp8_meta]
     return [(state.scale, state.amax_history) for state in states if hasattr(state, "amax_history")]

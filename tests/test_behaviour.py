@@ -1,4 +1,5 @@
 """What a block does besides computing: causality, dropout, adopting parameters, giving gradients back."""
+import contextlib
 import math
 import subprocess
 import sys
@@ -514,8 +515,8 @@ def _no_gradients(r):
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("wrong, said", [(_frozen_weights, "differs from an eager run"),
-                                         (_frozen_input, "differs from an eager run"),
+@pytest.mark.parametrize("wrong, said", [(_frozen_weights, "its replay on another input"),
+                                         (_frozen_input, "its replay on another input"),
                                          (_no_gradients, "the gradient of .* that it replays differs")])
 def test_a_replay_that_misses_work_is_refused(wrong, said):
     r = Replayed()
@@ -523,6 +524,36 @@ def test_a_replay_that_misses_work_is_refused(wrong, said):
     with pytest.raises(RuntimeError, match=said):
         r.verify(wrong(r))
     assert all(torch.equal(a, b) for a, b in zip(before, r.block.parameters(), strict=True))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("stale", [True, False])
+def test_of_a_forward_its_output_is_what_there_is_to_compare(stale):
+    r = Replayed()
+    r.iteration = lambda: r.block(r.x).detach()
+    y = r.iteration()
+    replay = (lambda: r.static.update(y=y)) if stale else (lambda: r.static.update(y=r.iteration()))
+    with pytest.raises(RuntimeError, match="its replay on another input") if stale else contextlib.nullcontext():
+        r.verify(replay)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("error, said", [(None, ""), (RuntimeError("no\nmore"), "graph: no"),
+                                         (torch.OutOfMemoryError("much"), "graph: out of memory, the eager run's")])
+def test_what_can_not_be_captured_is_a_reason(error, said, monkeypatch):
+    r, row = Replayed(), report.Row()
+
+    def capture(iteration, between):
+        if error:
+            raise error
+        return iteration
+    monkeypatch.setattr(graph, "capture", capture)
+    monkeypatch.setattr(graph.machine, "memory_peak", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    result = report.Report("2_sdpa", r.block.config, "float64", {"device": "cpu"}, matmul="float64")
+    replay = graph.verified(r.block, r.x, r.iteration, r.between, row, result)
+    assert (replay is None) == bool(error) and row.peak_bytes == (None if error else 7)
+    assert row.reason.startswith(said) and "\n" not in row.reason if error else not row.reason
 
 
 @pytest.mark.unit

@@ -471,6 +471,7 @@ def records_of(runs) -> list[dict]:
 def test_one_run_at_a_time_measures(monkeypatch, tmp_path):
     """The second waits until the first has ended, and says so; where no lock can be had, it goes on without."""
     monkeypatch.setattr(device.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(device, "_waited", [])
     cpu, order, told, said = torch.device("cpu"), [], [], threading.Event()
 
     def tell(message, **_):
@@ -488,6 +489,10 @@ def test_one_run_at_a_time_measures(monkeypatch, tmp_path):
         order.append("first")
     waiting.join(60)
     assert order == ["first", "second"] and told == ["second: waiting for another run on this device to end"]
+    assert len(device._waited) == 1 and device._waited[0] >= 0
+    ran = device.process_seconds()
+    device._waited.append(ran / 2)
+    assert ran / 2 <= device.process_seconds() < ran
     monkeypatch.setattr(device.tempfile, "gettempdir", lambda: str(tmp_path / "missing"))
     with device.alone(cpu, "third"), device.alone(cpu, "fourth"):
         assert len(told) == 1

@@ -141,9 +141,26 @@ def test_it_is_the_same_difference_whichever_file_is_called_old(factor):
         words += [row[-1] for row in there]
         assert [opposite[row[-1]] for row in back] == [row[-1] for row in there]
     assert len(set(words)) >= 2
-    for row in there:
-        difference, seen_from = (abs(float(cell.split()[0])) for cell in row[-3:-1])
-        assert (difference > seen_from) == (row[-1] in ("FASTER", "SLOWER")) or difference == seen_from
+
+
+def test_it_is_the_same_difference_where_one_file_scatters_more():
+    """Each holds a floor of its own: the larger one is that of both."""
+    def file(ms, part):
+        return [line for n in range(5) for line in made("2_sdpa", both([ms * (1 + part * n)] * 9, []), run=f"{n}")]
+    quiet, loud = file(11.0, 1e-4), file(10.0, 0.03)
+    there, back = (compare.compare(*sides, [], False).rows[0] for sides in ((loud, quiet), (quiet, loud)))
+    assert there[-1] == back[-1] == "UNSURE" and there[-2] == back[-2]
+
+
+@pytest.mark.parametrize("bound, expected", [(1, "SLOWER"), (3, "UNSURE")])
+def test_one_process_of_several_does_not_make_a_row_launch_bound(bound, expected):
+    def file(ms, bound):
+        return [line for n in range(5) for line in made(
+            "2_sdpa", both([ms * (1 + 1e-4 * n)] * 9, []), run=f"{ms} {n}", enqueue=ms * (0.9 if n < bound else 0.1))]
+    (row,) = compare.compare(file(10.0, bound), file(10.9, 0), [], False).rows
+    assert row[-1] == expected
+    (row,) = compare.compare(file(10.0, 0), file(10.9, bound), [], False).rows
+    assert row[-1] == expected
 
 
 def test_too_noisy_to_say_is_unsure():
@@ -236,9 +253,10 @@ def test_a_launch_bound_row_is_the_hosts_and_held_against_no_gpu(graph, expected
     """The host of the new machine is 12 % faster at step 4's forward, its GPU as fast as the old one."""
     def file(run, host):
         ms = {("forward", "eager"): [8.0 * host * (1 + 0.001 * n) for n in range(9)],
-              ("forward", "graph"): [graph * (1 + 0.001 * n) for n in range(9)]}
+              ("forward", "graph"): [graph * (1 + 0.001 * n + 0.001 * (host > 1)) for n in range(9)]}
         return made("4_transformer_engine", ms, run=run, calibration={"gemm": [1.0] * 9, "copy": [1.0] * 9})
-    seen = compare.compare(file("a", 1.0), file("b", 0.88), [line for n in range(6) for line in file(str(n), 1)], False)
+    noise = [line for n in range(6) for line in file(str(n), 1 + 1e-4 * n)]
+    seen = compare.compare(file("a", 1.0), file("b", 0.88), noise, False)
     found = {(row[1], row[2]): row for row in seen.rows}
     assert found["forward", "eager"][-1] == expected["forward"] and found["forward", "graph"][-1] == "SAME"
     assert ("?" in found["forward", "eager"][4]) == (graph == 6.0) == any("launch-bound" in note for note in seen.notes)

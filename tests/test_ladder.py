@@ -245,12 +245,32 @@ def test_steps_are_checked_timed_and_explained_together(main, tmp_path):
 
 @unit
 @pytest.mark.parametrize("ms, count", [(12.5, 12), (0.4, 375), (444.0, 3)])
-def test_clocks_are_read_after_some_tenths_of_a_second_of_work_on_a_gpu(ms, count, monkeypatch):
+def test_clocks_are_read_in_150_ms_of_work_on_a_gpu(ms, count, monkeypatch):
     found = []
     monkeypatch.setattr(harness, "under_load", lambda device, iteration, between, count: found.append(count))
     for device in ("cuda", "cpu"):
         study.Study.look(types.SimpleNamespace(device=torch.device(device), say=lambda what: None), None, None, ms)
     assert found == [count, 0]
+
+
+@unit
+@pytest.mark.parametrize("count, still_to_run", [(3, 2), (10, 2), (375, 75)])
+def test_clocks_are_read_with_work_still_to_run(count, still_to_run, monkeypatch):
+    """The host is ahead of a GPU: what counts is where in the queue of launches the event stands."""
+    queue, read = [], []
+
+    class Event:
+        def record(self):
+            self.behind = len(queue)
+
+        def synchronize(self):
+            read.append(self.behind)
+    monkeypatch.setattr(harness.torch.cuda, "Event", Event)
+    monkeypatch.setattr(harness.torch.cuda, "synchronize", lambda device: read.append("all"))
+    monkeypatch.setattr(harness.machine, "state", lambda device: read.append("state") or {"sm_mhz": 1425})
+    found = harness.under_load(torch.device("cuda"), lambda: queue.append(1), lambda: None, count)
+    assert found == {"sm_mhz": 1425} and len(queue) == count
+    assert read == [count - still_to_run, "state", "all"]
 
 
 @integration
@@ -437,6 +457,12 @@ def test_a_process_that_dies_beside_one_that_does_not_fails_the_run(main, monkey
     monkeypatch.setattr(ladder.machine, "facts", lambda device: GPU)
     found, out, _ = main("--steps", "0", "--processes", 2)
     assert found == 1 and f"0_baseline: failed: its process ended with {status}" in out and len(begun) == 2
+
+
+@integration
+def test_a_study_that_timed_nothing_is_no_success(main):
+    status, out, err = main("--steps", "4")
+    assert status == 4 and "4_transformer_engine: skipped" in out and "\noverhead " in err
 
 
 @unit
