@@ -23,7 +23,6 @@ don't go together included.
 """
 import argparse
 import dataclasses
-import itertools
 import math
 import sys
 from dataclasses import dataclass
@@ -107,9 +106,8 @@ def compare(old: list[dict], new: list[dict], noise: list[dict], force: bool) ->
     for side, name in ((before, "old"), (after, "new")):
         if not side:
             raise ValueError(f"the {name} file holds no timings")
-    known: dict[What, float] = {}
-    for where, floor in itertools.chain.from_iterable(floors(lines).items() for lines in (noise, old, new)):
-        known[where] = max(floor, known.get(where, 0.0))
+    own = floors(old), floors(new)                         # before those of other days
+    known = floors(noise) | {where: max(side.get(where, 0.0) for side in own) for side in own for where in side}
     pairs = together(before, after, force)
     several = len({b.shape for _, b in pairs}) > 1
     found, slower, assumed = [], [], False
