@@ -207,6 +207,9 @@ def main(argv: list[str] | None = None) -> int:
         try:
             old, new = records.read(options.old), records.read(options.new)
             noise = records.read(options.noise) if options.noise else recorded_noise(old + new)
+            if options.noise and not floors(noise):
+                raise ValueError(f"--noise {options.noise}: it holds fewer than {significance.PROCESSES} processes of "
+                                 "the same code; without it the recorded ones count")
             seen = compare(old, new, noise, options.force)
         except ValueError as error:
             command.usage(parser, str(error))

@@ -58,8 +58,8 @@ def verified(block: torch.nn.Module, x: torch.Tensor, iteration: Callable, betwe
 def verify(block, replay, iteration, between, static, x, result: Report) -> None:
     """Replay on another input and weights and compare with an eager run of the same: a capture can miss work silently.
 
-    FP8 scales must follow what is replayed, forward and backward. Raises RuntimeError where the graph is not the
-    iteration.
+    FP8 scales must follow what is replayed, forward and backward (without gradients none moves). Raises RuntimeError
+    where the graph is not the iteration.
     """
     state = [tensor for pair in te_emulation.fp8_state(block) for tensor in pair]
     kept = [x.detach().clone()] + [tensor.clone() for tensor in state]

@@ -7,7 +7,10 @@ import math
 import os
 import re
 import shutil
+import signal
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -199,6 +202,9 @@ def use_private_caches() -> None:
     """
     caches = tempfile.mkdtemp(prefix="inductor-")          # mode 0700
     atexit.register(shutil.rmtree, caches, ignore_errors=True)
+    for number in (signal.SIGTERM, signal.SIGHUP):         # of `timeout`, a scheduler, a closed terminal: no atexit
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
     os.environ["TRITON_CACHE_DIR"] = os.path.join(caches, "triton")
     folder = _inductor_folder()

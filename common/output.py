@@ -1,4 +1,4 @@
-"""The file of JSON lines that records are appended to. Only whole lines are in it, whatever ends a run."""
+"""The file of JSON lines that records are appended to, each by one write; what a full disk left of one is cut off."""
 import contextlib
 import errno
 import fcntl

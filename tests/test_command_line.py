@@ -639,6 +639,24 @@ def test_what_a_cpu_holds_besides_the_block_is_counted():
     assert parameters.largest_that_fits(odd, 4, gpu, 2**40).tokens < odd.tokens
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_who_is_told_to_end_removes_the_private_caches(number, tmp_path):
+    """As `timeout`, a scheduler or a closed terminal tells it."""
+    done = subprocess.run([sys.executable, "-c", f"""
+import os, signal
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+from common import harness
+harness.use_private_caches()
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"], flush=True)
+os.kill(os.getpid(), {int(number)})
+print("went on")
+"""], cwd=steps.ROOT, capture_output=True, text=True, timeout=120, env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert done.returncode == 128 + number and "went on" not in done.stdout and not done.stderr
+    folder = Path(done.stdout.strip())
+    assert folder.parent == tmp_path and not folder.exists()
+
+
 def test_ctrl_c_does_not_import_the_compiler():
     """An exception's clauses are looked at one by one: one that names the compiler's would load it, in its seconds."""
     told = subprocess.run([sys.executable, "-c", """

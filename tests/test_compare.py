@@ -363,6 +363,14 @@ def test_a_row_is_slower_at_its_own_shape(main):
     assert status == 1 and err.count("% slower") == 8
 
 
+def test_a_file_of_noise_that_tells_none_is_a_mistake(main, tmp_path):
+    """Rather than that the recorded noise is left out without a word."""
+    path = tmp_path / "noise.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in process(7)))
+    status, _, err = main(process(1), process(2), "--noise", str(path))
+    assert status == 2 and f"--noise {path}: it holds fewer than 5 processes" in err
+
+
 def test_processes_of_other_code_are_no_noise_and_no_rows():
     """Five commits, each slower than the one before, are not five processes of the same code."""
     history = []
