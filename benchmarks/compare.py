@@ -113,9 +113,9 @@ def compare(old: list[dict], new: list[dict], noise: list[dict], force: bool) ->
     found, slower, assumed = [], [], False
     for a, b in pairs:
         left, right = measured(a, before[a]), measured(b, after[b])
-        floor = max((known[where] for where in (a, b) if where in known), default=None)
-        difference, width, word = verdict(b, left, right, floor)
-        floor, guessed = significance.assumed_floor(left, right, floor)
+        floor, guessed = significance.floor_of(
+            left, right, max((known[where] for where in (a, b) if where in known), default=None))
+        difference, width, word = verdict(b, left, right, floor, guessed)
         assumed |= guessed
         if word == "SLOWER":
             slower.append((", ".join([b.step, *([b.shape] if several else []), b.mode, b.launch]), difference))

@@ -131,7 +131,7 @@ def ladder(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
             versus(previous, run, mode) + (f" (to {_short(previous)})" if left_out else "") if previous else "",
             command.figures(run.value(mode, "rate", launch) * 1e-12),
             report.percent(run.value(mode, "percent of limit", launch)),
-            _number(machine_then.get("sm_mhz"), 0).replace(",", ""),
+            str(machine_then.get("sm_mhz", "n/a")),
             _number(_scaled(run.value(mode, "peak memory", "eager"), 2**-30), 1),
             _number(run.value(mode, "launches"), 0), _number(compile_s, 0), f"{error:.1e}", bound_by(run, mode)])
         previous, left_out = run, False

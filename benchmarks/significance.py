@@ -151,19 +151,19 @@ def comparable(old: Measured, new: Measured) -> bool:
     return old.clock == new.clock and not (old.launch_bound or new.launch_bound)
 
 
-def assumed_floor(old: Measured, new: Measured, floor: float | None) -> tuple[float, bool]:
-    """(floor, whether it is assumed) of two rows, from the recorded one, which is of what calibrations leave over."""
+def floor_of(old: Measured, new: Measured, floor: float | None) -> tuple[float, bool]:
+    """(floor, whether it is assumed) for two rows: the recorded one is of what calibrations leave over, and holds where
+    these do."""
     if floor and comparable(old, new):
         return floor, False
     return max(NO_FLOOR, floor or 0.0), True
 
 
-def verdict(where: What, old: Measured, new: Measured, floor: float | None) -> tuple[float, float, str]:
-    """(difference, noise of both, verdict): the difference relative to old, positive where slower.
+def verdict(where: What, old: Measured, new: Measured, floor: float, assumed: bool) -> tuple[float, float, str]:
+    """(difference, noise of both, verdict), with what `floor_of` said: the difference relative to old, + is slower.
 
     Its logarithm is held against the noise: it is the same difference whichever file is called old.
     """
-    floor, assumed = assumed_floor(old, new, floor)
     difference, noise = math.log(new.ms / old.ms), math.hypot(noise_of(old, floor), noise_of(new, floor))
     if comparable(old, new):
         known = [share for share in (old.share, new.share) if share is not None]

@@ -327,10 +327,11 @@ class Study:
         r = Report(self.name, self.options.config, "float32", self.facts, study=self.name, run=self.run)
         self.write([report.record(r, "wall time", "s", [total], "run", phases=self.seconds, rest=rest)])
         phases = sorted(self.seconds.items(), key=lambda item: -item[1])
-        measuring, overhead = (", ".join(f"{name} {s:.0f}" for name, s in phases
-                                         if s >= 0.5 and (name in MEASURING) is wanted) for wanted in (True, False))
-        return (f"{total:.0f} s: {measuring or 'nothing was left to measure'};\n"
-                f"overhead {100 * rest / total:.0f} %: {overhead or 'less than a second'}")
+
+        def told(measuring: bool) -> str:
+            return ", ".join(f"{name} {s:.0f}" for name, s in phases if s >= 0.5 and (name in MEASURING) == measuring)
+        return (f"{total:.0f} s: {told(True) or 'nothing was left to measure'};\n"
+                f"overhead {100 * rest / total:.0f} %: {told(False) or 'less than a second'}")
 
     def release(self) -> None:
         """Let go of every block, as between two shapes.

@@ -106,8 +106,7 @@ class Report:
 
 
 def busy(machine: dict) -> bool:
-    """Whether a CPU has had more to do than one run gives it: the last minute's load is beyond its
-    threads by more than one."""
+    """Whether a CPU had other work too: the last minute's load is beyond its threads by more than one."""
     return machine.get("load_average", 0.0) > machine.get("cpu_threads", math.inf) + 1
 
 

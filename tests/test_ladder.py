@@ -588,6 +588,15 @@ def test_a_full_disk_is_one_line(main, full_disk, tmp_path):
 
 
 @unit
+def test_a_study_with_nothing_left_to_do_says_so(monkeypatch):
+    """A sweep that goes on where it had ended, say."""
+    some = study.Study("sweep", command.parse(command.parser("sweep", "doc"), ["--preset", "tiny", "--device", "cpu"]))
+    monkeypatch.setattr(some, "say", lambda what: None)
+    some.seconds = {"starting": 0.3}
+    assert some.finish() == "0 s: nothing was left to measure;\noverhead 100 %: less than a second"
+
+
+@unit
 def test_the_time_outside_of_measuring_is_known(monkeypatch):
     """What the run is not there for: a phase counts under its first word."""
     clock = iter([0.0, 0.5, 3.5, 9.5, 11.5])

@@ -417,3 +417,14 @@ def test_a_gpus_card_says_nothing_of_the_host():
     busy = finished(gpu=True)
     busy.state = {"load_average": 99.0}                                          # no NVML
     assert "throttled           n/a\n" in report.card(busy)
+
+
+def test_each_row_is_recorded_with_its_own_clocks():
+    """The run's are those of its last row, with what throttled any of them."""
+    r = finished(gpu=True)
+    r.state = STATE | {"throttled": ["power cap"]}
+    r.rows["forward", "eager"].state = STATE | {"sm_mhz": 1425}
+    found = {line["metric"]["extra_info"]["launch"]: line["runners"][0]["extra_info"]
+             for line in report.row_records(r, "forward") if line["metric"]["name"] == "latency"}
+    assert [(found[launch]["sm_mhz"], found[launch]["throttled"]) for launch in LAUNCHES] == [
+        (1425, []), (1980, ["power cap"])]
