@@ -1,21 +1,19 @@
 """Where the milliseconds of an iteration go: profiled kernels by what they do, and the gaps between them.
 
-Iterations are profiled as they are timed, in interleaved rounds, with a marker kernel before and behind each. The
-timeline of one is the time between its markers; idle is the timeline less the union of its kernels' intervals. Between
-two of them one is timed by the clock: what the kernels don't explain is told apart from what the profiler, or a GPU at
-its power cap, changes from one round to another. On a CPU operators stand for kernels: an operator's own time, without
-that of the operators it calls.
+Right behind a timed sample, on a machine in the state it was timed in, a few more iterations run under the profiler, a
+marker kernel before and behind each. The timeline of one is the time between its markers; idle is the timeline less the
+union of its kernels' intervals. Between two of them one is timed by the clock: what the kernels don't explain is told
+apart from what the profiler costs. On a CPU operators stand for kernels: an operator's own time, without that of the
+operators it calls.
 """
 import functools
-import itertools
 import re
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 from common import timing
 
@@ -59,108 +57,78 @@ def credit(intervals: Iterable[tuple[float, float, str]], start: float, end: flo
     return parts
 
 
-@dataclass
-class Profiled:
-    """What was seen of one case under the profiler, in ms: pairs of iterations, one behind the other."""
-    parts: list[dict[str, float]] = field(default_factory=list)            # of the profiled one
-    clocked: list[float] = field(default_factory=list)                     # the other one, by the clock
-
-    def middle(self) -> tuple[dict[str, float], float]:
-        """(ms by part, ms by the clock): means over the middle three fifths of the pairs by length, the same for both.
-
-        What was disturbed is left out, and the parts still add up.
-        """
-        pairs = sorted(zip(self.parts, self.clocked, strict=True), key=lambda pair: sum(pair[0].values()) + pair[1])
-        kept = pairs[len(pairs) // 5:len(pairs) - len(pairs) // 5]
-        return ({part: statistics.mean(parts[part] for parts, _ in kept) for part in PARTS},
-                statistics.mean(clocked for _, clocked in kept))
+Pair = tuple[dict[str, float], float]     # of two iterations under the profiler: ms by part of one, by the clock of one
 
 
-def profiled(runs: dict, between: dict, expected: dict, device: torch.device, rounds: int, say: Callable[[str], None],
-             seed: int = 0) -> dict[object, Profiled]:
-    """`rounds` bursts of each of `runs` (key -> callable) under the profiler, interleaved; key -> what was seen.
+def middle(bursts: list[list[Pair]]) -> Pair:
+    """Means over the middle three fifths, by length, of the pairs of a burst, and then of the bursts.
 
-    `between` (key -> callable) runs before each iteration; `expected` (key -> ms of one) tells how many fill a burst,
-    up to a cap: the profiler must keep them all. `say` is told when they are over.
-    Raises RuntimeError where the profiler did not see them all.
+    What was disturbed is left out, and the parts still add up.
     """
-    sampler = _Gpu() if device.type == "cuda" else _Cpu()
-    activities = [ProfilerActivity.CUDA] if device.type == "cuda" else [ProfilerActivity.CPU]
-    with profile(activities=activities, acc_events=True) as profiler:
-        timing.interleaved({key: (key, call) for key, call in runs.items()}, sampler, rounds, between, seed,
-                           expected=expected)
-    say("attributing")
-    seen, ran = sampler.iterations(profiler), sum(len(taken) for _, taken in sampler.bursts)
-    if len(seen) != ran:
-        raise RuntimeError(f"the profiler saw {len(seen)} of {ran} iterations")
-    by_key, rest = {key: Profiled() for key in runs}, iter(seen)
-    for key, taken in sampler.bursts:
-        by_key[key].parts += itertools.islice(rest, len(taken))
-        by_key[key].clocked += taken
-    return by_key
+    return _middle([_middle(burst) for burst in bursts])
 
 
-class _Gpu(timing.EventClock):
-    """In the place of the clock: runs (key, iteration) by turns between two events and two marker kernels."""
-    MOST = 120, 10                                   # iterations before them, and pairs: the profiler keeps all kernels
-    burst_ms = 200.0                                 # of each of the two: their difference is a small one
+def _middle(pairs: list[Pair]) -> Pair:
+    ordered = sorted(pairs, key=lambda pair: sum(pair[0].values()) + pair[1])
+    kept = ordered[len(ordered) // 5:len(ordered) - len(ordered) // 5]
+    return ({part: statistics.mean(parts[part] for parts, _ in kept) for part in PARTS},
+            statistics.mean(ms for _, ms in kept))
 
-    def __init__(self):
-        self.bursts: list[tuple[object, list[float]]] = []                 # key, ms by events
 
-    def sample(self, run: tuple[object, Callable], between: Callable, count: int, lead_in: int = 1) -> list[float]:
-        key, iteration = run
-        lead_in, count = min(lead_in, self.MOST[0]), min(count, self.MOST[1])
-        for _ in range(lead_in):
-            between()
+class GpuBurst:
+    """Pairs of iterations that ran under the profiler: one between two events, one between two marker kernels."""
+    MOST = 10                                        # pairs: the profiler keeps all of their kernels
+    ms = timing.EventClock.burst_ms                  # of all of them, as of the timed ones before
+
+    def __init__(self, iteration: Callable, between: Callable, expected_ms: float):
+        count = max(1, min(self.MOST, int(self.ms / 2 / max(expected_ms, 1e-3))))
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        with profile(use_cpu=False, use_device="cuda") as self._profiler:
+            between()                                # the first event would wait on an empty queue for its first kernel
             iteration()
-        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-        for number, (start, end) in enumerate(pairs):
-            for profiled_now in (False, True) if number % 2 else (True, False):    # neither is always the second
-                between()
-                if profiled_now:
-                    torch.cuda._sleep(1)
-                    iteration()
-                    torch.cuda._sleep(1)
-                else:
-                    start.record()
-                    iteration()
-                    end.record()
-        torch.cuda.synchronize()
-        taken = [start.elapsed_time(end) for start, end in pairs]
-        self.bursts.append((key, taken))
-        return taken
+            for number, (start, end) in enumerate(events):
+                for marked in (False, True) if number % 2 else (True, False):       # neither is always the second
+                    between()
+                    if marked:
+                        torch.cuda._sleep(1)
+                        iteration()
+                        torch.cuda._sleep(1)
+                    else:
+                        start.record()
+                        iteration()
+                        end.record()
+            torch.cuda.synchronize()
+        self._clocked = [start.elapsed_time(end) for start, end in events]
 
-    def iterations(self, profiler) -> list[dict[str, float]]:
-        """Milliseconds by part of every iteration, in the order they ran."""
-        events = profiler.profiler.kineto_results.events()      # profiler.events() would take seconds to build a tree
+    def pairs(self) -> list[Pair]:
+        """What was seen, pair by pair. Raises RuntimeError where the profiler did not see all of it."""
+        events = self._profiler.kineto_results.events()         # profiler.function_events would take seconds: a tree
         kernels = sorted((e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in events
                          if e.device_type() == DeviceType.CUDA)
         marks = [place for place, (_, _, name) in enumerate(kernels) if _MARKER in name]
-        found = [credit(kernels[first + 1:last], kernels[first][1], kernels[last][0])
-                 for first, last in zip(marks[::2], marks[1::2], strict=False)]
-        return [{part: nanoseconds / 1e6 for part, nanoseconds in parts.items()} for parts in found]
+        if len(marks) != 2 * len(self._clocked):
+            raise RuntimeError(f"the profiler saw {len(marks) // 2} of {len(self._clocked)} iterations")
+        parts = [credit(kernels[first + 1:last], kernels[first][1], kernels[last][0])
+                 for first, last in zip(marks[::2], marks[1::2], strict=True)]
+        return [({part: nanoseconds / 1e6 for part, nanoseconds in some.items()}, ms)
+                for some, ms in zip(parts, self._clocked, strict=True)]
 
 
-class _Cpu(timing.HostClock):
-    """In the place of the clock: runs (key, iteration) once by the clock, once in a named range of the profiler."""
+class CpuBurst:
+    """A pair of iterations that ran under the profiler: one by the clock, one in a named range."""
     _RANGE = "one iteration"
 
-    def __init__(self):
-        self.bursts: list[tuple[object, list[float]]] = []                 # key, ms by the clock
+    def __init__(self, iteration: Callable, between: Callable, expected_ms: float):
+        with profile() as self._profiler:
+            self._clocked = timing.HostClock().sample(iteration, between, 1)
+            between()
+            with record_function(self._RANGE):
+                iteration()
 
-    def sample(self, run: tuple[object, Callable], between: Callable, count: int, lead_in: int = 0) -> list[float]:
-        key, iteration = run
-        taken = super().sample(iteration, between, 1)
-        between()
-        with record_function(self._RANGE):
-            iteration()
-        self.bursts.append((key, taken))
-        return taken
-
-    def iterations(self, profiler) -> list[dict[str, float]]:
-        ranges = (e for e in profiler.events() if e.name == self._RANGE)
-        return [self._own_times(e) for e in sorted(ranges, key=lambda e: e.time_range.start)]
+    def pairs(self) -> list[Pair]:
+        """What was seen, pair by pair."""
+        ranges = [e for e in self._profiler.function_events if e.name == self._RANGE]
+        return [(self._own_times(e), ms) for e, ms in zip(ranges, self._clocked, strict=True)]
 
     def _own_times(self, whole) -> dict[str, float]:
         """An operator whose own name says nothing passes its time to the one that called it."""
@@ -174,3 +142,11 @@ class _Cpu(timing.HostClock):
             parts[own] += event.self_cpu_time_total / 1e3
             todo += [(inner, own) for inner in event.cpu_children]
         return parts
+
+
+def burst(iteration: Callable, between: Callable, expected_ms: float, device: torch.device) -> GpuBurst | CpuBurst:
+    """Run some pairs of iterations under the profiler, of work that takes `expected_ms`; `between` runs before each.
+
+    They are taken apart when `pairs` of the result is called: that takes the host a while, in which a GPU would idle.
+    """
+    return (GpuBurst if device.type == "cuda" else CpuBurst)(iteration, between, expected_ms)

@@ -22,7 +22,6 @@ from common import device as machine
 from common.report import Report, Row
 
 from . import attribution, command
-from .attribution import Profiled
 from .comparison import compare as compare  # for a user's own modules: study.compare
 
 WARM_UP_ROUNDS = 2
@@ -129,8 +128,8 @@ class Study:
     def time(self, mode: str, profiled: int = 0) -> None:
         """Time every prepared case, all ways of launching in the same rounds; writes the records of each.
 
-        The faster way of launching of each is `profiled` rounds under the profiler too: these and the timed ones
-        alternate in up to four blocks, so that clocks and heat are alike for both.
+        In the first `profiled` rounds the way of launching of each that was faster while warming up runs under the
+        profiler too, right behind its samples.
         """
         runs, between = self._ready(mode)
         if not runs:
@@ -139,21 +138,23 @@ class Study:
         runs |= {(None, name): call for name, call in calibrations.items()}
         self.say(f"warming up, {mode}")
         expected = self._warm_up(mode, runs, between, clock)
-        samples: dict = {where: [] for where in runs}
-        seen: dict[str, Profiled] = {key: Profiled() for key in self.subjects}
-        chosen: dict = {}
+        chosen = self._faster(expected)
+        bursts: dict[str, list] = {key: [] for key in self.subjects}
+
+        def profile(number: int, where: tuple) -> None:
+            key, launch = where
+            if number < profiled and chosen.get(key) == launch:
+                bursts[key].append(attribution.burst(runs[where], between[where], expected[where], self.device))
+
         again = ""
         try:
             with harness.compiled_for_good(*(subject.block for subject in self.subjects.values())):
-                blocks = max(1, min(4, profiled))
-                for block, (rounds, watched) in enumerate(zip(_split(self.options.rounds, blocks),
-                                                              _split(profiled, blocks), strict=True)):
-                    self._sample(mode, runs, between, clock, rounds, block, samples, expected)
-                    if block == blocks - 1:                   # the profiler would leave the GPU idle
-                        self._read_clocks(runs, between, samples)
-                    if watched:
-                        chosen = chosen or self._faster(samples)
-                        self._profile(mode, chosen, runs, between, samples, watched, block, seen)
+                self.say(f"sampling {mode}")
+                samples = timing.interleaved(runs, clock, self.options.rounds, between, self.options.seed,
+                                             lambda number: self._bar.set_description_str(
+                                                 f"{mode}: round {number + 1} of {self.options.rounds}"),
+                                             expected, profile)
+                self._read_clocks(chosen, runs, between, expected)
         except harness.Failed as error:
             again = str(error)
         if again:                                             # time the others without what was compiled again
@@ -166,14 +167,12 @@ class Study:
         for (key, launch), taken in samples.items():
             row = self.reports[key].rows[mode, launch]
             row.timing = timing.Timing(taken, timing.is_settled(taken), clock.in_rounds, calibration)
-        self.say(f"observing which kernels run, {mode}")
         for key in list(self.subjects):
+            self.say(f"observing which kernels run, {mode}")
             self._observe(key, mode)
-            if seen[key].parts:
-                parts, clocked = seen[key].middle()
-                self.write([report.record(self.reports[key], "time by part", "ms", [sum(parts.values())], mode,
-                                          parts=parts, clocked=clocked, of=chosen[key],
-                                          pairs=len(seen[key].parts))])
+            self.say("attributing")
+            if bursts[key]:
+                self._attribute(key, mode, chosen[key], bursts.pop(key))
             if self.reports[key].status != "ok":
                 self._drop(key)
 
@@ -237,37 +236,21 @@ class Study:
         for key in list(self.subjects):
             self._fail(key, mode, "oom", "out of memory beside the other cases")
 
-    def _sample(self, mode: str, runs: dict, between: dict, clock, rounds: int, block: int, samples: dict,
-                expected: dict) -> None:
-        taken = next(iter(samples.values()))
-        self.say(f"sampling {mode}")
-        for where, more in timing.interleaved(
-                runs, clock, rounds, between, self.options.seed + block,
-                lambda number: self._bar.set_description_str(
-                    f"{mode}: round {len(taken) + number + 1} of {self.options.rounds}"), expected).items():
-            samples[where] += more
+    def _faster(self, expected: dict) -> dict[str, str]:
+        """Case -> its faster way of launching."""
+        return {key: min((expected[key, launch], launch) for launch in report.LAUNCHES
+                         if (key, launch) in expected)[1] for key in self.subjects}
 
-    def _faster(self, samples: dict) -> dict[str, str]:
-        """Case -> its faster way of launching so far."""
-        return {key: min((statistics.median(samples[key, launch]), launch) for launch in report.LAUNCHES
-                         if (key, launch) in samples)[1] for key in self.subjects}
-
-    def _profile(self, mode: str, chosen: dict, runs: dict, between: dict, samples: dict, rounds: int, block: int,
-                 seen: dict[str, Profiled]) -> None:
-        self.say(f"sampling under the profiler, {mode}")
+    def _attribute(self, key: str, mode: str, launch: str, bursts: list) -> None:
+        """The record of where the time of a case goes."""
         try:
-            found = attribution.profiled({key: runs[key, launch] for key, launch in chosen.items()},
-                                         {key: between[key, launch] for key, launch in chosen.items()},
-                                         {key: statistics.median(samples[key, launch]) for key, launch in
-                                          chosen.items()}, self.device, rounds, self.say, self.options.seed + block)
+            seen = [burst.pairs() for burst in bursts]
         except RuntimeError as error:
-            if block == 0:
-                for key in chosen:
-                    self.write([report.record(self.reports[key], "time by part", "ms", [], mode, reason=str(error))])
+            self.write([report.record(self.reports[key], "time by part", "ms", [], mode, reason=str(error))])
             return
-        for key, more in found.items():
-            seen[key].parts += more.parts
-            seen[key].clocked += more.clocked
+        parts, clocked = attribution.middle(seen)
+        self.write([report.record(self.reports[key], "time by part", "ms", [sum(parts.values())], mode, parts=parts,
+                                  clocked=clocked, of=launch, pairs=sum(map(len, seen)))])
 
     def _observe(self, key: str, mode: str) -> None:
         """Which kernels ran, and the records of the pass."""
@@ -296,11 +279,10 @@ class Study:
         clear()
         return peak
 
-    def _read_clocks(self, runs: dict, between: dict, samples: dict) -> None:
-        """The machine's state while each case runs, by its faster way of launching."""
-        for key, launch in self._faster(samples).items():
-            self.reports[key].state = self.look(runs[key, launch], between[key, launch],
-                                                statistics.median(samples[key, launch]))
+    def _read_clocks(self, chosen: dict, runs: dict, between: dict, expected: dict) -> None:
+        """The machine's state while each case runs, launched as it is profiled."""
+        for where in chosen.items():
+            self.reports[where[0]].state = self.look(runs[where], between[where], expected[where])
 
     def look(self, iteration: Callable, between: Callable, ms: float) -> dict:
         """The machine's state while it does this work, for 150 ms or three times: clocks follow the work."""
@@ -370,7 +352,3 @@ class Study:
 def _medians(samples: dict) -> dict:
     return {where: statistics.median(some) for where, some in samples.items()}
 
-
-def _split(rounds: int, blocks: int) -> list[int]:
-    """The rounds in so many blocks, as even as they go."""
-    return [rounds // blocks + (block < rounds % blocks) for block in range(blocks)]

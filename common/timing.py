@@ -195,13 +195,15 @@ def median_interval(samples: list[float]) -> tuple[float, float]:
 
 
 def interleaved(iterations: dict, clock, rounds: int, between: dict | None = None, seed: int = 0,
-                progress: Callable[[int], None] | None = None, expected: dict | None = None) -> dict:
+                progress: Callable[[int], None] | None = None, expected: dict | None = None,
+                behind: Callable | None = None) -> dict:
     """`rounds` samples in ms of each iteration, in a new random order every round: clocks and heat drift alike for all.
 
     `iterations` and `between` go from any key to a callable. Sample i of every key comes from round i, so that ratios
     can be paired. A GPU at its power cap runs a moment at the clocks that the work before left it, another's here: so
     there a sample is the median of some iterations behind `clock.settle_ms` of the same. `expected` holds the ms of an
-    iteration by key, where that is known. `progress` gets the number of each round as it begins.
+    iteration by key, where that is known. `progress` gets the number of each round as it begins; `behind` gets that
+    number and a key behind each of its samples.
     """
     order, shuffle, between, expected = list(iterations), random.Random(seed), between or {}, dict(expected or {})
     samples: dict = {name: [] for name in iterations}
@@ -214,6 +216,8 @@ def interleaved(iterations: dict, clock, rounds: int, between: dict | None = Non
             if name not in expected:
                 expected[name] = clock.sample(*work, 1)[0] if clock.settle_ms else math.inf
             samples[name].append(statistics.median(clock.sample(*work, *burst(clock, expected[name]))))
+            if behind:
+                behind(number, name)
     return samples
 
 

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from benchmarks import attribution, readme
-from benchmarks.attribution import IDLE, PARTS, credit
+from benchmarks.attribution import IDLE, OTHER, PARTS, credit
 from common import PRESETS, evidence, graph, harness, parameters, steps, timing
 
 pytestmark = pytest.mark.unit
@@ -42,13 +43,17 @@ def test_parts_always_add_up_to_the_timeline():
 
 
 def test_the_middle_leaves_out_what_disturbed_an_iteration():
-    bursts = [parts(GEMM=1.0), parts(GEMM=1.0), parts(GEMM=1.1), parts(GEMM=0.2), parts(GEMM=9.0, idle=50.0)]
-    clocked = [1.2, 1.1, 1.0, 0.1, 1.3]
-    assert attribution.Profiled(bursts, clocked).middle() == (parts(GEMM=pytest.approx(3.1 / 3)), pytest.approx(1.1))
-    bursts = [parts(GEMM=ms) for ms in (1.0, 1.1, 1.2, 1.3, 1.4)]
-    clocked = [1.1, 1.0, 70.0, 1.2, 1.3]                                     # what the clock alone saw disturbed
-    found = attribution.Profiled(bursts, clocked).middle()
-    assert found == (parts(GEMM=pytest.approx(3.8 / 3)), pytest.approx(3.5 / 3))
+    pairs = [(parts(GEMM=1.0), 1.2), (parts(GEMM=1.0), 1.1), (parts(GEMM=1.1), 1.0), (parts(GEMM=0.2), 0.1),
+             (parts(GEMM=9.0, idle=50.0), 1.3)]
+    assert attribution.middle([pairs]) == (parts(GEMM=pytest.approx(3.1 / 3)), pytest.approx(1.1))
+    pairs = [(parts(GEMM=1.0), 1.1), (parts(GEMM=1.1), 1.0), (parts(GEMM=1.2), 70.0),      # the clock's one disturbed
+             (parts(GEMM=1.3), 1.2), (parts(GEMM=1.4), 1.3)]
+    assert attribution.middle([pairs]) == (parts(GEMM=pytest.approx(3.8 / 3)), pytest.approx(3.5 / 3))
+
+
+def test_the_middle_leaves_out_a_burst_that_was_disturbed_as_a_whole():
+    bursts = [[(parts(GEMM=ms), ms)] * 2 for ms in (1.0, 1.1, 30.0, 1.2, 0.1)]
+    assert attribution.middle(bursts) == (parts(GEMM=pytest.approx(1.1)), pytest.approx(1.1))
 
 
 @pytest.mark.parametrize("name, category", [
@@ -104,31 +109,74 @@ def test_a_profiled_block_is_taken_apart_on_a_cpu():
              for step in (0, 2)}
     runs = {step: iteration for step, (iteration, _) in pairs.items()}
     between = {step: clear for step, (_, clear) in pairs.items()}
-    said = []
-    found = attribution.profiled(runs, between, {}, torch.device("cpu"), 5, said.append)
-    assert said == ["attributing"]
-    assert all(len(found[step].parts) == 5 and min(found[step].clocked) > 0 for step in (0, 2))
-    by_hand, fused = (found[step].middle()[0] for step in (0, 2))
+    found = {step: [attribution.burst(runs[step], between[step], 1.0, torch.device("cpu")).pairs() for _ in range(5)]
+             for step in (0, 2)}
+    assert all(len(pairs) == 1 and pairs[0][1] > 0 for bursts in found.values() for pairs in bursts)
+    by_hand, fused = (attribution.middle(found[step])[0] for step in (0, 2))
     assert by_hand["softmax and mask"] > 0 and by_hand["attention"] == 0
     assert fused["softmax and mask"] == 0 and fused["attention"] > 0
     assert all(some["GEMM"] > 0 and some[IDLE] > 0 for some in (by_hand, fused))
 
 
-def test_a_profiled_burst_is_timed_and_marked_by_turns(monkeypatch):
+class FakeProfiler:
+    """Of a GPU: each kernel takes 2 ms and each marker 1, with 1 ms between two of them."""
+
+    def __init__(self, calls):
+        self.calls, self.kineto_results = calls, SimpleNamespace(events=self.events)
+
+    def __enter__(self):
+        self.calls.append("profiler")
+        return self
+
+    def __exit__(self, *_):
+        self.calls.append("ends")
+
+    def events(self):
+        now, found = 0, []
+        for call in self.calls:
+            length = {"run": 2, "mark": 1}.get(call)
+            if length:
+                found.append(SimpleNamespace(start_ns=lambda now=now: now * 10**6, name=lambda call=call: call,
+                                             duration_ns=lambda length=length: length * 10**6,
+                                             device_type=lambda: DeviceType.CUDA))
+                now += length + 1
+        return found
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
     calls = []
     event = SimpleNamespace(record=lambda: calls.append("event"), elapsed_time=lambda end: 7.0)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("mark"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
-    sampler = attribution._Gpu()
-    sampler.sample(("a", lambda: calls.append("run")), lambda: calls.append("clear"), 2, 3)
+    monkeypatch.setattr(attribution, "_MARKER", "mark")
+    monkeypatch.setattr(attribution, "profile", lambda use_cpu, use_device: FakeProfiler(calls))
+    return calls
+
+
+def of_the_fake_gpu(calls, ms):
+    return attribution.burst(lambda: calls.append("run"), lambda: calls.append("clear"), ms, torch.device("cuda"))
+
+
+def test_a_profiled_burst_is_timed_and_marked_by_turns(fake_gpu):
+    burst = of_the_fake_gpu(fake_gpu, 25.0)
     clocked, marked = ["clear", "event", "run", "event"], ["clear", "mark", "run", "mark"]
-    assert calls == 3 * ["clear", "run"] + marked + clocked + clocked + marked + ["wait"]
-    assert sampler.bursts == [("a", [7.0, 7.0])]
-    calls.clear()
-    sampler.sample(("b", lambda: calls.append("run")), lambda: None, 100, 500)     # the profiler keeps all it sees
-    assert calls.count("run") == sampler.MOST[0] + 2 * sampler.MOST[1]
-    assert len(sampler.bursts[1][1]) == sampler.MOST[1]
+    assert fake_gpu == ["profiler", "clear", "run", *marked, *clocked, *clocked, *marked, "wait", "ends"]
+    assert burst.pairs() == 2 * [(parts(**{OTHER: 2.0, IDLE: 2.0}), 7.0)]
+
+
+@pytest.mark.parametrize("ms, pairs", [(1000.0, 1), (30.0, 1), (0.0, 10), (4.0, 10), (10.0, 5)])
+def test_a_burst_is_no_longer_than_the_timed_one_and_the_profiler_keeps_it(ms, pairs, fake_gpu):
+    assert len(of_the_fake_gpu(fake_gpu, ms).pairs()) == pairs
+    assert fake_gpu.count("run") == 1 + 2 * pairs
+
+
+def test_a_burst_that_the_profiler_did_not_see_whole_is_refused(fake_gpu):
+    burst = of_the_fake_gpu(fake_gpu, 25.0)
+    del fake_gpu[-4:]                                           # the last marker, and the ends
+    with pytest.raises(RuntimeError, match="the profiler saw 1 of 2 iterations"):
+        burst.pairs()
 
 
 @pytest.mark.gpu
@@ -136,20 +184,19 @@ def test_kernels_between_the_markers_add_up_to_what_events_measure():
     a = torch.randn(8192, 8192, device="cuda")                 # long kernels: the host's pace does not matter
     runs = {"matmul": lambda: a @ a, "softmax": lambda: a.softmax(-1), "both": lambda: (a @ a).softmax(-1)}
     timed = timing.interleaved(runs, timing.EventClock(), 2)
-    expected = {key: statistics.median(some) for key, some in timed.items()}
-    seen = attribution.profiled(runs, {}, expected, torch.device("cuda"), 10, print)
-    found = {key: some.middle()[0] for key, some in seen.items()}
-    assert found["matmul"]["GEMM"] > 0.9 * sum(found["matmul"].values())
-    assert found["softmax"]["softmax and mask"] > 0 and found["softmax"]["GEMM"] == 0
-    assert found["both"]["GEMM"] > 0 and found["both"]["softmax and mask"] > 0 and found["both"]["attention"] == 0
-    for key, parts_ in found.items():
-        assert sum(parts_.values()) == pytest.approx(seen[key].middle()[1], rel=0.03, abs=0.02)
+    found = {key: attribution.middle([attribution.burst(run, timing.nothing, statistics.median(timed[key]),
+                                                        torch.device("cuda")).pairs()]) for key, run in runs.items()}
+    seen = {key: parts_ for key, (parts_, _) in found.items()}
+    assert seen["matmul"]["GEMM"] > 0.9 * sum(seen["matmul"].values())
+    assert seen["softmax"]["softmax and mask"] > 0 and seen["softmax"]["GEMM"] == 0
+    assert seen["both"]["GEMM"] > 0 and seen["both"]["softmax and mask"] > 0 and seen["both"]["attention"] == 0
+    for parts_, clocked in found.values():
+        assert sum(parts_.values()) == pytest.approx(clocked, rel=0.03, abs=0.02)
 
 
 @pytest.mark.gpu
 def test_graph_replay_shows_its_kernels_too():
     a = torch.randn(1024, 1024, device="cuda")
     replay = graph.capture(lambda: (a @ a).softmax(-1), timing.nothing)
-    seen = attribution.profiled({"graph": replay}, {}, {"graph": 1.0}, torch.device("cuda"), 10, print)["graph"]
-    parts_, _ = seen.middle()
+    parts_, _ = attribution.middle([attribution.burst(replay, timing.nothing, 1.0, torch.device("cuda")).pairs()])
     assert parts_["GEMM"] > 0 and parts_["softmax and mask"] > 0

@@ -274,13 +274,14 @@ def test_clocks_are_read_with_work_still_to_run(count, still_to_run, monkeypatch
 
 
 @integration
-def test_clocks_are_read_before_the_profiler_leaves_the_gpu_idle(main, monkeypatch):
-    order, look, profile = [], harness.under_load, attribution.profiled
+def test_what_was_profiled_is_taken_apart_when_all_is_timed_and_clocks_are_read(main, monkeypatch):
+    """The host takes a while for it, in which a GPU would idle and raise its clocks."""
+    order, look, burst, pairs = [], harness.under_load, attribution.burst, attribution.CpuBurst.pairs
     monkeypatch.setattr(harness, "under_load", lambda *a: (order.append("look"), look(*a))[1])
-    monkeypatch.setattr(attribution, "profiled", lambda *a: (order.append("profile"), profile(*a))[1])
+    monkeypatch.setattr(attribution, "burst", lambda *a: (order.append("profile"), burst(*a))[1])
+    monkeypatch.setattr(attribution.CpuBurst, "pairs", lambda self: (order.append("take apart"), pairs(self))[1])
     assert main("--steps", "0,2", "--rounds", 6, "--profiled", 4)[0] == 0
-    one_pass = ["profile"] * 3 + ["look", "look", "profile"]
-    assert order == 2 * one_pass
+    assert order == 2 * (2 * 4 * ["profile"] + 2 * ["look"] + 2 * 4 * ["take apart"])
 
 
 @integration
@@ -516,11 +517,6 @@ def test_how_many_rounds_are_profiled(argv, profiled, main, monkeypatch):
     monkeypatch.setattr(ladder, "text", lambda lines: "")
     main("--steps", "0", *argv)
     assert seen == [profiled] * 2
-
-
-@unit
-def test_rounds_are_split_evenly():
-    assert study._split(10, 4) == [3, 3, 2, 2] and study._split(6, 1) == [6]
 
 
 @integration

@@ -269,6 +269,15 @@ def test_interleaving_shuffles_every_round_and_pairs_by_round():
     assert all(samples[n][i] // 5 == i for n in names for i in range(20))      # sample i comes from round i
 
 
+def test_what_comes_behind_a_sample_knows_its_round_and_whose_it_is():
+    calls = []
+    clock = SimpleNamespace(sample=lambda iteration, *_: [iteration()], lead_in=0, settle_ms=0, burst_ms=0)
+    timing.interleaved({n: lambda n=n: calls.append(n) or 1.0 for n in "ab"}, clock, rounds=3,
+                       behind=lambda number, name: calls.append((number, name)))
+    assert calls[::2] == [name for _, name in calls[1::2]]
+    assert [number for number, _ in calls[1::2]] == [0, 0, 1, 1, 2, 2]
+
+
 def test_on_a_gpu_each_sample_follows_a_tenth_of_a_second_of_its_own_work():
     taken = []
 
