@@ -83,7 +83,7 @@ class GpuBurst:
     def __init__(self, iteration: Callable, between: Callable, expected_ms: float):
         count = max(1, min(self.MOST, int(self.ms / 2 / max(expected_ms, 1e-3))))
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-        with profile(use_cpu=False, use_device="cuda") as self._profiler:
+        with profile(use_cpu=False, use_device="cuda", use_kineto=True) as self._profiler:
             between()                                # the first event would wait on an empty queue for its first kernel
             iteration()
             for number, (start, end) in enumerate(events):
@@ -119,7 +119,7 @@ class CpuBurst:
     _RANGE = "one iteration"
 
     def __init__(self, iteration: Callable, between: Callable, expected_ms: float):
-        with profile() as self._profiler:
+        with profile(use_kineto=True) as self._profiler:
             self._clocked = timing.HostClock().sample(iteration, between, 1)
             between()
             with record_function(self._RANGE):

@@ -151,7 +151,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     monkeypatch.setattr(attribution, "_MARKER", "mark")
-    monkeypatch.setattr(attribution, "profile", lambda use_cpu, use_device: FakeProfiler(calls))
+    monkeypatch.setattr(attribution, "profile", lambda *, use_cpu, use_device, use_kineto: FakeProfiler(calls))
     return calls
 
 
