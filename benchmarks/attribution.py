@@ -60,34 +60,38 @@ def credit(intervals: Iterable[tuple[float, float, str]], start: float, end: flo
 Pair = tuple[dict[str, float], float]     # of two iterations under the profiler: ms by part of one, by the clock of one
 
 
-def middle(bursts: list[list[Pair]]) -> Pair:
-    """Means over the middle three fifths, by length, of the pairs of a burst, and then of the bursts.
+def middle(bursts: list[list[Pair]], timed: list[float]) -> tuple[dict[str, float], float, float]:
+    """(ms by part, ms by the clock beside them, ms by the clock before): of each burst, and of the sample before it.
 
-    What was disturbed is left out, and the parts still add up.
+    Means over the middle three fifths, by length, of the pairs of a burst and then of the bursts, the same for all
+    three: what was disturbed is left out, the parts add up, and what differs from round to round differs for all.
     """
-    return _middle([_middle(burst) for burst in bursts])
+    return _middle([(*_middle(burst), ms) for burst, ms in zip(bursts, timed, strict=True)])
 
 
-def _middle(pairs: list[Pair]) -> Pair:
-    ordered = sorted(pairs, key=lambda pair: sum(pair[0].values()) + pair[1])
-    kept = ordered[len(ordered) // 5:len(ordered) - len(ordered) // 5]
-    return ({part: statistics.mean(parts[part] for parts, _ in kept) for part in PARTS},
-            statistics.mean(ms for _, ms in kept))
+def _middle(seen: list[tuple]) -> tuple:
+    ordered = sorted(seen, key=lambda one: sum(one[0].values()) + sum(one[1:]))
+    parts, *times = zip(*ordered[len(ordered) // 5:len(ordered) - len(ordered) // 5], strict=True)
+    return ({part: statistics.mean(one[part] for one in parts) for part in PARTS}, *map(statistics.mean, times))
 
 
 class GpuBurst:
-    """Pairs of iterations that ran under the profiler: one between two events, one between two marker kernels."""
-    MOST = 10                                        # pairs: the profiler keeps all of their kernels
-    ms = timing.EventClock.burst_ms                  # of all of them, as of the timed ones before
+    """Pairs of iterations that ran under the profiler: one between two events, one between two marker kernels.
 
-    def __init__(self, iteration: Callable, between: Callable, expected_ms: float):
-        count = max(1, min(self.MOST, int(self.ms / 2 / max(expected_ms, 1e-3))))
+    Behind as much of the same work as the timed ones, and no longer than these: so the GPU's clocks are theirs.
+    """
+    MOST = 10                                        # pairs: the profiler keeps all of their kernels
+
+    def __init__(self, iteration: Callable, between: Callable, expected_ms: float, number: int):
+        timed, lead_in = timing.burst(timing.EventClock(), expected_ms)
+        count = max(1, min(self.MOST, timed // 2))
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
         with profile(use_cpu=False, use_device="cuda", use_kineto=True) as self._profiler:
-            between()                                # the first event would wait on an empty queue for its first kernel
-            iteration()
-            for number, (start, end) in enumerate(events):
-                for marked in (False, True) if number % 2 else (True, False):       # neither is always the second
+            for _ in range(lead_in):
+                between()
+                iteration()
+            for pair, (start, end) in enumerate(events, number):
+                for marked in (False, True) if pair % 2 else (True, False):         # neither is always the second
                     between()
                     if marked:
                         torch.cuda._sleep(1)
@@ -118,7 +122,7 @@ class CpuBurst:
     """A pair of iterations that ran under the profiler: one by the clock, one in a named range."""
     _RANGE = "one iteration"
 
-    def __init__(self, iteration: Callable, between: Callable, expected_ms: float):
+    def __init__(self, iteration: Callable, between: Callable, expected_ms: float, number: int):
         with profile(use_kineto=True) as self._profiler:
             self._clocked = timing.HostClock().sample(iteration, between, 1)
             between()
@@ -144,9 +148,11 @@ class CpuBurst:
         return parts
 
 
-def burst(iteration: Callable, between: Callable, expected_ms: float, device: torch.device) -> GpuBurst | CpuBurst:
-    """Run some pairs of iterations under the profiler, of work that takes `expected_ms`; `between` runs before each.
+def burst(iteration: Callable, between: Callable, expected_ms: float, device: torch.device,
+          number: int = 0) -> GpuBurst | CpuBurst:
+    """Run pairs of iterations under the profiler, of work that takes `expected_ms`; `between` runs before each.
 
-    They are taken apart when `pairs` of the result is called: that takes the host a while, in which a GPU would idle.
+    Whether the timed one of a pair is its first goes by turns, from one burst `number` to the next too. They are taken
+    apart when `pairs` of the result is called: that takes the host a while, in which a GPU would idle.
     """
-    return (GpuBurst if device.type == "cuda" else CpuBurst)(iteration, between, expected_ms)
+    return (GpuBurst if device.type == "cuda" else CpuBurst)(iteration, between, expected_ms, number)

@@ -166,12 +166,12 @@ def bound_by(run: Run, mode: str) -> str:
 def attribution(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
     """(rows, headers): for each pair of neighbours, how many ms each part gave; positive: the later step takes less.
 
-    "gained ms" is the difference of the two medians of the rounds: the sum of the parts, of "while profiled" and of
-    "unexplained". "while profiled" is what the difference by the clock changes by while the profiler runs: what
-    watching costs, and how the machine drifts between rounds; n/a, and in what is unexplained, in records from before
-    it was taken. "unexplained" is what is then left between clock and kernels. The bound is the larger of 5 % of the
-    gain and 0.5 % of the slower step; EXCEEDED where what is unexplained is beyond it, and "EXCEEDED with profiling"
-    where the two together are. Steps of which fewer than five iterations were profiled have no row.
+    "gained ms" is the difference of the two by the clock, of the samples right before the profiled iterations: the sum
+    of the parts, of "while profiled" and of "unexplained". "while profiled" is what the difference by the clock changes
+    by while the profiler runs; n/a, and in what is unexplained, in records from before it was taken. "unexplained" is
+    what is then left between clock and kernels. The bound is the larger of 5 % of the gain and 0.5 % of the slower
+    step; EXCEEDED where what is unexplained is beyond it, and "EXCEEDED with profiling" where the two together are.
+    Steps of which fewer than five iterations were profiled have no row.
     """
     timed = [run for run in of_steps(lines) if run.attributed(mode)]
     rows = []
@@ -259,8 +259,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=command.count, default=1, metavar="N",
                         help="run the whole N times, each in a process of its own: a noise floor for compare")
     parser.add_argument("--profiled", type=command.count, metavar="N",
-                        help="rounds under the profiler, for where the ms went (default: as many as are timed; "
-                             f"{records.PAIRS} with --quick, 1 with --processes)")
+                        help="the first N rounds have iterations under the profiler, for where the ms went (default: "
+                             f"all; {records.PAIRS} with --quick, 1 with --processes)")
     parser.add_argument("--counters", action="store_true", help="bytes read and written in DRAM, by ncu (slow)")
     parser.add_argument("--readme", action="store_true", help="measure nothing: rewrite README.md from recorded runs")
     argv = sys.argv[1:] if argv is None else argv

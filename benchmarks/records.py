@@ -93,7 +93,7 @@ def _checked(line: dict) -> dict:
         series += extra.get("calibration", {}).values()
     if metric == "time by part" and "parts" in extra:
         _has(extra, {"parts": dict.fromkeys(PARTS, float | int), "of": str})
-        series += [extra["parts"].values(), [extra.get("clocked") or 0.0]]
+        series += [extra["parts"].values(), [extra.get(name) or 0.0 for name in ("clocked", "timed")]]
         if min(extra["parts"].values()) < 0 or not sum(extra["parts"].values()):
             raise ValueError
     for values in series:
@@ -177,12 +177,13 @@ class Run:
         return bool(self.parts(mode)) and line["metric"]["extra_info"].get("pairs", PAIRS) >= PAIRS
 
     def profiled(self, mode: str) -> str:
-        """The way of launching that was profiled: the faster one of the first rounds, not always that of all."""
+        """The way of launching that was profiled: the faster one while warming up, not always that of all rounds."""
         return self.find(mode, "time by part")["metric"]["extra_info"]["of"]
 
     def profiled_ms(self, mode: str) -> float:
-        """Its median by the clock, from the rounds that were not profiled."""
-        return self.median(mode, self.profiled(mode))
+        """By the clock, of the samples right before the profiled iterations; the median of all in older records."""
+        timed = self.find(mode, "time by part")["metric"]["extra_info"].get("timed")
+        return timed or self.median(mode, self.profiled(mode))
 
     def clocked_ms(self, mode: str) -> float | None:
         """The same by the clock while the profiler ran; None where that was not taken."""
@@ -266,7 +267,7 @@ def verdict(low: float, high: float) -> str:
 
 
 def beside_the_parts(a: Run, b: Run, mode: str) -> tuple[float | None, float]:
-    """What the difference of two medians (a less b) holds besides that of the parts, in ms: (while profiled, the rest).
+    """What the difference by the clock (a less b) holds besides that of the parts, in ms: (while profiled, the rest).
 
     While profiled: what the difference by the clock changes by while the profiler runs; None, and in the rest, where
     the clock was not read then.

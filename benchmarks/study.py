@@ -128,8 +128,8 @@ class Study:
     def time(self, mode: str, profiled: int = 0) -> None:
         """Time every prepared case, all ways of launching in the same rounds; writes the records of each.
 
-        In the first `profiled` rounds the way of launching of each that was faster while warming up runs under the
-        profiler too, right behind its samples.
+        Right behind samples of the way of launching of each that was faster while warming up, some more iterations run
+        under the profiler, in the first `profiled` rounds, and the machine's state is read, in the last.
         """
         runs, between = self._ready(mode)
         if not runs:
@@ -141,10 +141,16 @@ class Study:
         chosen = self._faster(expected)
         bursts: dict[str, list] = {key: [] for key in self.subjects}
 
-        def profile(number: int, where: tuple) -> None:
+        def look_into(number: int, where: tuple) -> None:
             key, launch = where
-            if number < profiled and chosen.get(key) == launch:
-                bursts[key].append(attribution.burst(runs[where], between[where], expected[where], self.device))
+            work = runs[where], between.get(where), expected[where]
+            if chosen.get(key) != launch:
+                return
+            if number == self.options.rounds - 1:
+                self.reports[key].state = self.look(*work)
+                self.say(f"sampling {mode}")
+            if number < profiled:
+                bursts[key].append(attribution.burst(*work, self.device, number))
 
         again = ""
         try:
@@ -153,8 +159,7 @@ class Study:
                 samples = timing.interleaved(runs, clock, self.options.rounds, between, self.options.seed,
                                              lambda number: self._bar.set_description_str(
                                                  f"{mode}: round {number + 1} of {self.options.rounds}"),
-                                             expected, profile)
-                self._read_clocks(chosen, runs, between, expected)
+                                             expected, look_into)
         except harness.Failed as error:
             again = str(error)
         if again:                                             # time the others without what was compiled again
@@ -172,7 +177,7 @@ class Study:
             self._observe(key, mode)
             self.say("attributing")
             if bursts[key]:
-                self._attribute(key, mode, chosen[key], bursts.pop(key))
+                self._attribute(key, mode, chosen[key], bursts.pop(key), samples[key, chosen[key]][:profiled])
             if self.reports[key].status != "ok":
                 self._drop(key)
 
@@ -241,16 +246,16 @@ class Study:
         return {key: min((expected[key, launch], launch) for launch in report.LAUNCHES
                          if (key, launch) in expected)[1] for key in self.subjects}
 
-    def _attribute(self, key: str, mode: str, launch: str, bursts: list) -> None:
-        """The record of where the time of a case goes."""
+    def _attribute(self, key: str, mode: str, launch: str, bursts: list, timed: list[float]) -> None:
+        """The record of where the time of a case goes; `timed` are the samples right before each of the bursts."""
         try:
             seen = [burst.pairs() for burst in bursts]
         except RuntimeError as error:
             self.write([report.record(self.reports[key], "time by part", "ms", [], mode, reason=str(error))])
             return
-        parts, clocked = attribution.middle(seen)
+        parts, clocked, middle = attribution.middle(seen, timed)
         self.write([report.record(self.reports[key], "time by part", "ms", [sum(parts.values())], mode, parts=parts,
-                                  clocked=clocked, of=launch, pairs=sum(map(len, seen)))])
+                                  clocked=clocked, timed=middle, of=launch, pairs=sum(map(len, seen)))])
 
     def _observe(self, key: str, mode: str) -> None:
         """Which kernels ran, and the records of the pass."""
@@ -279,11 +284,6 @@ class Study:
         clear()
         return peak
 
-    def _read_clocks(self, chosen: dict, runs: dict, between: dict, expected: dict) -> None:
-        """The machine's state while each case runs, launched as it is profiled."""
-        for where in chosen.items():
-            self.reports[where[0]].state = self.look(runs[where], between[where], expected[where])
-
     def look(self, iteration: Callable, between: Callable, ms: float) -> dict:
         """The machine's state while it does this work, for 150 ms or three times: clocks follow the work."""
         self.say("reading clocks")
@@ -293,6 +293,7 @@ class Study:
     def show(self, text: Callable, draw: Callable, lines: list[dict] | None = None) -> int:
         """Print `text(lines)`, `draw` the chart that was asked for, and say where the time went; the exit status."""
         lines = self.lines if lines is None else lines
+        self.say("showing what was found")
         self._bar.clear()
         command.tell(text(lines))
         if self.options.chart:

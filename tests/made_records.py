@@ -15,7 +15,7 @@ CPU_CONFIG = PRESETS["tiny"].replace(amp_dtype=torch.bfloat16)
 
 def made(step: str, ms: dict, *, run="one", study="ladder", facts=FACTS, config=CPU_CONFIG, parts=None, status="ok",
          reason="", calibration=None, parameter_dtype="float32", matmul="bfloat16", peak=2**30, enqueue=None,
-         flop_bound=1.0, of="eager", clocked=None):
+         flop_bound=1.0, of="eager", clocked=None, timed=None):
     """The records of one case. `ms`: (mode, launch) -> samples; `parts`: mode -> milliseconds by part."""
     r = report.Report(step, config, parameter_dtype, facts, study=study, run=run, matmul=matmul)
     r.errors = {"output": (1e-7, None), "branch": (2e-7, 3e-6)}
@@ -32,7 +32,7 @@ def made(step: str, ms: dict, *, run="one", study="ladder", facts=FACTS, config=
             lines += report.row_records(r, mode)
         if parts and mode in parts:
             lines.append(report.record(r, "time by part", "ms", [sum(parts[mode].values())], mode, parts=parts[mode],
-                                       of=of, clocked=clocked))
+                                       of=of, clocked=clocked, timed=timed))
     if status != "ok":
         r.status, r.reason = status, reason
         lines.append(report.record(r, "status", "", [], "run"))

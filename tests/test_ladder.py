@@ -133,6 +133,17 @@ def test_what_profiling_changes_is_told_apart_from_what_is_unexplained():
 
 
 @unit
+def test_the_parts_are_held_against_the_samples_right_before_them():
+    """Not against the median of all rounds: at a power cap what one round takes another does not."""
+    lines = (made("1_cublas", both([10.0] * 6, []), parts={"forward": parts(GEMM=10.5)}, clocked=10.5, timed=10.25)
+             + made("2_sdpa", both([9.5] * 6, []), parts={"forward": parts(GEMM=9.25)}, clocked=9.25, timed=9.0))
+    rows, headers = ladder.attribution(lines, "forward")
+    row = dict(zip(headers, rows[0], strict=True))
+    assert [row[name] for name in ("gained ms", "while profiled", "unexplained", "bound")] == [
+        "+1.25", "+0.000", "+0.000", "0.062"]
+
+
+@unit
 def test_a_table_is_split_where_the_terminal_is_narrow():
     rows, headers = [["a step", "1" * 30, "2" * 30, "3" * 30]], ["step", "one", "two", "three"]
     assert len(command.table(rows, headers, 200).split("\n\n")) == 1
@@ -274,14 +285,27 @@ def test_clocks_are_read_with_work_still_to_run(count, still_to_run, monkeypatch
 
 
 @integration
-def test_what_was_profiled_is_taken_apart_when_all_is_timed_and_clocks_are_read(main, monkeypatch):
-    """The host takes a while for it, in which a GPU would idle and raise its clocks."""
+def test_right_behind_its_samples_a_step_is_profiled_and_in_the_last_round_its_clocks_are_read(main, monkeypatch):
+    """Taken apart is what was seen when all is timed: the host needs a while, in which a GPU would raise its clocks."""
     order, look, burst, pairs = [], harness.under_load, attribution.burst, attribution.CpuBurst.pairs
     monkeypatch.setattr(harness, "under_load", lambda *a: (order.append("look"), look(*a))[1])
-    monkeypatch.setattr(attribution, "burst", lambda *a: (order.append("profile"), burst(*a))[1])
+    monkeypatch.setattr(attribution, "burst", lambda *a: (order.append(f"profile in {a[-1]}"), burst(*a))[1])
     monkeypatch.setattr(attribution.CpuBurst, "pairs", lambda self: (order.append("take apart"), pairs(self))[1])
     assert main("--steps", "0,2", "--rounds", 6, "--profiled", 4)[0] == 0
-    assert order == 2 * (2 * 4 * ["profile"] + 2 * ["look"] + 2 * 4 * ["take apart"])
+    one_pass = [f"profile in {number}" for number in range(4) for _ in range(2)] + 2 * ["look"]
+    assert order == 2 * (one_pass + 8 * ["take apart"])
+
+
+@integration
+def test_a_case_that_the_profiler_did_not_see_whole_says_so_and_is_timed(main, monkeypatch, tmp_path):
+    def unseen(self):
+        raise RuntimeError("the profiler saw 0 of 1 iterations")
+    monkeypatch.setattr(attribution.CpuBurst, "pairs", unseen)
+    path = tmp_path / "ladder.jsonl"
+    status, out, _ = main("--steps", "0,2", "--rounds", 6, "--json", path)
+    assert status == 0 and "2_sdpa, forward: the profiler saw 0 of 1 iterations" in out and "->" not in out
+    assert all(run.best_ms(mode) > 0 and run.parts(mode) is None for mode in report.MODES
+               for run in list(records.latest(records.read(path)).values())[:2])
 
 
 @integration
