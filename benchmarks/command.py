@@ -24,7 +24,7 @@ def parser(name: str, doc: str) -> argparse.ArgumentParser:
     run.shape_arguments(found)
     found.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (default: auto)")
     found.add_argument("--rounds", type=int, metavar="N",
-                       help="interleaved samples of each case (default: 16 on a GPU, 12 on a CPU)")
+                       help="interleaved samples of each case (default: 20 on a GPU, 12 on a CPU)")
     found.add_argument("--quick", action="store_true", help="6 rounds, in sweeps fewer and smaller sizes too: "
                        "a look, not a measurement")
     found.add_argument("--seed", type=int, default=0, help="of parameters, inputs and order (default: 0)")
@@ -48,7 +48,7 @@ def parse(found: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
         if options.config.amp_dtype is not None:
             options.config.check_width()
         if options.rounds is None:
-            options.rounds = 6 if options.quick else 16 if on_gpu else 12
+            options.rounds = 6 if options.quick else 20 if on_gpu else 12
         if options.rounds < 6:
             raise ValueError(f"--rounds {options.rounds}: give at least 6, fewer bound no median")
         if abs(options.seed) >= 10**18:

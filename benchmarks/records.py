@@ -303,4 +303,5 @@ def provenance(lines: list[dict]) -> str:
 
 def commits(lines: list[dict]) -> str:
     """Those that the records are of, in words."""
-    return " and ".join(dict.fromkeys(_short(line["benchmark"]["extra_info"]["git"]) for line in lines))
+    *others, last = dict.fromkeys(_short(line["benchmark"]["extra_info"]["git"]) for line in lines)
+    return f"{', '.join(others)} and {last}" if others else last
