@@ -1,10 +1,10 @@
 """Where the milliseconds of an iteration go: profiled kernels by what they do, and the gaps between them.
 
-Right behind a timed sample, on a machine in the state it was timed in, a few more iterations run under the profiler, a
-marker kernel before and behind each. The timeline of one is the time between its markers; idle is the timeline less the
-union of its kernels' intervals. Between two of them one is timed by the clock: what the kernels don't explain is told
-apart from what the profiler costs. On a CPU operators stand for kernels: an operator's own time, without that of the
-operators it calls.
+Right behind a timed sample, on a machine in the state it was timed in, a few more iterations run under the profiler,
+every other one with a marker kernel before and behind it. The timeline of one is the time between its markers; idle is
+the timeline less the union of its kernels' intervals. The others are timed by the clock: what the kernels don't explain
+is told apart from what the profiler costs. On a CPU operators stand for kernels: an operator's own time, without that
+of the operators it calls.
 """
 import functools
 import re
@@ -78,7 +78,8 @@ def _middle(seen: list[tuple]) -> tuple:
 class GpuBurst:
     """Pairs of iterations that ran under the profiler: one between two events, one between two marker kernels.
 
-    Behind as much of the same work as the timed ones, and no longer than these: so the GPU's clocks are theirs.
+    Behind as much of the same work as the timed ones, and no longer than these, but for the one pair there must be: so
+    the GPU's clocks stay near theirs.
     """
     MOST = 10                                        # pairs: the profiler keeps all of their kernels
 

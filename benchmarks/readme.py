@@ -92,10 +92,14 @@ def long_tables() -> dict[Path, str]:
             for name, study in STUDIES.items() for path in _beside(name)}
 
 
+def _timings(lines: list[dict]) -> list[dict]:
+    """Without what counts no time: the counters' runs are others, of other commits."""
+    return [line for line in lines if line["metric"]["name"] != "dram traffic"]
+
+
 def summary() -> str:
     """The ladder at the default shape in a row a step: what each buys, and what it costs in accuracy."""
-    path = recorded("ladder")[0]
-    lines = records.read(path)
+    lines = _timings(records.read(recorded("ladder")[0]))
     found = [run for run in records.latest(lines).values() if run.best("forward+backward")]
     rows = []
     for run, before in zip(found, [None, *found], strict=False):
@@ -113,7 +117,8 @@ def comparisons() -> str:
     """A recorded study, and the same on another machine of its kind in first-<the same name>: compared."""
     blocks = []
     for path in sorted(RESULTS.glob("*/first-*.jsonl")):
-        old, new = records.read(path), records.read(path.with_name(path.name.removeprefix("first-")))
+        second = path.with_name(path.name.removeprefix("first-"))
+        old, new = _timings(records.read(path)), _timings(records.read(second))
         noise = [line for line in compare.recorded_noise(new) if line["model"]["name"] == new[0]["model"]["name"]]
         seen = compare.compare(old, new, noise, force=False)
         blocks.append(f"{records.provenance(new)} Against commit {records.commits(old)}; noise of five processes of "

@@ -143,9 +143,9 @@ class Study:
 
         def look_into(number: int, where: tuple) -> None:
             key, launch = where
-            work = runs[where], between.get(where), expected[where]
             if chosen.get(key) != launch:
                 return
+            work = runs[where], between[where], expected[where]
             if number == self.options.rounds - 1:
                 self.reports[key].state = self.look(*work)
                 self.say(f"sampling {mode}")
