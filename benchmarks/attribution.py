@@ -9,13 +9,13 @@ of the operators it calls.
 import functools
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler import profile, record_function
 
-from common import timing
+from common import harness, timing
 
 # First match decides; what matches none is "residual and other". Kernel names as seen on Hopper with CUDA 13, those of
 # torch.compile say which operations were fused: one that holds a LayerNorm or a GELU is counted there, with whatever
@@ -57,10 +57,49 @@ def credit(intervals: Iterable[tuple[float, float, str]], start: float, end: flo
     return parts
 
 
-Pair = tuple[dict[str, float], float]     # of two iterations under the profiler: ms by part of one, by the clock of one
+Pair = tuple[dict[str, float], float]     # (ms by part of an iteration between markers, ms by the clock of another)
 
 
-def middle(bursts: list[list[Pair]], timed: list[float]) -> tuple[dict[str, float], float, float]:
+class Profiled:
+    """What the profiler saw of the cases of one pass: behind some of their samples a burst of pairs of iterations."""
+
+    def __init__(self, device: torch.device):
+        self._burst = GpuBurst if device.type == "cuda" else CpuBurst
+        self._bursts: dict[str, list[tuple[int, GpuBurst | CpuBurst]]] = {}
+        self._unseen: dict[str, str] = {}
+
+    def burst(self, key: str, number: int, iteration: Callable, between: Callable, expected_ms: float) -> None:
+        """Run one behind sample `number` of the case, whose iterations take `expected_ms`; `between` runs before each.
+
+        Where the profiler fails the case is not profiled again, and is timed all the same.
+        """
+        if key not in self._unseen:
+            try:
+                burst = self._burst(iteration, between, expected_ms, number)
+            except RuntimeError as error:
+                self._unseen[key] = f"not profiled any further: {harness.in_a_line(error)}"
+            else:
+                self._bursts.setdefault(key, []).append((number, burst))
+
+    def found(self, key: str, samples: list[float]) -> dict | None:
+        """What a record holds of a case: `middle` of its bursts, of how many; why some were not seen; None without any.
+
+        To take them apart takes the host a while, in which a GPU would idle: after all is timed.
+        """
+        seen = []
+        for number, burst in self._bursts.pop(key, ()):
+            try:
+                seen.append((burst.pairs(), samples[number]))
+            except RuntimeError as error:
+                self._unseen[key] = str(error)
+        fields = {"reason": self._unseen[key]} if key in self._unseen else {}
+        if seen:
+            parts, clocked, timed = middle(*zip(*seen, strict=True))
+            fields |= {"parts": parts, "clocked": clocked, "timed": timed, "rounds": len(seen)}
+        return fields or None
+
+
+def middle(bursts: Sequence[list[Pair]], timed: Sequence[float]) -> tuple[dict[str, float], float, float]:
     """(ms by part, ms by the clock beside them, ms by the clock before): of each burst, and of the sample before it.
 
     Means over the middle three fifths, by length, of the pairs of a burst and then of the bursts, the same for all
@@ -81,18 +120,18 @@ class GpuBurst:
     Behind as much of the same work as the timed ones, and no longer than these, but for the one pair there must be: so
     the GPU's clocks stay near theirs.
     """
-    MOST = 10                                        # pairs: the profiler keeps all of their kernels
+    MOST = 120, 10                                   # iterations before them, and pairs: the profiler keeps all kernels
 
     def __init__(self, iteration: Callable, between: Callable, expected_ms: float, number: int):
         timed, lead_in = timing.burst(timing.EventClock(), expected_ms)
-        count = max(1, min(self.MOST, timed // 2))
+        lead_in, count = min(lead_in, self.MOST[0]), max(1, min(timed // 2, self.MOST[1]))
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
         with profile(use_cpu=False, use_device="cuda", use_kineto=True) as self._profiler:
             for _ in range(lead_in):
                 between()
                 iteration()
-            for pair, (start, end) in enumerate(events, number):
-                for marked in (False, True) if pair % 2 else (True, False):         # neither is always the second
+            for pair, (start, end) in enumerate(events, number):                    # neither is always the second, of
+                for marked in (False, True) if pair % 2 else (True, False):         # bursts of one pair either
                     between()
                     if marked:
                         torch.cuda._sleep(1)
@@ -124,7 +163,7 @@ class CpuBurst:
     _RANGE = "one iteration"
 
     def __init__(self, iteration: Callable, between: Callable, expected_ms: float, number: int):
-        with profile(use_kineto=True) as self._profiler:
+        with profile() as self._profiler:
             self._clocked = timing.HostClock().sample(iteration, between, 1)
             between()
             with record_function(self._RANGE):
@@ -147,13 +186,3 @@ class CpuBurst:
             parts[own] += event.self_cpu_time_total / 1e3
             todo += [(inner, own) for inner in event.cpu_children]
         return parts
-
-
-def burst(iteration: Callable, between: Callable, expected_ms: float, device: torch.device,
-          number: int = 0) -> GpuBurst | CpuBurst:
-    """Run pairs of iterations under the profiler, of work that takes `expected_ms`; `between` runs before each.
-
-    Whether the timed one of a pair is its first goes by turns, from one burst `number` to the next too. They are taken
-    apart when `pairs` of the result is called: that takes the host a while, in which a GPU would idle.
-    """
-    return (GpuBurst if device.type == "cuda" else CpuBurst)(iteration, between, expected_ms, number)

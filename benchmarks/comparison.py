@@ -80,7 +80,7 @@ class Comparison:
     __str__ = table
 
 
-def compare(modules: dict[str, Callable], inputs: tuple[Tensor, ...], reference: Callable, rounds: int = 16,
+def compare(modules: dict[str, Callable], inputs: tuple[Tensor, ...], reference: Callable, rounds: int = 20,
             gates: dict[str, float] | None = None, seed: int = 0, say: Callable[[str], None] = lambda what: None
             ) -> Comparison:
     """Check every module against `reference` in FP64, then time those that passed, forward and forward+backward.

@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace) -> Study:
     for case in cases(options.config, options.device, options.steps):
         study.prepare(case)
     for mode in report.MODES:
-        study.time(mode, profiled=options.profiled or (records.PAIRS if options.quick else options.rounds))
+        study.time(mode, profiled=options.profiled or (records.PROFILED if options.quick else options.rounds))
     if options.counters:
         study.say("counting DRAM traffic")
         counters.measure(study)
@@ -166,12 +166,13 @@ def bound_by(run: Run, mode: str) -> str:
 def attribution(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
     """(rows, headers): for each pair of neighbours, how many ms each part gave; positive: the later step takes less.
 
-    "gained ms" is the difference of the two by the clock, of the samples right before the profiled iterations: the sum
-    of the parts, of "while profiled" and of "unexplained". "while profiled" is what the difference by the clock changes
-    by while the profiler runs; n/a, and in what is unexplained, in records from before it was taken. "unexplained" is
-    what is then left between clock and kernels. The bound is the larger of 5 % of the gain and 0.5 % of the slower
-    step; EXCEEDED where what is unexplained is beyond it, and "EXCEEDED with profiling" where the two together are.
-    Steps of which fewer than five iterations were profiled have no row.
+    "gained ms" is the difference of the two by the clock, means of the middle three fifths of the samples before the
+    profiled iterations, as the parts are of these: the sum of the parts, of "while profiled" and of "unexplained".
+    "while profiled" is what the difference by the clock changes by while the profiler runs; n/a, and in what is
+    unexplained, in records from before it was taken. "unexplained" is what is then left between clock and kernels. The
+    bound is the larger of 5 % of the gain and 0.5 % of the slower step; EXCEEDED where what is unexplained is beyond
+    it, and "EXCEEDED with profiling" where the two together are.
+    Steps of which fewer than five rounds were profiled have no row.
     """
     timed = [run for run in of_steps(lines) if run.attributed(mode)]
     rows = []
@@ -240,8 +241,8 @@ def draw(lines: list[dict], stem: str) -> None:
     if charts.attributed(lines):
         charts.ladder(lines, stem)
     else:
-        command.no_chart("ladder", f"it needs a step with {records.PAIRS} profiled rounds (with --processes there is "
-                                   "one unless told)")
+        command.no_chart("ladder", f"it needs a step with {records.PROFILED} profiled rounds (with --processes there "
+                                   "is one unless told)")
 
 
 def rows_of(text_: str) -> tuple[str, ...]:
@@ -260,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
                         help="run the whole N times, each in a process of its own: a noise floor for compare")
     parser.add_argument("--profiled", type=command.count, metavar="N",
                         help="the first N rounds have iterations under the profiler, for where the ms went (default: "
-                             f"all; {records.PAIRS} with --quick, 1 with --processes)")
+                             f"all; {records.PROFILED} with --quick, 1 with --processes)")
     parser.add_argument("--counters", action="store_true", help="bytes read and written in DRAM, by ncu (slow)")
     parser.add_argument("--readme", action="store_true", help="measure nothing: rewrite README.md from recorded runs")
     argv = sys.argv[1:] if argv is None else argv

@@ -11,7 +11,7 @@ from common import report, timing
 
 from .attribution import PARTS
 
-PAIRS = 5                       # profiled iterations, at the least: of fewer, a disturbed one would tell most
+PROFILED = 5                    # rounds under the profiler, at the least: of fewer, a disturbed one would tell most
 
 
 class BadRecords(ValueError):
@@ -172,9 +172,12 @@ class Run:
         return line["metric"]["extra_info"].get("parts") if line else None
 
     def attributed(self, mode: str) -> bool:
-        """Whether so many iterations were profiled that the parts tell where the time goes."""
-        line = self.find(mode, "time by part")
-        return bool(self.parts(mode)) and line["metric"]["extra_info"].get("pairs", PAIRS) >= PAIRS
+        """Whether so many rounds were profiled (pairs of iterations, in older records) that the parts tell where the
+        time goes."""
+        if not self.parts(mode):
+            return False
+        extra = self.find(mode, "time by part")["metric"]["extra_info"]
+        return extra.get("rounds", extra.get("pairs", PROFILED)) >= PROFILED
 
     def profiled(self, mode: str) -> str:
         """The way of launching that was profiled: the faster one while warming up, not always that of all rounds."""

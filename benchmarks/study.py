@@ -139,7 +139,7 @@ class Study:
         self.say(f"warming up, {mode}")
         expected = self._warm_up(mode, runs, between, clock)
         chosen = self._faster(expected)
-        bursts: dict[str, list] = {key: [] for key in self.subjects}
+        seen = attribution.Profiled(self.device)
 
         def look_into(number: int, where: tuple) -> None:
             key, launch = where
@@ -150,7 +150,7 @@ class Study:
                 self.reports[key].state = self.look(*work)
                 self.say(f"sampling {mode}")
             if number < profiled:
-                bursts[key].append(attribution.burst(*work, self.device, number))
+                seen.burst(key, number, *work)
 
         again = ""
         try:
@@ -164,7 +164,7 @@ class Study:
             again = str(error)
         if again:                                             # time the others without what was compiled again
             guilty = self._compiled_again(runs, between)
-            del runs, between
+            del runs, between, seen
             for key in guilty:
                 self._fail(key, mode, "failed", again)
             return self.time(mode, profiled)
@@ -176,8 +176,10 @@ class Study:
             self.say(f"observing which kernels run, {mode}")
             self._observe(key, mode)
             self.say("attributing")
-            if bursts[key]:
-                self._attribute(key, mode, chosen[key], bursts.pop(key), samples[key, chosen[key]][:profiled])
+            if found := seen.found(key, samples[key, chosen[key]]):
+                self.write([report.record(self.reports[key], "time by part", "ms",
+                                          [sum(found["parts"].values())] if "parts" in found else [], mode,
+                                          of=chosen[key], **found)])
             if self.reports[key].status != "ok":
                 self._drop(key)
 
@@ -245,17 +247,6 @@ class Study:
         """Case -> its faster way of launching."""
         return {key: min((expected[key, launch], launch) for launch in report.LAUNCHES
                          if (key, launch) in expected)[1] for key in self.subjects}
-
-    def _attribute(self, key: str, mode: str, launch: str, bursts: list, timed: list[float]) -> None:
-        """The record of where the time of a case goes; `timed` are the samples right before each of the bursts."""
-        try:
-            seen = [burst.pairs() for burst in bursts]
-        except RuntimeError as error:
-            self.write([report.record(self.reports[key], "time by part", "ms", [], mode, reason=str(error))])
-            return
-        parts, clocked, middle = attribution.middle(seen, timed)
-        self.write([report.record(self.reports[key], "time by part", "ms", [sum(parts.values())], mode, parts=parts,
-                                  clocked=clocked, timed=middle, of=launch, pairs=sum(map(len, seen)))])
 
     def _observe(self, key: str, mode: str) -> None:
         """Which kernels ran, and the records of the pass."""
@@ -352,4 +343,3 @@ class Study:
 
 def _medians(samples: dict) -> dict:
     return {where: statistics.median(some) for where, some in samples.items()}
-

@@ -111,13 +111,69 @@ def test_a_profiled_block_is_taken_apart_on_a_cpu():
              for step in (0, 2)}
     runs = {step: iteration for step, (iteration, _) in pairs.items()}
     between = {step: clear for step, (_, clear) in pairs.items()}
-    found = {step: [attribution.burst(runs[step], between[step], 1.0, torch.device("cpu")).pairs() for _ in range(5)]
+    found = {step: [attribution.CpuBurst(runs[step], between[step], 1.0, 0).pairs() for _ in range(5)]
              for step in (0, 2)}
     assert all(len(pairs) == 1 and pairs[0][1] > 0 for bursts in found.values() for pairs in bursts)
     by_hand, fused = (attribution.middle(found[step], [1.0] * 5)[0] for step in (0, 2))
     assert by_hand["softmax and mask"] > 0 and by_hand["attention"] == 0
     assert fused["softmax and mask"] == 0 and fused["attention"] > 0
     assert all(some["GEMM"] > 0 and some[IDLE] > 0 for some in (by_hand, fused))
+
+
+def test_both_iterations_of_a_burst_on_a_cpu_run_under_the_profiler_each_behind_what_comes_between():
+    calls = []
+    attribution.CpuBurst(lambda: calls.append(torch.autograd._profiler_enabled()), lambda: calls.append("between"), 1.0,
+                         0)
+    assert calls == 2 * ["between", True]
+
+
+class FakeBurst:
+    """Whose first pair has its number for a time."""
+
+    def __init__(self, iteration, between, expected_ms, number):
+        self.number = number
+        iteration(number)
+
+    def pairs(self):
+        if self.number == 3:
+            raise RuntimeError("the profiler saw 0 of 2 iterations")
+        return 2 * [(parts(GEMM=self.number), self.number + 10.0)]
+
+
+def profiled(monkeypatch, numbers, iteration=lambda number: None):
+    monkeypatch.setattr(attribution, "CpuBurst", FakeBurst)
+    seen = attribution.Profiled(torch.device("cpu"))
+    for number in numbers:
+        seen.burst("a", number, iteration, timing.nothing, 1.0)
+    return seen
+
+
+def test_what_is_found_is_of_the_rounds_that_were_profiled(monkeypatch):
+    found = profiled(monkeypatch, [1, 2, 5]).found("a", [100.0, 101.0, 102.0, 103.0, 104.0, 105.0])
+    assert found == {"parts": parts(GEMM=pytest.approx(8 / 3)), "clocked": pytest.approx(38 / 3),
+                     "timed": pytest.approx(308 / 3), "rounds": 3}
+
+
+def test_a_burst_that_was_not_seen_is_left_out_with_its_sample(monkeypatch):
+    seen = profiled(monkeypatch, [2, 3, 4])
+    assert seen.found("a", [0.0, 0.0, 8.0, 1000.0, 9.0]) == {
+        "reason": "the profiler saw 0 of 2 iterations", "parts": parts(GEMM=3.0), "clocked": 13.0, "timed": 8.5,
+        "rounds": 2}
+    assert seen.found("b", []) is None
+    assert profiled(monkeypatch, [3]).found("a", [0.0] * 4) == {"reason": "the profiler saw 0 of 2 iterations"}
+
+
+def test_where_the_profiler_fails_the_case_is_not_profiled_again(monkeypatch):
+    tried = []
+
+    def fails(number):
+        tried.append(number)
+        if number == 2:
+            raise RuntimeError("can't disable\nthe profiler")
+    seen = profiled(monkeypatch, [1, 2, 4], fails)
+    assert tried == [1, 2]
+    assert seen.found("a", [5.0] * 5) == {"reason": "not profiled any further: RuntimeError: can't disable",
+                                          "parts": parts(GEMM=1.0), "clocked": 11.0, "timed": 5.0, "rounds": 1}
 
 
 class FakeProfiler:
@@ -134,7 +190,8 @@ class FakeProfiler:
         self.calls.append("ends")
 
     def events(self):
-        now, found = 0, []
+        now, found = 0, [SimpleNamespace(start_ns=lambda: 0, name=lambda: "mark", duration_ns=lambda: 1,    # the host's
+                                         device_type=lambda: DeviceType.CPU)]
         for call in self.calls:
             length = {"run": 2, "mark": 1}.get(call)
             if length:
@@ -153,13 +210,13 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     monkeypatch.setattr(attribution, "_MARKER", "mark")
-    monkeypatch.setattr(attribution, "profile", lambda *, use_cpu, use_device, use_kineto: FakeProfiler(calls))
+    asked = {"use_cpu": False, "use_device": "cuda", "use_kineto": True}       # refused on a GPU without the last
+    monkeypatch.setattr(attribution, "profile", lambda **given: FakeProfiler(calls) if given == asked else None)
     return calls
 
 
 def of_the_fake_gpu(calls, ms, number=0):
-    return attribution.burst(lambda: calls.append("run"), lambda: calls.append("clear"), ms, torch.device("cuda"),
-                             number)
+    return attribution.GpuBurst(lambda: calls.append("run"), lambda: calls.append("clear"), ms, number)
 
 
 def test_a_profiled_burst_is_timed_and_marked_by_turns(fake_gpu):
@@ -176,10 +233,10 @@ def test_of_single_pairs_neither_iteration_is_always_the_second(fake_gpu):
     assert [call for call in fake_gpu if call in ("mark", "event")] == 2 * ["mark"] + 4 * ["event"] + 2 * ["mark"]
 
 
-@pytest.mark.parametrize("ms, pairs", [(1000.0, 1), (30.0, 1), (0.1, 10), (4.0, 10), (10.0, 5)])
-def test_a_burst_is_no_longer_than_the_timed_one_and_the_profiler_keeps_it(ms, pairs, fake_gpu):
-    timed, lead_in = timing.burst(timing.EventClock(), ms)
-    assert len(of_the_fake_gpu(fake_gpu, ms).pairs()) == pairs <= max(1, timed // 2)
+@pytest.mark.parametrize("ms, lead_in, pairs", [(1000.0, 1, 1), (30.0, 3, 1), (10.0, 10, 5), (4.0, 25, 10),
+                                                (0.1, 120, 10)])
+def test_a_burst_is_one_pair_or_as_long_as_the_timed_one_and_the_profiler_keeps_it(ms, lead_in, pairs, fake_gpu):
+    assert len(of_the_fake_gpu(fake_gpu, ms).pairs()) == pairs
     assert fake_gpu.count("run") == lead_in + 2 * pairs
 
 
@@ -196,9 +253,8 @@ def test_kernels_between_the_markers_add_up_to_what_events_measure():
     runs = {"matmul": lambda: a @ a, "softmax": lambda: a.softmax(-1), "both": lambda: (a @ a).softmax(-1)}
     timed = timing.interleaved(runs, timing.EventClock(), 2)
     expected = {key: statistics.median(some) for key, some in timed.items()}
-    found = {key: attribution.middle([attribution.burst(run, timing.nothing, expected[key],
-                                                        torch.device("cuda")).pairs()], [expected[key]])
-             for key, run in runs.items()}
+    found = {key: attribution.middle([attribution.GpuBurst(run, timing.nothing, expected[key], 0).pairs()],
+                                     [expected[key]]) for key, run in runs.items()}
     seen = {key: parts_ for key, (parts_, _, _) in found.items()}
     assert seen["matmul"]["GEMM"] > 0.9 * sum(seen["matmul"].values())
     assert seen["softmax"]["softmax and mask"] > 0 and seen["softmax"]["GEMM"] == 0
@@ -211,5 +267,5 @@ def test_kernels_between_the_markers_add_up_to_what_events_measure():
 def test_graph_replay_shows_its_kernels_too():
     a = torch.randn(1024, 1024, device="cuda")
     replay = graph.capture(lambda: (a @ a).softmax(-1), timing.nothing)
-    (parts_, _), *_ = attribution.burst(replay, timing.nothing, 1.0, torch.device("cuda")).pairs()
+    (parts_, _), *_ = attribution.GpuBurst(replay, timing.nothing, 1.0, 0).pairs()
     assert parts_["GEMM"] > 0 and parts_["softmax and mask"] > 0

@@ -2,6 +2,7 @@
 import contextlib
 import functools
 import json
+import statistics
 import subprocess
 import types
 
@@ -287,13 +288,60 @@ def test_clocks_are_read_with_work_still_to_run(count, still_to_run, monkeypatch
 @integration
 def test_right_behind_its_samples_a_step_is_profiled_and_in_the_last_round_its_clocks_are_read(main, monkeypatch):
     """Taken apart is what was seen when all is timed: the host needs a while, in which a GPU would raise its clocks."""
-    order, look, burst, pairs = [], harness.under_load, attribution.burst, attribution.CpuBurst.pairs
+    order, look, pairs = [], harness.under_load, attribution.CpuBurst.pairs
+
+    class Burst(attribution.CpuBurst):
+        def __init__(self, *work):
+            order.append(f"profile in {work[-1]}")
+            super().__init__(*work)
+
+        def pairs(self):
+            order.append("take apart")
+            return pairs(self)
     monkeypatch.setattr(harness, "under_load", lambda *a: (order.append("look"), look(*a))[1])
-    monkeypatch.setattr(attribution, "burst", lambda *a: (order.append(f"profile in {a[-1]}"), burst(*a))[1])
-    monkeypatch.setattr(attribution.CpuBurst, "pairs", lambda self: (order.append("take apart"), pairs(self))[1])
+    monkeypatch.setattr(attribution, "CpuBurst", Burst)
     assert main("--steps", "0,2", "--rounds", 6, "--profiled", 4)[0] == 0
     one_pass = [f"profile in {number}" for number in range(4) for _ in range(2)] + 2 * ["look"]
     assert order == 2 * (one_pass + 8 * ["take apart"])
+
+
+@integration
+def test_the_parts_of_a_row_are_of_its_own_profiled_rounds(main, tmp_path):
+    path = tmp_path / "ladder.jsonl"
+    assert main("--steps", "0,2", "--rounds", 8, "--profiled", 4, "--json", path)[0] == 0
+    for run in list(records.latest(records.read(path)).values())[:2]:
+        for mode in report.MODES:
+            extra = run.find(mode, "time by part")["metric"]["extra_info"]
+            assert (extra["of"], extra["rounds"]) == ("eager", 4) and not run.attributed(mode)
+            assert extra["timed"] == pytest.approx(statistics.mean(run.samples(mode, "eager")[:4]))
+            assert extra["clocked"] > 0 and extra["clocked"] != extra["timed"]
+
+
+@integration
+def test_gradients_do_not_add_up_while_a_step_is_profiled(main, monkeypatch):
+    blocks, seen, build = [], [], steps.load(0).build
+
+    class Burst(attribution.CpuBurst):
+        def __init__(self, iteration, between, *more):
+            def gradients():
+                return any(parameter.grad is not None for parameter in blocks[-1].parameters())
+            iteration()
+            had = gradients()
+            between()
+            seen.append((had, gradients()))
+            super().__init__(iteration, between, *more)
+    monkeypatch.setattr(steps.load(0), "build", lambda *of: blocks.append(build(*of)) or blocks[-1])
+    monkeypatch.setattr(attribution, "CpuBurst", Burst)
+    assert main("--steps", "0", "--rounds", 6, "--profiled", 2)[0] == 0
+    assert seen == 2 * [(False, False)] + 2 * [(True, False)]
+
+
+@unit
+def test_what_is_profiled_is_the_faster_way_of_launching():
+    ms = {("a", "eager"): 2.0, ("a", "graph"): 1.0, ("b", "eager"): 1.0, ("b", "graph"): 2.0, ("c", "eager"): 5.0,
+          (None, "copy"): 0.1}
+    some = types.SimpleNamespace(subjects=dict.fromkeys("abc"))
+    assert study.Study._faster(some, ms) == {"a": "graph", "b": "eager", "c": "eager"}
 
 
 @integration
@@ -402,7 +450,7 @@ def test_what_does_not_fit_together_is_timed_without_the_largest_graphs():
 
 
 @integration
-def test_a_block_that_is_compiled_again_fails_alone(main, monkeypatch):
+def test_a_block_that_is_compiled_again_fails_alone(main, monkeypatch, tmp_path):
     """Its samples would hold a compilation: it is a failed row, and the others are timed."""
     real, blocks = study.harness.compiled_for_good, []
 
@@ -416,8 +464,11 @@ def test_a_block_that_is_compiled_again_fails_alone(main, monkeypatch):
     monkeypatch.setattr(study.harness, "compiled_for_good", once)
     monkeypatch.setattr(study.harness, "compiled", lambda block: type(block).__module__ == "step_2_sdpa")
     monkeypatch.setattr(study.harness, "compilation_time", lambda *_: report.Compilation(1.0, 1.0))
-    status, out, _ = main("--steps", "0,2", "--rounds", 6)
+    path = tmp_path / "ladder.jsonl"
+    status, out, _ = main("--steps", "0,2", "--rounds", 6, "--json", path)
     assert status == 1 and blocks == [2, 1, 1, 1] and "2_sdpa: failed: the block was compiled again" in out
+    (timed,) = [run for run in records.runs(records.read(path)) if run.status == "ok" and run.label[0] == "0"]
+    assert all(timed.attributed(mode) for mode in report.MODES)
 
 
 @unit
@@ -529,6 +580,26 @@ def test_a_chart_that_nothing_can_fill_is_named(capsys, tmp_path):
     ladder.draw(made("0_baseline", both([8.0] * 6, [8.0] * 6)), str(tmp_path / "a"))
     assert capsys.readouterr().err.startswith("ladder: no chart: it needs a step with 5")
     assert list(tmp_path.iterdir()) == []
+
+
+@unit
+@pytest.mark.parametrize("argv, rounds", [([], 20), (["--quick"], 6), (["--rounds", "9"], 9)])
+def test_how_many_rounds_there_are_on_a_gpu(argv, rounds, monkeypatch):
+    monkeypatch.setattr(command.run, "device_of", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(command.device, "amp_default", lambda device: (torch.float16, ""))
+    assert command.parse(command.parser("ladder", "doc"), ["--preset", "tiny", *argv]).rounds == rounds
+
+
+@unit
+@pytest.mark.parametrize("extra, enough", [({}, True), ({"pairs": 4}, False), ({"pairs": 5}, True),
+                                           ({"pairs": 50, "rounds": 4}, False), ({"rounds": 5}, True)])
+def test_five_profiled_rounds_tell_where_the_time_goes(extra, enough):
+    lines = made("0_baseline", both([10.0] * 6, []), parts={"forward": parts(GEMM=10.0)})
+    for line in lines:
+        if line["metric"]["name"] == "time by part":
+            line["metric"]["extra_info"] |= extra
+    (run,) = records.runs(lines)
+    assert run.attributed("forward") == enough
 
 
 @unit

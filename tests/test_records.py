@@ -151,3 +151,25 @@ def test_parts_that_add_up_to_no_time_are_refused(tmp_path, parts):
     line["metric"]["extra_info"]["parts"] = others | parts
     with pytest.raises(BadRecords, match="line 1"):
         records.read(write(tmp_path / "a", [line]))
+
+
+@pytest.mark.parametrize("name", ["clocked", "timed"])
+@pytest.mark.parametrize("ms", ["fast", float("nan"), [1.0]])
+def test_parts_with_a_time_that_is_none_are_refused(tmp_path, name, ms):
+    lines = made("0_baseline", both([4.0] * 6, []), parts={"forward": dict.fromkeys(PARTS, 1.0)}, **{name: ms})
+    with pytest.raises(BadRecords):
+        records.read(write(tmp_path / "a", lines))
+
+
+def test_of_an_older_record_the_profiled_way_of_launching_tells_the_time():
+    lines = made("0_baseline", both([4.0] * 6, []) | {("forward", "graph"): [3.0] * 6}, of="eager",
+                 parts={"forward": dict.fromkeys(PARTS, 1.0)})
+    (run,) = records.runs(lines)
+    assert (run.best_ms("forward"), run.profiled_ms("forward")) == (3.0, 4.0)
+
+
+@pytest.mark.parametrize("gits, said", [("a", "a"), ("aab", "a and b"), ("abac", "a, b and c"),
+                                        (" a", "not recorded and a")])
+def test_the_commits_of_records_are_told_in_words(gits, said):
+    lines = [{"benchmark": {"extra_info": {"git": git.strip() or None}}} for git in gits]
+    assert records.commits(lines) == said
