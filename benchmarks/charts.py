@@ -123,7 +123,8 @@ def _waterfall(axis, before, after, labelled: bool) -> None:
     axis.set_yticks(range(len(changes) + 2), ["before", *(part for part, _ in changes), "after"] if labelled
                     else [""] * (len(changes) + 2), fontsize=7)
     axis.invert_yaxis()
-    axis.set_title(f"{_name(a)} to {_name(b)}".replace("\n", " "), fontsize=7.5)
+    warning = records.beyond_the_bound(a, b, MODE)
+    axis.set_title(f"{_name(a)} to {_name(b)}".replace("\n", " ") + (f"\n{warning}" if warning else ""), fontsize=7.5)
     axis.tick_params(axis="x", labelsize=7)
     axis.set_xlabel(f"ms, forward+backward ({a.profiled(MODE)}, {b.profiled(MODE)})", fontsize=7)
 

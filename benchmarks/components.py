@@ -309,7 +309,8 @@ def _cell(run: records.Run | None, mode: str) -> str:
     if run is None or run.status != "ok" or not run.best(mode):
         return run.status if run and run.status != "ok" else "n/a"
     percent = run.value(mode, "percent of limit", run.best(mode))
-    return command.figures(run.best_ms(mode)) + (f" ({percent:.0f} %)" if percent else "")
+    beyond = ", ERROR" if percent and percent > 100 else ""
+    return command.figures(run.best_ms(mode)) + (f" ({percent:.0f} %{beyond})" if percent else "")
 
 
 def _speed_up(ways: dict[str, records.Run], mode: str) -> tuple[str, str]:
@@ -365,6 +366,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.device.type == "cpu":
         options.config = options.config.replace(amp_dtype=None)
     with command.shown_to_a_person("components", options.output), machine.alone(options.device, "components"):
+        needed, total = (parameters.memory_needed(options.config, 0, options.device),
+                         machine.memory_total(options.device))
+        if options.device.type == "cpu" and needed > total:                  # Linux would kill the process instead
+            raise MemoryError(f"about {needed / 2**30:.0f} GiB needed, this machine has {total / 2**30:.0f}")
         harness.use_private_caches()
         study = Study("components", options)
         values = parameters.seeded(options.config, options.seed)

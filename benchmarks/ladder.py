@@ -180,20 +180,14 @@ def attribution(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
         before, after = a.parts(mode), b.parts(mode)
         gained = a.profiled_ms(mode) - b.profiled_ms(mode)
         profiling, unexplained = records.beside_the_parts(a, b, mode)
-        bound = max(0.05 * abs(gained), 0.005 * max(a.profiled_ms(mode), b.profiled_ms(mode)))
         rows.append([f"{_short(a)} -> {_short(b)}", f"{a.profiled(mode)}, {b.profiled(mode)}",
                      command.figures(gained, "+"),
                      *(command.figures(before[part] - after[part], "+") for part in PARTS),
                      "n/a" if profiling is None else command.figures(profiling, "+"),
                      command.figures(unexplained, "+"),
-                     command.figures(bound) + _beyond(bound, unexplained, profiling or 0.0)])
+                     f"{command.figures(records.bound_of_the_parts(a, b, mode))} "
+                     f"{records.beyond_the_bound(a, b, mode)}".rstrip()])
     return rows, ["pair", "launch", "gained ms", *PARTS, "while profiled", "unexplained", "bound"]
-
-
-def _beyond(bound: float, unexplained: float, profiling: float) -> str:
-    if abs(unexplained) > bound:
-        return " EXCEEDED"
-    return " EXCEEDED with profiling" if abs(unexplained + profiling) > bound else ""
 
 
 def of_steps(lines: list[dict]) -> list[Run]:
@@ -222,6 +216,8 @@ def text(lines: list[dict], width: int | None = None) -> str:
         if rows:
             blocks.append(f"where the ms of {mode} went, step to step (+ is saved)\n\n"
                           + command.table(rows, headers, width))
+        elif any(run.parts(mode) and not run.attributed(mode) for run in of_steps(lines)):
+            blocks.append(f"where the ms of {mode} went: n/a, it takes {records.PROFILED} profiled rounds (--profiled)")
         if traffic := counters.table(lines, mode, width):
             blocks.append(traffic)
     if len({run.info.get("run") for run in found if run.info["step"][0].isdigit()}) > 1:

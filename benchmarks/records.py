@@ -284,6 +284,21 @@ def beside_the_parts(a: Run, b: Run, mode: str) -> tuple[float | None, float]:
     return profiling, left - profiling
 
 
+def bound_of_the_parts(a: Run, b: Run, mode: str) -> float:
+    """How many ms of the difference of two steps may be unexplained: 5 % of it, or 0.5 % of the slower one."""
+    before, after = a.profiled_ms(mode), b.profiled_ms(mode)
+    return max(0.05 * abs(before - after), 0.005 * max(before, after))
+
+
+def beyond_the_bound(a: Run, b: Run, mode: str) -> str:
+    """What a reader of the parts of two steps is warned by: EXCEEDED, EXCEEDED with profiling, or nothing."""
+    profiling, unexplained = beside_the_parts(a, b, mode)
+    bound = bound_of_the_parts(a, b, mode)
+    if abs(unexplained) > bound:
+        return "EXCEEDED"
+    return "EXCEEDED with profiling" if abs(unexplained + (profiling or 0.0)) > bound else ""
+
+
 def _short(commit: str | None) -> str:
     return commit[:7] + "+" * ("+" in commit) if commit else "not recorded"
 

@@ -234,7 +234,11 @@ def _from(letter: str, crossed: tuple[int, list[int]] | None) -> str:
     if crossed is None:
         return "nowhere here"
     size, unsure = crossed
-    return f"from {letter} = {size} on" + (f", unsure at {', '.join(map(str, unsure))}" if unsure else "")
+    return f"from {letter} = {size} on{_unsure_at(unsure)}"
+
+
+def _unsure_at(sizes: list[int]) -> str:
+    return f", unsure at {', '.join(map(str, sizes))}" if sizes else ""
 
 
 def _shape(points: list[tuple[int, dict[str, Run]]]) -> str:
@@ -275,9 +279,9 @@ def draw(lines: list[dict], stem: str) -> None:
         names = sorted({name for _, runs in points for name in runs})
         series = {name: [(size, runs[name].best_ms("forward+backward")) for size, runs in points
                          if name in runs and runs[name].best("forward+backward")] for name in names}
-        crossed = {f"from here on {name[0]} is faster than the one before": size
+        crossed = {f"from here on {name[0]} is faster than the one before" + _unsure_at(found[1]): found[0]
                    for name, found in crossovers(points, "forward+backward").items()
-                   if found and (size := found[0]) > points[0][0]}      # ahead from the smallest on: nothing to be seen
+                   if found and found[0] > points[0][0]}                # ahead from the smallest on: nothing to be seen
         charts.lines_chart(series, f"{stem}-{axis}", lines, f"{axis} ({AXES[axis]})", "ms, forward+backward",
                            f"{lines[0]['runners'][0]['name']}, {_shape(points)}", crossed)
 

@@ -1,5 +1,6 @@
 """Parts of the block and a user's own modules: held against FP64, compared, told in one table."""
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,6 +162,18 @@ def test_a_study_of_the_parts(study_main, cheap_backend, tmp_path):
     assert runs["attention, tuned"].value("forward", "rate", "eager") is None        # its FLOPs are not counted
     assert runs["attention, best known"].status == "skipped"
     assert len(runs["LayerNorm, naive"].samples("forward", "eager")) == 6
+
+
+def test_parts_that_this_machine_can_not_hold_are_refused_before_linux_kills_the_process(study_main, monkeypatch):
+    monkeypatch.setattr(components.machine, "memory_total", lambda device: 1024)
+    status, out, err = study_main(components, "--rounds", 6, "--part", "LayerNorm")
+    assert (status, out) == (3, "") and "components: out of memory: about " in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("percent, cell", [(99.6, "0.400 (100 %)"), (112.6, "0.400 (113 %, ERROR)"), (None, "0.400")])
+def test_a_part_beyond_its_limit_is_an_error_of_the_limit(percent, cell):
+    run = SimpleNamespace(status="ok", best=lambda mode: "eager", value=lambda *_: percent, best_ms=lambda mode: 0.4)
+    assert components._cell(run, "forward") == cell
 
 
 def test_a_wrong_part_is_a_row_and_the_others_are_timed(study_main, monkeypatch, cheap_backend):

@@ -583,6 +583,27 @@ def test_a_chart_that_nothing_can_fill_is_named(capsys, tmp_path):
 
 
 @unit
+def test_where_too_few_rounds_were_profiled_the_parts_say_so():
+    lines = [line for step, ms in (("0_baseline", 8.0), ("1_cublas", 4.0))
+             for line in made(step, both([ms] * 6, []), parts={"forward": parts(GEMM=ms)})]
+    assert "went, step to step" in ladder.text(lines)
+    for line in lines:
+        line["metric"]["extra_info"]["rounds"] = 1
+    assert "where the ms of forward went: n/a, it takes 5 profiled rounds" in ladder.text(lines)
+
+
+@unit
+@pytest.mark.parametrize("clocked, title", [(8.0, "0 baseline to 1 cublas"), (9.0, "0 baseline to 1 cublas\nEXCEEDED"),
+                                            (None, "0 baseline to 1 cublas\nEXCEEDED")])
+def test_a_waterfall_warns_of_parts_beyond_their_bound(clocked, title):
+    lines = (made("0_baseline", both([], [8.0] * 6), parts={"forward+backward": parts(GEMM=8.0)}, clocked=8.0)
+             + made("1_cublas", both([], [4.0] * 6), clocked=clocked and 4.0,
+                    parts={"forward+backward": parts(GEMM=4.0 + 8.0 - (clocked or 7.0))}))
+    figure = charts._waterfalls(charts.attributed(lines))
+    assert figure.axes[0].get_title() == title
+
+
+@unit
 @pytest.mark.parametrize("argv, rounds", [([], 20), (["--quick"], 6), (["--rounds", "9"], 9)])
 def test_how_many_rounds_there_are_on_a_gpu(argv, rounds, monkeypatch):
     monkeypatch.setattr(command.run, "device_of", lambda name: torch.device("cuda"))

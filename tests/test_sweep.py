@@ -261,7 +261,7 @@ def test_a_foreign_file_is_not_added_to(main, tmp_path, content):
 
 
 @unit
-def test_a_size_that_is_unsure_is_named_and_begins_nothing():
+def test_a_size_that_is_unsure_is_named_and_begins_nothing(monkeypatch):
     """Faster by the median from 32 on, where the interval of the ratio holds 1, as it does at the largest."""
     lines = []
     fast, unsure, slow = [2.0] * 9, [2.0] * 5 + [0.5] * 4, [2.0] * 4 + [0.5] * 5    # slow, its interval holds 1 too
@@ -272,6 +272,10 @@ def test_a_size_that_is_unsure_is_named_and_begins_nothing():
         lines += point(size, {})
     crossed = sweep.crossovers(sweep.points_of(lines)["seq_len"], "forward")
     assert crossed == {"1_cublas": (64, [128, 256])} and "from S = 64 on, unsure at 128, 256" in sweep.text(lines)
+    drawn = []
+    monkeypatch.setattr(sweep.charts, "lines_chart", lambda *drawing: drawn.append(drawing[-1]))
+    sweep.draw(lines, "stem")
+    assert drawn == [{"from here on 1 is faster than the one before, unsure at 128, 256": 64}]
 
 
 @unit
