@@ -207,9 +207,13 @@ def main(argv: list[str] | None = None) -> int:
         try:
             old, new = records.read(options.old), records.read(options.new)
             noise = records.read(options.noise) if options.noise else recorded_noise(old + new)
-            if options.noise and not floors(noise):
+            held = {where.shape for where in floors(noise)}
+            if options.noise and not held:
                 raise ValueError(f"--noise {options.noise}: it holds fewer than {significance.PROCESSES} processes of "
                                  "the same code; without it the recorded ones count")
+            if options.noise and held.isdisjoint(line["model"]["name"] for line in new):
+                raise ValueError(f"--noise {options.noise}: it is of {', '.join(sorted(held))}, {options.new} is of "
+                                 "other shapes; `python -m benchmarks.ladder --processes 5` records the noise of one")
             seen = compare(old, new, noise, options.force)
         except ValueError as error:
             command.usage(parser, str(error))

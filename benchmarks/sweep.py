@@ -312,10 +312,11 @@ def main(argv: list[str] | None = None) -> int:
             harness.use_private_caches()
             study = Study("sweep", options)
             finished = done(known, way(study))
-            if known:
-                print(f"sweep: {len(finished)} sizes are already in {options.json}", file=sys.stderr)
-            measure(study, points, finished)
             asked = {(axis, str(config)) for axis, config in points}
+            if known:
+                print(f"sweep: {len(asked & finished)} of {len(asked)} sizes are already in {options.json}",
+                      file=sys.stderr)
+            measure(study, points, finished)
             lines = of_points(known, asked, way(study)) + study.lines
             study.show(text, draw, lines)                   # a size that does not fit is a point, no failure
             timed = any(run.best(mode) for run in records.runs(lines) for mode in report.MODES)

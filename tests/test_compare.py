@@ -371,6 +371,15 @@ def test_a_file_of_noise_that_tells_none_is_a_mistake(main, tmp_path):
     assert status == 2 and f"--noise {path}: it holds fewer than 5 processes" in err
 
 
+def test_a_file_of_noise_of_another_shape_is_a_mistake(main, tmp_path):
+    path = tmp_path / "noise.jsonl"
+    other = CPU_CONFIG.replace(seq_len=2 * CPU_CONFIG.seq_len)
+    path.write_text("".join(json.dumps(line) + "\n" for seed in range(5) for line in process(seed, config=other)))
+    status, _, err = main(process(1), process(2), "--noise", str(path))
+    assert status == 2 and f"--noise {path}: it is of {other}, " in err and err.count("\n") == 1
+    assert main(process(1, config=other), process(2, config=other), "--noise", str(path))[0] == 0
+
+
 def test_processes_of_other_code_are_no_noise_and_no_rows():
     """Five commits, each slower than the one before, are not five processes of the same code."""
     history = []

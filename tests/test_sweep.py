@@ -146,7 +146,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(main, tmp_path, monkeypat
     status, out, err = main(*argv)
     assert (status, out) == (130, "") and "finished records kept" in err
     status, out, err = main(*argv)
-    assert status == 0 and "2 sizes are already in" in err and built == {16: 1, 32: 1, 64: 2}
+    assert status == 0 and "2 of 3 sizes are already in" in err and built == {16: 1, 32: 1, 64: 2}
     points = sweep.points_of(records.read(path))["seq_len"]
     assert [size for size, _ in points] == [16, 32, 64]
     assert all(run.samples("forward", "eager") for _, runs in points for run in runs.values())
@@ -161,7 +161,7 @@ def test_sizes_measured_in_another_way_are_measured_again(main, tmp_path):
     argv = ("--axis", "seq_len", "--values", "16", "--json", path)
     assert main(*argv, "--rounds", 6)[0] == 0
     status, _, err = main(*argv, "--rounds", 7)
-    assert status == 0 and "0 sizes are already in" in err
+    assert status == 0 and "0 of 1 sizes are already in" in err
     ((_, runs),) = sweep.points_of(records.read(path))["seq_len"]
     assert {len(run.samples("forward", "eager")) for run in runs.values()} == {7}
 
