@@ -130,8 +130,8 @@ class GpuBurst:
             for _ in range(lead_in):
                 between()
                 iteration()
-            for pair, (start, end) in enumerate(events, number):                    # neither is always the second, of
-                for marked in (False, True) if pair % 2 else (True, False):         # bursts of one pair either
+            for pair, (start, end) in enumerate(events, number):        # neither is always the second of its pair, in
+                for marked in (False, True) if pair % 2 else (True, False):     # bursts of a single one either
                     between()
                     if marked:
                         torch.cuda._sleep(1)

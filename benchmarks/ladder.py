@@ -171,8 +171,8 @@ def attribution(lines: list[dict], mode: str) -> tuple[list[list], list[str]]:
     "while profiled" is what the difference by the clock changes by while the profiler runs; n/a, and in what is
     unexplained, in records from before it was taken. "unexplained" is what is then left between clock and kernels. The
     bound is the larger of 5 % of the gain and 0.5 % of the slower step; EXCEEDED where what is unexplained is beyond
-    it, and "EXCEEDED with profiling" where the two together are.
-    Steps of which fewer than five rounds were profiled have no row.
+    it, and "EXCEEDED with profiling" where the two together are. Steps of which fewer than five rounds were profiled
+    have no row.
     """
     timed = [run for run in of_steps(lines) if run.attributed(mode)]
     rows = []

@@ -321,5 +321,5 @@ def provenance(lines: list[dict]) -> str:
 
 def commits(lines: list[dict]) -> str:
     """Those that the records are of, in words."""
-    *others, last = dict.fromkeys(_short(line["benchmark"]["extra_info"]["git"]) for line in lines)
-    return f"{', '.join(others)} and {last}" if others else last
+    found = list(dict.fromkeys(_short(line["benchmark"]["extra_info"]["git"]) for line in lines))
+    return " and ".join(filter(None, (", ".join(found[:-1]), *found[-1:])))

@@ -168,7 +168,7 @@ def test_of_an_older_record_the_profiled_way_of_launching_tells_the_time():
     assert (run.best_ms("forward"), run.profiled_ms("forward")) == (3.0, 4.0)
 
 
-@pytest.mark.parametrize("gits, said", [("a", "a"), ("aab", "a and b"), ("abac", "a, b and c"),
+@pytest.mark.parametrize("gits, said", [("", ""), ("a", "a"), ("aab", "a and b"), ("abac", "a, b and c"),
                                         (" a", "not recorded and a")])
 def test_the_commits_of_records_are_told_in_words(gits, said):
     lines = [{"benchmark": {"extra_info": {"git": git.strip() or None}}} for git in gits]
