@@ -190,6 +190,17 @@ def recorded_noise(lines: list[dict]) -> list[dict]:
             for line in records.read(path) if line["runners"][0]["name"] in names]
 
 
+def refuse_useless(noise: list[dict], name: str, new: list[dict]) -> None:
+    """Raise ValueError where the file of noise that was given tells no floor of any shape that is compared."""
+    held = {where.shape for where in floors(noise)}
+    if not held:
+        raise ValueError(f"--noise {name}: it holds fewer than {significance.PROCESSES} processes of the same code; "
+                         "without it the recorded ones count")
+    if held.isdisjoint(line["model"]["name"] for line in new):
+        raise ValueError(f"--noise {name}: it is of {', '.join(sorted(held))}, the new file of other shapes; "
+                         "`python -m benchmarks.ladder --processes 5` records the noise of one")
+
+
 def main(argv: list[str] | None = None) -> int:
     hush()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__,
@@ -207,13 +218,8 @@ def main(argv: list[str] | None = None) -> int:
         try:
             old, new = records.read(options.old), records.read(options.new)
             noise = records.read(options.noise) if options.noise else recorded_noise(old + new)
-            held = {where.shape for where in floors(noise)}
-            if options.noise and not held:
-                raise ValueError(f"--noise {options.noise}: it holds fewer than {significance.PROCESSES} processes of "
-                                 "the same code; without it the recorded ones count")
-            if options.noise and held.isdisjoint(line["model"]["name"] for line in new):
-                raise ValueError(f"--noise {options.noise}: it is of {', '.join(sorted(held))}, {options.new} is of "
-                                 "other shapes; `python -m benchmarks.ladder --processes 5` records the noise of one")
+            if options.noise:
+                refuse_useless(noise, options.noise, new)
             seen = compare(old, new, noise, options.force)
         except ValueError as error:
             command.usage(parser, str(error))

@@ -366,10 +366,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.device.type == "cpu":
         options.config = options.config.replace(amp_dtype=None)
     with command.shown_to_a_person("components", options.output), machine.alone(options.device, "components"):
-        needed, total = (parameters.memory_needed(options.config, 0, options.device),
-                         machine.memory_total(options.device))
-        if options.device.type == "cpu" and needed > total:                  # Linux would kill the process instead
-            raise MemoryError(f"about {needed / 2**30:.0f} GiB needed, this machine has {total / 2**30:.0f}")
+        machine.refuse_beyond_memory(parameters.memory_needed(options.config, 0, options.device), options.device)
         harness.use_private_caches()
         study = Study("components", options)
         values = parameters.seeded(options.config, options.seed)

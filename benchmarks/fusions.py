@@ -131,9 +131,7 @@ def measure(study: Study, name: str, found: dict[str, Callable], size: tuple[int
     options, device, experiment = study.options, study.device, EXPERIMENTS[name]
     dtype, reports = options.config.amp_dtype or torch.float32, {}
     needed = 40 * math.prod(size) * experiment.inputs.count("x")                              # FP64 and its gradients
-    if device.type == "cpu" and needed > (total := machine.memory_total(device)):            # Linux would kill it
-        raise MemoryError(f"{name} of {' x '.join(map(str, size))} needs about {needed / 2**30:,.0f} GiB, and this "
-                          f"machine has {total / 2**30:.0f}")
+    machine.refuse_beyond_memory(needed, device, f"{name} of {' x '.join(map(str, size))}: ")
     first = tensors(experiment, size, dtype, device, options.seed)
     for level, call in found.items():
         r = reports[level] = _report(study, f"{name}, {' x '.join(map(str, size))}, {level}")

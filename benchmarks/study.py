@@ -93,8 +93,7 @@ class Study:
         with harness.judged(result, lambda: self._out_of_memory(case)):
             if case.missing:
                 raise NotImplementedError(case.missing)
-            if self.device.type == "cpu" and case.memory_needed(self.device) > machine.memory_total(self.device):
-                raise MemoryError                                  # Linux would kill the process instead
+            machine.refuse_beyond_memory(case.memory_needed(self.device), self.device)
             self.subjects[key] = self._prepared(case, result)
             if result.emulated:
                 raise NotImplementedError("emulated: its numerics are real, its time would mean nothing")

@@ -189,6 +189,13 @@ def memory_total(device: torch.device) -> int:
     return total
 
 
+def refuse_beyond_memory(needed: int, device: torch.device, what: str = "") -> None:
+    """Raise MemoryError where a CPU's memory does not hold `needed` bytes: Linux would kill the process instead."""
+    total = memory_total(device)
+    if device.type == "cpu" and needed > total:
+        raise MemoryError(f"{what}about {needed / 2**30:,.0f} GiB needed, this machine has {total / 2**30:.0f}")
+
+
 def memory_peak(device: torch.device) -> int:
     """Bytes at the peak: of tensors on the GPU since the last reset, or of the whole process."""
     if device.type == "cuda":

@@ -220,11 +220,10 @@ def _run(step: int, options: argparse.Namespace, config: BlockConfig, result: Re
     device = options.device
     result.neighbours = machine.neighbours(device)         # before this process is on the GPU itself
     progress = tqdm(bar_format="{desc}", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False)
-    needed = parameters.memory_needed(config, step, device)
-    if device.type == "cpu" and needed > machine.memory_total(device):       # Linux would kill the process instead
-        result.status = "oom"
-        result.reason = (f"about {needed / 2**30:.0f} GiB needed, this machine has "
-                         f"{machine.memory_total(device) / 2**30:.0f}; {_that_fits(step, options, config)}")
+    try:
+        machine.refuse_beyond_memory(parameters.memory_needed(config, step, device), device)
+    except MemoryError as error:
+        result.status, result.reason = "oom", f"{error}; {_that_fits(step, options, config)}"
         return
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

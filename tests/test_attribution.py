@@ -128,7 +128,7 @@ def test_both_iterations_of_a_burst_on_a_cpu_run_under_the_profiler_each_behind_
 
 
 class FakeBurst:
-    """Whose first pair has its number for a time."""
+    """Whose pairs take its number of ms, and 10 more by the clock."""
 
     def __init__(self, iteration, between, expected_ms, number):
         self.number = number

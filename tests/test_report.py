@@ -428,3 +428,11 @@ def test_each_row_is_recorded_with_its_own_clocks():
              for line in report.row_records(r, "forward") if line["metric"]["name"] == "latency"}
     assert [(found[launch]["sm_mhz"], found[launch]["throttled"]) for launch in LAUNCHES] == [
         (1425, []), (1980, ["power cap"])]
+
+
+def test_what_a_cpus_memory_does_not_hold_is_refused_and_a_gpu_says_so_itself(monkeypatch):
+    monkeypatch.setattr(machine, "memory_total", lambda device: 2 * 2**30)
+    machine.refuse_beyond_memory(2 * 2**30, torch.device("cpu"))
+    machine.refuse_beyond_memory(9 * 2**30, torch.device("cuda"))
+    with pytest.raises(MemoryError, match=r"^a part: about 3 GiB needed, this machine has 2$"):
+        machine.refuse_beyond_memory(3 * 2**30, torch.device("cpu"), "a part: ")
