@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import math
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -14,6 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
+from matplotlib.transforms import Bbox
 
 from . import command, records
 from .attribution import PARTS
@@ -33,9 +35,14 @@ def digest(lines: list[dict]) -> str:
 
 
 def save(figure: Figure, stem: str, lines: list[dict]) -> None:
-    """Write STEM.png and STEM.svg, each with the digest of the records it shows."""
-    figure.savefig(f"{stem}.png", metadata={"Description": digest(lines)})
-    figure.savefig(f"{stem}.svg", metadata={"Description": digest(lines), "Date": None})
+    """Write STEM.png and STEM.svg, each with the digest of the records it shows; below it stands what they are of."""
+    width, height = figure.get_size_inches()
+    caption = textwrap.wrap(records.provenance(lines), 178)
+    deep = 0.05 + 0.1 * len(caption)                                     # inches, below what the layout has room for
+    figure.text(0.05 / width, -0.02 / height, "\n".join(caption), va="top", fontsize=5.5, color="#444444")
+    box = Bbox([[0, -deep], [width, height]])
+    figure.savefig(f"{stem}.png", metadata={"Description": digest(lines)}, bbox_inches=box)
+    figure.savefig(f"{stem}.svg", metadata={"Description": digest(lines), "Date": None}, bbox_inches=box)
     plt.close(figure)
 
 

@@ -94,8 +94,9 @@ class GPT2(Peer):
 
     def __init__(self, config: BlockConfig, dtype: torch.dtype):
         super().__init__(config)
-        from transformers import GPT2Config
+        from transformers import GPT2Config, __version__
         from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+        self.engine = f"transformers {__version__}"
         self.layer = GPT2Block(GPT2Config(
             n_positions=config.seq_len, n_embd=config.hidden_size, n_head=config.num_heads,
             n_inner=config.ffn_hidden_size, layer_norm_epsilon=LAYER_NORM_EPS, attn_pdrop=config.dropout,
@@ -185,11 +186,12 @@ def build(kind, compiled: bool, config: BlockConfig, values: dict[str, Tensor], 
 
 def build_torchao(recipe: str, config: BlockConfig, values: dict[str, Tensor], device) -> nn.Module:
     """Step 2's block, its linear layers converted to torchao's float8 training, compiled."""
+    from torchao import __version__
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     block = steps.load(2).build(config, values, device)
     convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(recipe))
     harness.compile_in_place(block)
-    block.residual_dtype = values["mlp.fc.weight"].dtype
+    block.residual_dtype, block.engine = values["mlp.fc.weight"].dtype, f"torchao {__version__}"
     return block
 
 
@@ -240,7 +242,9 @@ def ours(run: records.Run, runs: list[records.Run]) -> records.Run | None:
 def text(lines: list[dict], width: int | None = None) -> str:
     """Everything the command prints, from records."""
     runs = [run for run in records.runs(lines) if run.info["step"] != "peers"]
-    blocks = [records.provenance(lines)]
+    others = dict.fromkeys(run.info["engine"] for run in runs
+                           if run.info["engine"].startswith(("transformers ", "torchao ")))
+    blocks = [records.provenance(lines), f"With {', '.join(others)}." if others else ""]
     for engine in dict.fromkeys(_engine(run) for run in runs):
         for dtype in dict.fromkeys(run.info["parameter_dtype"] for run in runs):
             for mode in report.MODES:

@@ -15,9 +15,9 @@ CPU_CONFIG = PRESETS["tiny"].replace(amp_dtype=torch.bfloat16)
 
 def made(step: str, ms: dict, *, run="one", study="ladder", facts=FACTS, config=CPU_CONFIG, parts=None, status="ok",
          reason="", calibration=None, parameter_dtype="float32", matmul="bfloat16", peak=2**30, enqueue=None,
-         flop_bound=1.0, of="eager", clocked=None, timed=None):
+         flop_bound=1.0, of="eager", clocked=None, timed=None, engine="PyTorch"):
     """The records of one case. `ms`: (mode, launch) -> samples; `parts`: mode -> milliseconds by part."""
-    r = report.Report(step, config, parameter_dtype, facts, study=study, run=run, matmul=matmul)
+    r = report.Report(step, config, parameter_dtype, facts, study=study, run=run, matmul=matmul, engine=engine)
     r.errors = {"output": (1e-7, None), "branch": (2e-7, 3e-6)}
     lines = report.check_records(r)
     for mode in report.MODES:

@@ -5,6 +5,7 @@ import json
 import statistics
 import subprocess
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,6 +167,7 @@ def test_charts_know_which_records_they_show(tmp_path):
     assert not any(charts.is_of(one, lines[:-1]) for one in ladder.chart_stems(lines, stem))
     assert (tmp_path / "ladder-parts.png").read_bytes()[:4] == b"\x89PNG"
     assert not charts.is_of(f"{stem}-other", lines)
+    assert all(records.provenance(lines) in Path(f"{one}.svg").read_text() for one in ladder.chart_stems(lines, stem))
 
 
 NCU = '''==PROF== Connected to process 7
@@ -809,3 +811,9 @@ def test_what_is_counted_is_kernels_and_copies(monkeypatch):
     monkeypatch.setattr(counters, "activities", full)
     counters.measure(study_)
     assert [line["metric"]["extra_info"]["reason"] for line in written] == ["OutOfMemoryError: full"] * 2
+
+
+@unit
+def test_readme_is_rewritten_by_a_command_that_does_nothing_else(study_main):
+    status, out, err = study_main(ladder, "--readme", "--steps", "0")
+    assert (status, out) == (2, "") and err == "ladder: error: --readme measures nothing: give it alone\n"

@@ -38,6 +38,9 @@ def test_a_peer_is_the_same_block(name):
     values, x, dy = case(config, dtype=torch.float64)
     block = peers.build(KINDS[name], False, config, values, "cpu")
     assert max(worst(errors(block, values, x, dy))) < 1e-12
+    if name == "GPT2Block":
+        import transformers
+        assert block.engine == f"transformers {transformers.__version__}"
 
 
 def test_a_peer_runs_under_autocast_as_a_step_does():
@@ -92,7 +95,8 @@ def test_torchao_is_the_same_block(recipe, uncompiled):
     pytest.importorskip("torchao")
     config = BlockConfig(2, 128, 256, 4, amp_dtype=torch.bfloat16)
     values, x, dy = case(config, "cuda")
-    assert max(worst(errors(peers.build_torchao(recipe, config, values, "cuda"), values, x, dy))) < 1.8e-1
+    block = peers.build_torchao(recipe, config, values, "cuda")
+    assert max(worst(errors(block, values, x, dy))) < 1.8e-1 and block.engine.startswith("torchao ")
 
 
 def test_fp8_is_compared_with_step_4_and_the_rest_with_step_3():
@@ -137,6 +141,12 @@ def test_missing_packages_are_rows_with_their_reason(monkeypatch):
 def test_published_figures_stand_beside_as_published():
     text = peers.text(made("3_compile", both([1.0] * 6, [2.0] * 6)))
     assert "as published by others, not measured here" in text and "28.6 ms" in text and "quickstart.ipynb" in text
+
+
+def test_the_versions_of_other_libraries_are_said_where_records_hold_them():
+    ours, ao = made("3_compile", both([1.0] * 6, [2.0] * 6)), both([1.0] * 6, [2.0] * 6)
+    lines = ours + made("torchao float8 rowwise, compiled", ao, engine="torchao 0.18.0")
+    assert "\nWith torchao 0.18.0.\n" in peers.text(lines) and "With" not in peers.text(ours)
 
 
 def test_a_pass_that_an_interrupted_run_did_not_reach_says_so():
