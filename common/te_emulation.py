@@ -6,9 +6,12 @@ delayed scaling over the same state) and multiplies the rounded values in FP32, 
 Without FP8 (autocast off) the modules compute in the dtype of their parameters.
 """
 import contextlib
+import ctypes
+import importlib.util
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -17,7 +20,23 @@ from torch.nn import functional as F
 
 from .config import BlockConfig
 
-# Imported before torch loads its own cuDNN: where a machine has two, the other order mixes them and fails.
+
+def load_cudnn_of_torch() -> None:
+    """All of the cuDNN that torch brought, where it did; a `CUDNN_HOME` or `CUDNN_PATH` that is set is left alone.
+
+    Transformer Engine loads the machine's first, which is there wherever it was built: its headers are. Of two versions
+    in a process some parts come from each, and attention is then another kernel, or reads memory that is not its own.
+    """
+    folder = Path(torch.__file__).parents[1] / "nvidia" / "cudnn"
+    if folder.is_dir() and not {"CUDNN_HOME", "CUDNN_PATH"} & os.environ.keys():
+        os.environ["CUDNN_HOME"] = str(folder)                          # where Transformer Engine looks before all else
+        for library in sorted(folder.glob("lib/libcudnn*.so.*")):       # those that its own libraries name are by then
+            with contextlib.suppress(OSError):                          # in the process, and not looked for
+                ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+
+
+if importlib.util.find_spec("transformer_engine"):
+    load_cudnn_of_torch()
 # An incomplete installation raises nearly anything here: ImportError, RuntimeError, FileNotFoundError, OSError.
 try:
     import transformer_engine

@@ -16,13 +16,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# Before torch: where two copies of cuDNN are installed, Transformer Engine finds its own only if it asks first.
-try:
-    import transformer_engine.pytorch as te
-    TE_MISSING = None
-except Exception as error:      # an incomplete installation raises nearly anything: RuntimeError, OSError, ...
-    te, TE_MISSING = None, f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
-
 import pytest
 import torch
 
@@ -31,7 +24,7 @@ if not torch.cuda.is_available():
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from common import device as machine
-from common import harness, oracle, parameters, roofline, steps, timing
+from common import harness, oracle, parameters, roofline, steps, te_emulation, timing
 from common.config import BlockConfig
 from common.device import compiler_missing
 
@@ -93,9 +86,9 @@ def fp8_missing() -> str | None:
     """Why Transformer Engine can't multiply in FP8 here, or None."""
     if not torch.cuda.is_available():
         return "there is no GPU"
-    if te is None:
-        return f"it does not import ({TE_MISSING})"
-    available, reason = te.is_fp8_available(return_reason=True)
+    if te_emulation.IMPORT_ERROR:
+        return f"it does not import ({te_emulation.IMPORT_ERROR})"
+    available, reason = te_emulation.transformer_engine_pytorch.is_fp8_available(return_reason=True)
     return None if available else reason
 
 

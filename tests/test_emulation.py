@@ -18,16 +18,19 @@ where the emulation has an autograd function, and computes in FP64. Its rules ar
 import builtins
 import collections
 import contextlib
+import ctypes
 import importlib.util
 import math
 import os
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import NAMES, case, differences, results, te, worst
+from conftest import NAMES, case, differences, results, worst
 from torch import Tensor
+from torch.nn import functional as F
 
 from common import BlockConfig, evidence, oracle, steps, te_emulation
 from common.config import FP8_WEIGHTS, dtype_name
@@ -342,7 +345,7 @@ def test_without_fp8_modules_are_ordinary_and_keep_no_state(call):
     x = torch.randn(4, 16)
     with te_emulation.autocast(False) if call == "disabled" else contextlib.nullcontext():
         y = module(x)
-    assert torch.equal(y, torch.nn.functional.linear(x, module.weight, module.bias))
+    assert torch.equal(y, F.linear(x, module.weight, module.bias))
     assert not module.fp8_meta
 
 
@@ -523,7 +526,7 @@ class ExactAttention(torch.nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dtype, (q, k, v) = q.dtype, (t.transpose(1, 2).double() for t in (q, k, v))
-        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return y.transpose(1, 2).flatten(2).to(dtype)
 
 
@@ -625,6 +628,43 @@ def test_transformer_engine_that_does_not_import_is_a_reason_not_a_crash(error, 
     spec.loader.exec_module(again)
     reason = again._why_not(CONFIG, case(CONFIG)[0], torch.device("cuda"))
     assert type(error).__name__ in reason and "\n" not in reason
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("there, variable", [(True, None), (True, "CUDNN_HOME"), (True, "CUDNN_PATH"), (False, None)])
+def test_the_cudnn_of_torch_is_loaded_before_transformer_engine_looks_for_one(there, variable, tmp_path, monkeypatch):
+    """All its libraries, one that can't be loaded aside; not where torch brought none or the user has named another."""
+    folder = tmp_path / "nvidia" / "cudnn"
+    if there:
+        (folder / "lib").mkdir(parents=True)
+        for name in ("libcudnn.so.9", "libcudnn_graph.so.9", "libcudnn_ops.so.9"):
+            (folder / "lib" / name).touch()
+    loaded = []
+
+    def load(path, mode):
+        loaded.append((Path(path).name, mode))
+        if "graph" in path:
+            raise OSError("it can't be loaded")
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(te_emulation.ctypes, "CDLL", load)
+    monkeypatch.setattr(os, "environ", {variable: "/elsewhere"} if variable else {})
+    te_emulation.load_cudnn_of_torch()
+    if there and not variable:
+        assert os.environ == {"CUDNN_HOME": str(folder)} and {mode for _, mode in loaded} == {ctypes.RTLD_GLOBAL}
+        assert sorted(name for name, _ in loaded) == ["libcudnn.so.9", "libcudnn_graph.so.9", "libcudnn_ops.so.9"]
+    else:
+        assert loaded == [] and os.environ == ({variable: "/elsewhere"} if variable else {})
+
+
+@pytest.mark.integration
+@pytest.mark.transformer_engine
+def test_torch_and_transformer_engine_share_one_cudnn():
+    values, x, dy = case(TE_CONFIG, "cuda")
+    steps.load(4).build(TE_CONFIG, values, "cuda")(x).backward(dy)
+    F.scaled_dot_product_attention(*[torch.ones(1, 1, 8, 64, device="cuda", dtype=torch.float16)] * 3)
+    loaded = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudnn" in line]
+    assert len({Path(path).resolve().parent for path in loaded}) == 1, sorted(set(loaded))
+    assert torch.backends.cudnn.version() > 90000
 
 
 @pytest.mark.unit
@@ -738,7 +778,7 @@ def test_first_calls_agree_with_transformer_engine(monkeypatch):
 @pytest.mark.integration
 @pytest.mark.transformer_engine
 def test_transformer_engine_has_the_defaults_that_the_emulation_assumes():
-    recipe, mine = te.quantization.DelayedScaling(), te_emulation.DelayedScaling()
+    recipe, mine = te_emulation.transformer_engine_pytorch.quantization.DelayedScaling(), te_emulation.DelayedScaling()
     assert (recipe.amax_history_len, recipe.fp8_dpa) == (mine.amax_history_len, mine.fp8_dpa) == (1024, False)
     assert (recipe.margin, recipe.amax_compute_algo, recipe.fp8_format.name) == (0, "max", "HYBRID")
 
