@@ -22,16 +22,17 @@ from .config import BlockConfig
 
 
 def load_cudnn_of_torch() -> None:
-    """All of the cuDNN that torch brought, where it did; a `CUDNN_HOME` or `CUDNN_PATH` that is set is left alone.
+    """All of the cuDNN that torch brought, where it did, unless `CUDNN_HOME` or `CUDNN_PATH` names another.
 
     Transformer Engine loads the machine's first, which is there wherever it was built: its headers are. Of two versions
     in a process some parts come from each, and attention is then another kernel, or reads memory that is not its own.
     """
     folder = Path(torch.__file__).parents[1] / "nvidia" / "cudnn"
-    if folder.is_dir() and not {"CUDNN_HOME", "CUDNN_PATH"} & os.environ.keys():
-        os.environ["CUDNN_HOME"] = str(folder)                          # where Transformer Engine looks before all else
-        for library in sorted(folder.glob("lib/libcudnn*.so.*")):       # those that its own libraries name are by then
-            with contextlib.suppress(OSError):                          # in the process, and not looked for
+    named = os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH") or folder
+    if folder.is_dir() and Path(named) == folder:                       # also where the process that began this one
+        os.environ["CUDNN_HOME"] = str(folder)                          # has set it: Transformer Engine looks there
+        for library in sorted(folder.glob("lib/libcudnn*.so.*")):       # first. Those that its own libraries ask for
+            with contextlib.suppress(OSError):                          # are then in the process, and not looked for
                 ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
 
 

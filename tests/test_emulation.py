@@ -631,29 +631,33 @@ def test_transformer_engine_that_does_not_import_is_a_reason_not_a_crash(error, 
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("there, variable", [(True, None), (True, "CUDNN_HOME"), (True, "CUDNN_PATH"), (False, None)])
-def test_the_cudnn_of_torch_is_loaded_before_transformer_engine_looks_for_one(there, variable, tmp_path, monkeypatch):
-    """All its libraries, one that can't be loaded aside; not where torch brought none or the user has named another."""
+@pytest.mark.parametrize("there, variables", [
+    (True, {}), (True, {"CUDNN_HOME": "torch's"}), (True, {"CUDNN_HOME": "/elsewhere"}),
+    (True, {"CUDNN_PATH": "/elsewhere"}), (False, {})], ids=str)
+def test_the_cudnn_of_torch_is_loaded_before_transformer_engine_looks_for_one(there, variables, tmp_path, monkeypatch):
+    """All its libraries, one that can't be loaded aside, in a child process too, which inherits the variable; not where
+    torch brought none or the user has named another."""
     folder = tmp_path / "nvidia" / "cudnn"
+    names = {"libcudnn.so.9", "libcudnn_graph.so.9", "libcudnn_ops.so.9"}
     if there:
         (folder / "lib").mkdir(parents=True)
-        for name in ("libcudnn.so.9", "libcudnn_graph.so.9", "libcudnn_ops.so.9"):
+        for name in names:
             (folder / "lib" / name).touch()
-    loaded = []
+    environment = {name: value.replace("torch's", str(folder)) for name, value in variables.items()}
+    loaded = {}
 
     def load(path, mode):
-        loaded.append((Path(path).name, mode))
+        loaded[Path(path).name] = mode
         if "graph" in path:
             raise OSError("it can't be loaded")
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
     monkeypatch.setattr(te_emulation.ctypes, "CDLL", load)
-    monkeypatch.setattr(os, "environ", {variable: "/elsewhere"} if variable else {})
+    monkeypatch.setattr(os, "environ", dict(environment))
     te_emulation.load_cudnn_of_torch()
-    if there and not variable:
-        assert os.environ == {"CUDNN_HOME": str(folder)} and {mode for _, mode in loaded} == {ctypes.RTLD_GLOBAL}
-        assert sorted(name for name, _ in loaded) == ["libcudnn.so.9", "libcudnn_graph.so.9", "libcudnn_ops.so.9"]
+    if there and "/elsewhere" not in environment.values():
+        assert os.environ == {"CUDNN_HOME": str(folder)} and loaded == dict.fromkeys(names, ctypes.RTLD_GLOBAL)
     else:
-        assert loaded == [] and os.environ == ({variable: "/elsewhere"} if variable else {})
+        assert os.environ == environment and loaded == {}
 
 
 @pytest.mark.integration
