@@ -9,14 +9,6 @@ import math
 import textwrap
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
-from matplotlib.transforms import Bbox
-
 from . import command, records
 from .attribution import PARTS
 
@@ -28,14 +20,23 @@ STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "
          "figure.dpi": 200, "svg.fonttype": "none", "font.family": "DejaVu Sans"}
 
 
+def _plt():
+    """matplotlib.pyplot, imported where something is drawn: that takes a second, and most runs draw nothing."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    return pyplot
+
+
 def digest(lines: list[dict]) -> str:
     """Names a set of records and the code that draws them; it changes when any of them does."""
     lines = [line for line in lines if line["metric"]["name"] != "wall time"]        # known once the charts are drawn
     return hashlib.sha256(json.dumps(lines, sort_keys=True).encode() + Path(__file__).read_bytes()).hexdigest()[:16]
 
 
-def save(figure: Figure, stem: str, lines: list[dict]) -> None:
+def save(figure, stem: str, lines: list[dict]) -> None:
     """Write STEM.png and STEM.svg, each with the digest of the records it shows; below it stands what they are of."""
+    from matplotlib.transforms import Bbox
     width, height = figure.get_size_inches()
     caption = textwrap.wrap(records.provenance(lines), 178)
     deep = 0.05 + 0.1 * len(caption)                                     # inches, below what the layout has room for
@@ -43,7 +44,7 @@ def save(figure: Figure, stem: str, lines: list[dict]) -> None:
     box = Bbox([[0, -deep], [width, height]])
     figure.savefig(f"{stem}.png", metadata={"Description": digest(lines)}, bbox_inches=box)
     figure.savefig(f"{stem}.svg", metadata={"Description": digest(lines), "Date": None}, bbox_inches=box)
-    plt.close(figure)
+    _plt().close(figure)
 
 
 def is_of(stem: str | Path, lines: list[dict]) -> bool:
@@ -55,7 +56,7 @@ def is_of(stem: str | Path, lines: list[dict]) -> bool:
 def ladder(lines: list[dict], stem: str) -> None:
     """STEM-parts: a stacked bar per step, the limit as a line. STEM-waterfall: from step to step, part by part."""
     timed = attributed(lines)
-    with plt.rc_context(STYLE):
+    with _plt().rc_context(STYLE):
         save(_stacked(timed), f"{stem}-parts", lines)
         save(_waterfalls(timed), f"{stem}-waterfall", lines)
 
@@ -71,11 +72,11 @@ def _name(run: records.Run) -> str:
     return words.replace("4 transformer engine", "4 transf.\nengine")
 
 
-def _stacked(timed) -> Figure:
+def _stacked(timed):
     """All steps, and beside them the fast ones on a scale of their own: the first would hide them."""
     slowest = timed[0][0].best_ms(MODE)
     fast = [one for one in timed if one[0].best_ms(MODE) < slowest / 3] or timed
-    figure, axes = plt.subplots(1, 2, figsize=(8, 4.2), layout="constrained", width_ratios=(len(timed), len(fast)))
+    figure, axes = _plt().subplots(1, 2, figsize=(8, 4.2), layout="constrained", width_ratios=(len(timed), len(fast)))
     for axis, shown in zip(axes, (timed, fast), strict=True):
         for place, (run, parts) in enumerate(shown):
             bottom = 0.0
@@ -95,12 +96,12 @@ def _stacked(timed) -> Figure:
     return figure
 
 
-def _waterfalls(timed) -> Figure:
+def _waterfalls(timed):
     """One panel a pair: from the earlier step's time, part by part, to the later one's."""
     pairs = list(itertools.pairwise(timed))
     columns = min(3, max(1, len(pairs)))
     rows = max(1, math.ceil(len(pairs) / columns))
-    figure, axes = plt.subplots(rows, columns, figsize=(8, 0.4 + 2.3 * rows), layout="constrained", squeeze=False)
+    figure, axes = _plt().subplots(rows, columns, figsize=(8, 0.4 + 2.3 * rows), layout="constrained", squeeze=False)
     for axis, pair in zip(axes.flat, pairs, strict=False):
         _waterfall(axis, *pair, labelled=axis in axes[:, 0])
     for axis in list(axes.flat)[len(pairs):]:
@@ -139,8 +140,9 @@ def _waterfall(axis, before, after, labelled: bool) -> None:
 def lines_chart(series: dict[str, list[tuple[float, float]]], stem: str, recorded: list[dict], x: str, y: str,
                 title: str, marks: dict[str, float]) -> None:
     """STEM: name -> [(x, y), ...] as lines on two logarithmic axes; `marks`, text -> x, as dotted lines."""
-    with plt.rc_context(STYLE):
-        figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    from matplotlib.ticker import LogLocator
+    with _plt().rc_context(STYLE):
+        figure, axis = _plt().subplots(figsize=(8, 4.2), layout="constrained")
         for (name, points), colour, marker in zip(series.items(), COLOURS * 2, "osD^vPX*" * 2, strict=False):
             if points:
                 axis.plot(*zip(*sorted(points), strict=True), marker=marker, color=colour, label=name, markersize=4)
@@ -168,9 +170,9 @@ def panels_chart(panels: dict[str, dict[str, list[tuple[float, float]]]], stem: 
                  y: str, title: str) -> None:
     """STEM: a panel for each of `panels` (its name -> name -> [(x, y), ...]), x logarithmic; "copy" is dashed."""
     names = list(dict.fromkeys(name for curves in panels.values() for name in curves if name != "copy"))
-    with plt.rc_context(STYLE):
+    with _plt().rc_context(STYLE):
         rows = math.ceil(len(panels) / 2)
-        figure, axes = plt.subplots(rows, 2, figsize=(8, 0.5 + 2.2 * rows), layout="constrained", squeeze=False)
+        figure, axes = _plt().subplots(rows, 2, figsize=(8, 0.5 + 2.2 * rows), layout="constrained", squeeze=False)
         figure.suptitle(title, fontsize=9)
         for axis, (panel, curves) in zip(axes.flat, panels.items(), strict=False):
             for above, (name, colour, marker) in enumerate(zip(names, COLOURS * 2, "osD^vPX*" * 2, strict=False)):
@@ -204,14 +206,14 @@ def dots_chart(panels: dict[str, dict[str, dict[str, tuple[float, float, float]]
     `panels` is group -> column -> name -> value. All share one axis, which ends at `most`: what lies beyond is an arrow
     there. Each value stands beside its dot.
     """
-    with plt.rc_context(STYLE):
+    with _plt().rc_context(STYLE):
         names = {group: list(dict.fromkeys(name for column in columns.values() for name in column))
                  for group, columns in panels.items()}
         columns = list(dict.fromkeys(column for group in panels.values() for column in group))
         tall = sum(map(len, names.values()))
-        figure, axes = plt.subplots(len(panels), len(columns), figsize=(8, 0.6 + 0.45 * len(panels) + 0.24 * tall),
-                                    squeeze=False, sharex=True, layout="constrained",
-                                    height_ratios=[len(some) + 1 for some in names.values()])
+        figure, axes = _plt().subplots(len(panels), len(columns), figsize=(8, 0.6 + 0.45 * len(panels) + 0.24 * tall),
+                                       squeeze=False, sharex=True, layout="constrained",
+                                       height_ratios=[len(some) + 1 for some in names.values()])
         lows = [low for group in panels.values() for column in group.values() for _, low, _ in column.values()]
         for row, (group, found) in zip(axes, panels.items(), strict=True):
             for axis, column in zip(row, columns, strict=True):
@@ -238,10 +240,10 @@ def bars_chart(groups: dict[str, list[tuple[str, float, float, float]]], stem: s
 
     Values are shown with that many digits; `line_at` is where a line stands for comparison.
     """
-    with plt.rc_context(STYLE):
+    with _plt().rc_context(STYLE):
         tall = sum(len(bars) for bars in groups.values())
-        figure, axes = plt.subplots(len(groups), 1, figsize=(8, 0.7 * len(groups) + 0.32 * tall), squeeze=False,
-                                    layout="constrained", height_ratios=[len(bars) + 1 for bars in groups.values()])
+        figure, axes = _plt().subplots(len(groups), 1, figsize=(8, 0.7 * len(groups) + 0.32 * tall), squeeze=False,
+                                       layout="constrained", height_ratios=[len(bars) + 1 for bars in groups.values()])
         for axis, (group, bars) in zip(axes[:, 0], groups.items(), strict=True):
             for place, (_, value, low, high) in enumerate(bars):
                 axis.barh(place, value, color=COLOURS[0], height=0.6,

@@ -671,6 +671,15 @@ except KeyboardInterrupt:
     assert told.stdout == "False\n", told.stderr
 
 
+def test_a_study_imports_no_matplotlib_before_it_draws():
+    told = subprocess.run([sys.executable, "-c", """
+import sys
+from benchmarks import ablation, compare, components, fusions, ladder, peers, sweep
+print("matplotlib" in sys.modules)
+"""], cwd=steps.ROOT, capture_output=True, text=True, timeout=120)
+    assert told.stdout == "False\n", told.stderr
+
+
 def test_a_seed_and_the_seconds_are_those_that_were_asked_for(main, monkeypatch):
     """Two seeds are two inputs, and the rule by which sampling ends is the user's."""
     rules = []
