@@ -104,7 +104,7 @@ def _nvml(device: torch.device):
 def alone(device: torch.device, name: str):
     """While it lasts, no other run of this user measures on `device`: two at a time would time each other.
 
-    A second one, `diff <(python 1_cublas.py) <(python 2_sdpa.py)` say, says on stderr that `name` waits, and does.
+    A second one, `diff <(python 1_cublas.py) <(python 2_sdpa.py)` say, says on stderr for whom `name` waits, and does.
     """
     which = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else "cpu"
     try:
@@ -118,10 +118,14 @@ def alone(device: torch.device, name: str):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"{name}: waiting for another run on this device to end", file=sys.stderr, flush=True)
+            whom = os.pread(lock, 200, 0).decode(errors="replace") or "another run"
+            print(f"{name}: waiting for {whom} on this device to end", file=sys.stderr, flush=True)
             since = time.monotonic()
             fcntl.flock(lock, fcntl.LOCK_EX)
             _waited.append(time.monotonic() - since)
+        with contextlib.suppress(OSError):                         # a full disk: then who waits is told less
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{name} (process {os.getpid()})".encode(), 0)
         yield
     finally:
         os.close(lock)

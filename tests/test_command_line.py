@@ -419,7 +419,8 @@ def runs(tmp_path_factory):
 
 def own_words(step: int, err: str) -> str:
     """Without the line that says that it waited for the other one to end."""
-    return err.replace(f"{steps.path(step).name}: waiting for another run on this device to end\n", "")
+    waits = re.escape(steps.path(step).name) + r": waiting for \S+ \(process \d+\) on this device to end\n"
+    return re.sub(waits, "", err)
 
 
 def test_a_script_runs(runs):
@@ -469,7 +470,7 @@ def records_of(runs) -> list[dict]:
 
 
 def test_one_run_at_a_time_measures(monkeypatch, tmp_path):
-    """The second waits until the first has ended, and says so; where no lock can be had, it goes on without."""
+    """The second waits until the first has ended, and says for whom; where no lock can be had, it goes on without."""
     monkeypatch.setattr(device.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(device, "_waited", [])
     cpu, order, told, said = torch.device("cpu"), [], [], threading.Event()
@@ -488,7 +489,8 @@ def test_one_run_at_a_time_measures(monkeypatch, tmp_path):
         assert said.wait(60)
         order.append("first")
     waiting.join(60)
-    assert order == ["first", "second"] and told == ["second: waiting for another run on this device to end"]
+    assert order == ["first", "second"]
+    assert told == [f"second: waiting for first (process {os.getpid()}) on this device to end"]
     assert len(device._waited) == 1 and device._waited[0] >= 0
     ran = device.process_seconds()
     device._waited.append(ran / 2)
@@ -669,6 +671,14 @@ except KeyboardInterrupt:
     print("torch._dynamo" in sys.modules)
 """], cwd=steps.ROOT, capture_output=True, text=True, timeout=120)
     assert told.stdout == "False\n", told.stderr
+
+
+@pytest.mark.parametrize("study", ["ladder", "compare"])
+def test_a_study_that_is_run_as_a_file_says_how_to_run_it(study, tmp_path):
+    told = subprocess.run([sys.executable, steps.ROOT / "benchmarks" / f"{study}.py"], cwd=tmp_path,
+                          capture_output=True, text=True, timeout=120)
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr == f"run it from the project's folder as: python -m benchmarks.{study}\n"
 
 
 def test_a_study_imports_no_matplotlib_before_it_draws():
