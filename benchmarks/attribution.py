@@ -146,7 +146,7 @@ class GpuBurst:
 
     def pairs(self) -> list[Pair]:
         """What was seen, pair by pair. Raises RuntimeError where the profiler did not see all of it."""
-        events = self._profiler.kineto_results.events()         # profiler.function_events would take seconds: a tree
+        events = self._profiler.kineto_results.events()         # profiler.function_events builds a tree of them: slow
         kernels = sorted((e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in events
                          if e.device_type() == DeviceType.CUDA)
         marks = [place for place, (_, _, name) in enumerate(kernels) if _MARKER in name]

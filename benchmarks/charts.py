@@ -21,7 +21,7 @@ STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "
 
 
 def _plt():
-    """matplotlib.pyplot, imported where something is drawn: that takes a second, and most runs draw nothing."""
+    """matplotlib.pyplot, imported where something is drawn: most runs draw nothing, and need not wait for it."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -37,11 +37,14 @@ def digest(lines: list[dict]) -> str:
 def save(figure, stem: str, lines: list[dict]) -> None:
     """Write STEM.png and STEM.svg, each with the digest of the records it shows; below it stands what they are of."""
     from matplotlib.transforms import Bbox
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for legend in figure.legends:              # to save a larger box would move one that stands outside of the axes
+        legend.set_bbox_to_anchor((0, 0, 1, 1), figure.transFigure)
     width, height = figure.get_size_inches()
-    caption = textwrap.wrap(records.provenance(lines), 178)
-    deep = 0.05 + 0.1 * len(caption)                                     # inches, below what the layout has room for
-    figure.text(0.05 / width, -0.02 / height, "\n".join(caption), va="top", fontsize=5.5, color="#444444")
-    box = Bbox([[0, -deep], [width, height]])
+    caption = textwrap.wrap(records.provenance(lines), 145)              # characters in eight inches
+    figure.text(0.05 / width, -0.02 / height, "\n".join(caption), va="top", fontsize=6.5, color="#444444")
+    box = Bbox([[0, -0.05 - 0.12 * len(caption)], [width, height]])      # inches
     figure.savefig(f"{stem}.png", metadata={"Description": digest(lines)}, bbox_inches=box)
     figure.savefig(f"{stem}.svg", metadata={"Description": digest(lines), "Date": None}, bbox_inches=box)
     _plt().close(figure)

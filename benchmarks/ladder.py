@@ -261,9 +261,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--counters", action="store_true", help="bytes read and written in DRAM, by ncu (slow)")
     parser.add_argument("--readme", action="store_true", help="measure nothing: rewrite README.md from recorded runs")
     argv = sys.argv[1:] if argv is None else argv
-    options = command.parse(parser, argv)
-    if options.readme and len(argv) > 1:
+    if "--readme" in argv and len(argv) > 1:
         command.usage(parser, "--readme measures nothing: give it alone")
+    options = command.parse(parser, argv)
     with command.shown_to_a_person("ladder", options.output):
         if options.readme:
             from . import readme  # it draws on all studies, this one among them

@@ -114,7 +114,7 @@ def summary() -> str:
 
 
 def comparisons() -> str:
-    """A recorded study, and the same on another machine of its kind in first-<the same name>: compared."""
+    """A recorded study, and the same of an earlier day in first-<the same name>: compared."""
     blocks = []
     for path in sorted(RESULTS.glob("*/first-*.jsonl")):
         second = path.with_name(path.name.removeprefix("first-"))

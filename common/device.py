@@ -2,6 +2,7 @@
 import contextlib
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -38,12 +39,22 @@ def facts(device: torch.device) -> dict:
         }
         try:
             found["cudnn"] = torch.backends.cudnn.version()
-        except RuntimeError:                           # Transformer Engine has loaded another one than torch's
+        except RuntimeError:                           # not the one that torch was built with
+            found["cudnn"] = "two versions"
+        if len({library.parent for library in cudnn_libraries()}) > 1:
             found["cudnn"] = "two versions"
         with _nvml(device) as (nvml, handle):
             if nvml:
                 found["driver"] = nvml.nvmlSystemGetDriverVersion()
     return found
+
+
+def cudnn_libraries() -> list[Path]:
+    """The files of cuDNN that are loaded into this process; none where the system does not say."""
+    with contextlib.suppress(OSError):
+        return [Path(path) for path in dict.fromkeys(
+            re.findall(r"/.*/libcudnn[^/\n]*$", Path("/proc/self/maps").read_text(), re.MULTILINE))]
+    return []
 
 
 def state(device: torch.device) -> dict:

@@ -11,37 +11,46 @@ import importlib.util
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from . import device as machine
 from .config import BlockConfig
 
 
-def load_cudnn_of_torch() -> None:
-    """All of the cuDNN that torch brought, where it did, unless `CUDNN_HOME` or `CUDNN_PATH` names another.
+@contextlib.contextmanager
+def one_cudnn():
+    """While Transformer Engine is imported: the cuDNN that torch has loaded is the one that it finds.
 
-    Transformer Engine loads the machine's first, which is there wherever it was built: its headers are. Of two versions
-    in a process some parts come from each, and attention is then another kernel, or reads memory that is not its own.
+    Where a machine holds another, Transformer Engine prefers that one. Of two in a process some parts come from each,
+    and attention is then another kernel, or reads memory that is not its own.
     """
-    folder = Path(torch.__file__).parents[1] / "nvidia" / "cudnn"
-    named = os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH") or folder
-    if folder.is_dir() and Path(named) == folder:                       # also where the process that began this one
-        os.environ["CUDNN_HOME"] = str(folder)                          # has set it: Transformer Engine looks there
-        for library in sorted(folder.glob("lib/libcudnn*.so.*")):       # first. Those that its own libraries ask for
-            with contextlib.suppress(OSError):                          # are then in the process, and not looked for
-                ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    loaded = next((path for path in machine.cudnn_libraries() if path.name.startswith("libcudnn.so")), None)
+    before = os.environ.get("CUDNN_HOME")
+    if loaded and "transformer_engine" not in sys.modules and importlib.util.find_spec("transformer_engine"):
+        # It looks for libcudnn.so in CUDNN_HOME first. The other parts are what its own libraries ask for by name: not
+        # looked for where they are loaded. First the two that the others ask for.
+        os.environ["CUDNN_HOME"] = str(loaded.parent)
+        parts = loaded.parent.glob(loaded.name.replace("libcudnn", "libcudnn_*"))
+        for part in sorted(parts, key=lambda path: ("_graph" not in path.name, "_ops" not in path.name, path.name)):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(part), ctypes.RTLD_GLOBAL)
+    try:
+        yield
+    finally:
+        os.environ.pop("CUDNN_HOME", None)
+        if before is not None:
+            os.environ["CUDNN_HOME"] = before
 
 
-if importlib.util.find_spec("transformer_engine"):
-    load_cudnn_of_torch()
 # An incomplete installation raises nearly anything here: ImportError, RuntimeError, FileNotFoundError, OSError.
 try:
-    import transformer_engine
-    import transformer_engine.pytorch as transformer_engine_pytorch
+    with one_cudnn():
+        import transformer_engine
+        import transformer_engine.pytorch as transformer_engine_pytorch
     IMPORT_ERROR = None
 except Exception as error:
     IMPORT_ERROR = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]

@@ -27,6 +27,20 @@ def test_the_charts_show_the_recorded_runs():
     assert readme.stale_charts() == [], "run python -m benchmarks.ladder --readme"
 
 
+def test_what_a_chart_is_of_stands_below_all_else_in_it():
+    """In the drawn files: to save a larger box than the layout's moves what is anchored to it."""
+    paths = sorted(readme.RESULTS.glob("*/*.svg"))
+    for path in paths:
+        svg = path.read_text()
+        height = float(re.search(r'viewBox="0 0 [\d.]+ ([\d.]+)"', svg)[1])
+        texts = [(style, float(y)) for style, y in
+                 re.findall(r'<text style="([^"]*)"[^>]*?(?:translate\([-\d.]+ |y=")([-\d.]+)', svg)]
+        caption = [y for style, y in texts if "#444444" in style]
+        assert caption and max(y for style, y in texts if "#444444" not in style) < min(caption) - 6.5, path
+        assert max(caption) < height - 1, path
+    assert len(paths) > 10
+
+
 def test_every_chart_and_file_that_readme_names_is_there():
     named = re.findall(r"\[[^]]*\]\(([^)#:]+)\)", (steps.ROOT / "README.md").read_text())
     assert named and all((steps.ROOT / name).exists() for name in named)

@@ -22,6 +22,7 @@ import ctypes
 import importlib.util
 import math
 import os
+import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common import BlockConfig, evidence, oracle, steps, te_emulation
+from common import device as machine
 from common.config import FP8_WEIGHTS, dtype_name
 from common.harness import calibrate
 
@@ -631,33 +633,64 @@ def test_transformer_engine_that_does_not_import_is_a_reason_not_a_crash(error, 
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("there, variables", [
-    (True, {}), (True, {"CUDNN_HOME": "torch's"}), (True, {"CUDNN_HOME": "/elsewhere"}),
-    (True, {"CUDNN_PATH": "/elsewhere"}), (False, {})], ids=str)
-def test_the_cudnn_of_torch_is_loaded_before_transformer_engine_looks_for_one(there, variables, tmp_path, monkeypatch):
-    """All its libraries, one that can't be loaded aside, in a child process too, which inherits the variable; not where
-    torch brought none or the user has named another."""
-    folder = tmp_path / "nvidia" / "cudnn"
-    names = {"libcudnn.so.9", "libcudnn_graph.so.9", "libcudnn_ops.so.9"}
-    if there:
-        (folder / "lib").mkdir(parents=True)
-        for name in names:
-            (folder / "lib" / name).touch()
-    environment = {name: value.replace("torch's", str(folder)) for name, value in variables.items()}
-    loaded = {}
+@pytest.mark.parametrize("home", [None, "", "/elsewhere"])
+@pytest.mark.parametrize("loaded, installed, imported", [
+    (True, True, False), (False, True, False), (True, False, False), (True, True, True)])
+def test_all_parts_of_the_cudnn_of_torch_are_loaded_and_it_is_named_for_a_while(loaded, installed, imported, home,
+                                                                               tmp_path, monkeypatch):
+    """First the parts that others ask for; one that can't be loaded is passed over. Only where there is a cuDNN and a
+    Transformer Engine to be imported yet."""
+    for part in ("", "_adv", "_cnn", "_graph", "_ops"):
+        (tmp_path / f"libcudnn{part}.so.9.19.0").touch()
+        (tmp_path / f"libcudnn{part}.so").symlink_to(f"libcudnn{part}.so.9.19.0")
+    tried = []
 
     def load(path, mode):
-        loaded[Path(path).name] = mode
+        assert mode == ctypes.RTLD_GLOBAL
+        tried.append(Path(path).name)
         if "graph" in path:
             raise OSError("it can't be loaded")
-    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    libraries = [tmp_path / "libcudnn_heuristic.so.9.19.0", tmp_path / "libcudnn.so.9.19.0"] if loaded else []
+    monkeypatch.setattr(te_emulation.machine, "cudnn_libraries", lambda: libraries)
     monkeypatch.setattr(te_emulation.ctypes, "CDLL", load)
-    monkeypatch.setattr(os, "environ", dict(environment))
-    te_emulation.load_cudnn_of_torch()
-    if there and "/elsewhere" not in environment.values():
-        assert os.environ == {"CUDNN_HOME": str(folder)} and loaded == dict.fromkeys(names, ctypes.RTLD_GLOBAL)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(sys, "modules", {"transformer_engine": None} if imported else {})
+    before = {} if home is None else {"CUDNN_HOME": home}
+    monkeypatch.setattr(os, "environ", dict(before))
+    with pytest.raises(ImportError), te_emulation.one_cudnn():
+        within = dict(os.environ)
+        raise ImportError
+    assert os.environ == before
+    if loaded and installed and not imported:
+        assert within == {"CUDNN_HOME": str(tmp_path)}
+        assert tried == [f"libcudnn_{part}.so.9.19.0" for part in ("graph", "ops", "adv", "cnn")]
     else:
-        assert os.environ == environment and loaded == {}
+        assert within == before and tried == []
+
+
+@pytest.mark.integration
+def test_transformer_engine_is_imported_beside_the_cudnn_of_torch_alone(tmp_path):
+    """A package in its place says what it would find, in a process of its own."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("""
+import os
+from common import device
+found = device.cudnn_libraries()
+parts = {path.name.partition(".")[0] for path in found}
+print(os.environ["CUDNN_HOME"] if found else "none", *{str(path.parent) for path in found} or {"none"},
+      {"libcudnn", "libcudnn_graph", "libcudnn_ops"} <= parts or not found)
+raise ImportError("a stub")
+""")
+    told = subprocess.run([sys.executable, "-c", """
+import os
+from common import te_emulation
+print(os.environ["CUDNN_HOME"], te_emulation.IMPORT_ERROR)
+"""], cwd=steps.ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path), "CUDNN_HOME": "/elsewhere"}, capture_output=True,
+                          text=True, timeout=120)
+    first, second = told.stdout.splitlines()
+    home, folder, whole = first.split()
+    assert home == folder and whole == "True", told.stdout
+    assert second == "/elsewhere ImportError: a stub", told.stderr
 
 
 @pytest.mark.integration
@@ -666,9 +699,9 @@ def test_torch_and_transformer_engine_share_one_cudnn():
     values, x, dy = case(TE_CONFIG, "cuda")
     steps.load(4).build(TE_CONFIG, values, "cuda")(x).backward(dy)
     F.scaled_dot_product_attention(*[torch.ones(1, 1, 8, 64, device="cuda", dtype=torch.float16)] * 3)
-    loaded = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudnn" in line]
-    assert len({Path(path).resolve().parent for path in loaded}) == 1, sorted(set(loaded))
-    assert torch.backends.cudnn.version() > 90000
+    loaded = machine.cudnn_libraries()
+    assert len({path.resolve().parent for path in loaded}) == 1, loaded
+    assert torch.backends.cudnn.version()                        # raises where it is not the one of this torch
 
 
 @pytest.mark.unit

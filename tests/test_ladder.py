@@ -814,6 +814,9 @@ def test_what_is_counted_is_kernels_and_copies(monkeypatch):
 
 
 @unit
-def test_readme_is_rewritten_by_a_command_that_does_nothing_else(study_main):
-    status, out, err = study_main(ladder, "--readme", "--steps", "0")
-    assert (status, out) == (2, "") and err == "ladder: error: --readme measures nothing: give it alone\n"
+def test_readme_is_rewritten_by_a_command_that_does_nothing_else(tmp_path, capsys):
+    for argv in (["--readme", "--quick"], ["--json", str(tmp_path / "some"), "--readme"]):
+        with pytest.raises(SystemExit) as ended:
+            ladder.main(argv)
+        assert ended.value.code == 2 and not (tmp_path / "some").exists()
+        assert capsys.readouterr() == ("", "ladder: error: --readme measures nothing: give it alone\n")

@@ -144,9 +144,12 @@ def test_published_figures_stand_beside_as_published():
 
 
 def test_the_versions_of_other_libraries_are_said_where_records_hold_them():
-    ours, ao = made("3_compile", both([1.0] * 6, [2.0] * 6)), both([1.0] * 6, [2.0] * 6)
-    lines = ours + made("torchao float8 rowwise, compiled", ao, engine="torchao 0.18.0")
-    assert "\nWith torchao 0.18.0.\n" in peers.text(lines) and "With" not in peers.text(ours)
+    times = both([1.0] * 6, [2.0] * 6)
+    ours = made("3_compile", times) + made("te.TransformerLayer FP8", times, engine="Transformer Engine 2.20.2")
+    lines = ours + [line for name, engine in (("GPT2Block", "transformers 5.17.0"), ("GPT2Block, compiled",
+                    "transformers 5.17.0"), ("torchao float8 rowwise, compiled", "torchao 0.18.0"))
+                    for line in made(name, times, engine=engine)]
+    assert "\nWith transformers 5.17.0, torchao 0.18.0.\n" in peers.text(lines) and "With" not in peers.text(ours)
 
 
 def test_a_pass_that_an_interrupted_run_did_not_reach_says_so():

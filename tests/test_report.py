@@ -8,6 +8,7 @@ import re
 import threading
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -130,6 +131,10 @@ def test_two_versions_of_cudnn_are_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch.backends.cudnn, "version", mixed)
     assert machine.facts(torch.device("cuda"))["cudnn"] == "two versions"
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    for paths, told in ((("a/1", "a/2"), 91900), (("a/1", "b/2"), "two versions"), ((), 91900)):
+        monkeypatch.setattr(machine, "cudnn_libraries", lambda paths=paths: list(map(Path, paths)))
+        assert machine.facts(torch.device("cuda"))["cudnn"] == told
 
 
 def test_the_reason_is_on_the_card():
