@@ -93,7 +93,7 @@ def _stacked(timed):
                 axis.plot((place - 0.42, place + 0.42), (limit, limit), color="black", linewidth=1.6,
                           label="limit of this machine" if place == 0 else None)
         axis.set_xticks(range(len(shown)), [f"{_name(run)}\n({run.profiled(MODE)})" for run, _ in shown], fontsize=6.5)
-        axis.set_ylabel("ms, forward+backward")
+        axis.set_ylabel("ms, forward+backward (bars: under the profiler, figures: by the clock)", fontsize=7)
     axes[1].set_title("the fast ones, larger", fontsize=9)
     axes[0].legend(frameon=False, fontsize=7.5)
     return figure
@@ -158,8 +158,8 @@ def lines_chart(series: dict[str, list[tuple[float, float]]], stem: str, recorde
         axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))            # all nine of a decade would collide
         axis.yaxis.set_minor_formatter("{x:g}")
         axis.tick_params(labelsize=7, which="both")
-        axis.set_xlabel(x)
-        axis.set_ylabel(y)
+        axis.set_xlabel(f"{x}, logarithmic")
+        axis.set_ylabel(f"{y}, logarithmic")
         axis.set_title(title, fontsize=9)
         for row, (word, at) in enumerate(marks.items()):
             axis.axvline(at, color="#888888", linewidth=0.8, linestyle=":")

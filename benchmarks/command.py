@@ -54,6 +54,8 @@ def parse(found: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
         if abs(options.seed) >= 10**18:
             raise ValueError(f"--seed {options.seed}: give a number of at most 18 digits")
         if options.chart:
+            if options.chart.endswith((".png", ".svg")):
+                raise ValueError(f"--chart {options.chart}: give what the charts' names begin with, no .png or .svg")
             _try_to_write_beside(options.chart)
     except ValueError as error:
         usage(found, str(error))

@@ -184,8 +184,9 @@ def _time(study: Study, mode: str, calls: dict[str, Callable], reports: dict, se
     runs, seed, clock = {}, study.options.seed, clock_for(study.device, work)
     works = {level: (call, mode, sets) for level, call in calls.items()}
     if not work.flops:
-        source = work.source(sets[0][0].dtype, study.device)
-        works[COPY] = (torch.clone, "forward", copies_of([source], len(sets)))
+        source = work.source(sets[0][0].dtype, study.device)        # not cloned: a CPU's allocator can take longer
+        given = copies_of([source, torch.empty_like(source)], len(sets))
+        works[COPY] = (lambda source, target: target.copy_(source), "forward", given)
     for level, given in works.items():
         r = reports[level]
         study.say(f"warming up {r.step}, {mode}")
@@ -282,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
             command.usage(parser, f"--capture {options.capture}: {error.strerror}; give a folder that can be written")
     on_gpu = options.device.type == "cuda"
     options.config = options.config.replace(amp_dtype=torch.bfloat16 if on_gpu else None)
-    parts = (256, 64, 16, 4, 1) if on_gpu else (1,) if options.quick else (16, 1)
+    parts = (256, 64, 16, 4, 1) if on_gpu else (16, 1)
     sizes = options.rows or tuple(dict.fromkeys(max(1, options.config.tokens // part) for part in parts))
     with command.shown_to_a_person("fusions", options.output), machine.alone(options.device, "fusions"), \
             torch._functorch.config.patch(donated_buffer=False):          # or no compiled backward could run twice

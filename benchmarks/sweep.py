@@ -136,11 +136,11 @@ def points_of(lines: list[dict]) -> dict[str, list[tuple[int, dict[str, Run]]]]:
     return {axis: sorted(sizes_.items()) for axis, sizes_ in found.items()}
 
 
-def crossovers(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str, tuple[int, list[int]] | None]:
+def crossovers(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str, tuple[int | None, list[int]]]:
     """Step -> (the smallest size from which on it stays faster than the step before, larger ones that are unsure).
 
-    None where there is no such size. Faster is by the median of the paired ratio, at the smallest by its whole
-    interval; at sizes that are unsure the interval holds 1.
+    None for a size where there is none. Faster is by the median of the paired ratio, at the smallest by its whole
+    interval; at sizes that are unsure the interval holds 1, at all of them where no size is named.
     """
     found = {}
     names = list(dict.fromkeys(name for _, runs in points for name, run in runs.items() if run.best(mode)))
@@ -156,9 +156,8 @@ def crossovers(points: list[tuple[int, dict[str, Run]]], mode: str) -> dict[str,
             if ratio[0] <= 1:
                 break
             ahead.append((size, ratio[1] > 1))
-        while ahead and not ahead[-1][1]:
-            ahead.pop()
-        found[after] = (ahead[-1][0], [size for size, sure in reversed(ahead) if not sure]) if ahead else None
+        smallest = min((size for size, sure in ahead if sure), default=None)
+        found[after] = smallest, [size for size, sure in reversed(ahead) if not sure and size > (smallest or 0)]
     return found
 
 
@@ -230,11 +229,9 @@ def _cell(run: Run | None, mode: str) -> str:
     return "not timed" if ms is None else command.figures(ms)
 
 
-def _from(letter: str, crossed: tuple[int, list[int]] | None) -> str:
-    if crossed is None:
-        return "nowhere here"
+def _from(letter: str, crossed: tuple[int | None, list[int]]) -> str:
     size, unsure = crossed
-    return f"from {letter} = {size} on{_unsure_at(unsure)}"
+    return (f"from {letter} = {size} on" if size else "nowhere here") + _unsure_at(unsure)
 
 
 def _unsure_at(sizes: list[int]) -> str:
@@ -281,7 +278,7 @@ def draw(lines: list[dict], stem: str) -> None:
                          if name in runs and runs[name].best("forward+backward")] for name in names}
         crossed = {f"from here on {name[0]} is faster than the one before" + _unsure_at(found[1]): found[0]
                    for name, found in crossovers(points, "forward+backward").items()
-                   if found and found[0] > points[0][0]}                # ahead from the smallest on: nothing to be seen
+                   if found[0] and found[0] > points[0][0]}             # ahead from the smallest on: nothing to be seen
         charts.lines_chart(series, f"{stem}-{axis}", lines, f"{axis} ({AXES[axis]})", "ms, forward+backward",
                            f"{lines[0]['runners'][0]['name']}, {_shape(points)}", crossed)
 

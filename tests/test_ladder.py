@@ -669,6 +669,7 @@ def test_counters_say_why_there_are_none(main):
     (["--rounds", "many"], "invalid int"), (["--processes", "0"], "from 1 to 999"), (["--what"], "--what"),
     (["--profiled", "two"], "from 1 to 999"), (["--rounds", "0"], "at least 6"),
     (["--hidden-size", "65"], "divisible"), (["--json", "/nowhere/at/all"], "No such file"),
+    (["--chart", "a.png"], "no .png"), (["--chart", "a.svg"], "no .png"),
     (["--chart", "/nowhere/at/all"], "give a folder that"), (["--chart", f"{__file__}/x"], "give a folder that"),
     (["--seed", str(10**30)], "at most 18 digits"),
     (["--preset", "huge"], "invalid choice"),

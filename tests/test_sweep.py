@@ -40,7 +40,8 @@ def test_a_crossing_is_where_a_step_stays_faster():
     """Step 1 is faster from 128 on: at 32 it is too, but not at 64."""
     lines = [line for size, a, b in ((32, 2.0, 1.0), (64, 1.0, 1.2), (128, 4.0, 3.0), (256, 16.0, 8.0))
              for line in point(size, {"0_baseline": a, "1_cublas": b, "2_sdpa": b})]
-    assert sweep.crossovers(sweep.points_of(lines)["seq_len"], "forward") == {"1_cublas": (128, []), "2_sdpa": None}
+    assert sweep.crossovers(sweep.points_of(lines)["seq_len"], "forward") == {
+        "1_cublas": (128, []), "2_sdpa": (None, [])}
     text = sweep.text(lines)
     assert "from S = 128 on" in text and "nowhere here" in text
 
@@ -219,7 +220,7 @@ def test_a_step_that_does_not_fit_where_the_one_before_does_is_not_ahead():
     lines = point(64, {"0_baseline": 4.0, "1_cublas": 2.0}) + point(128, {"0_baseline": 8.0})
     lines += made("1_cublas", {}, status="oom", reason="full", run="128", config=PRESETS["tiny"].replace(seq_len=128),
                   facts=GPU, matmul="float16")
-    assert sweep.crossovers(sweep.points_of(lines)["seq_len"], "forward") == {"1_cublas": None}
+    assert sweep.crossovers(sweep.points_of(lines)["seq_len"], "forward") == {"1_cublas": (None, [])}
 
 
 @integration
@@ -276,6 +277,11 @@ def test_a_size_that_is_unsure_is_named_and_begins_nothing(monkeypatch):
     monkeypatch.setattr(sweep.charts, "lines_chart", lambda *drawing: drawn.append(drawing[-1]))
     sweep.draw(lines, "stem")
     assert drawn == [{"from here on 1 is faster than the one before, unsure at 128, 256": 64}]
+    lines = [line for line in lines if line["model"]["name"].split()[1] in ("S128", "S256")]
+    crossed = sweep.crossovers(sweep.points_of(lines)["seq_len"], "forward")
+    assert crossed == {"1_cublas": (None, [128, 256])} and "nowhere here, unsure at 128, 256" in sweep.text(lines)
+    sweep.draw(lines, "stem")
+    assert drawn[1:] == [{}]
 
 
 @unit
