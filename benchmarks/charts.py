@@ -164,7 +164,7 @@ def lines_chart(series: dict[str, list[tuple[float, float]]], stem: str, recorde
         for row, (word, at) in enumerate(marks.items()):
             axis.axvline(at, color="#888888", linewidth=0.8, linestyle=":")
             axis.text(at, 0.97 - 0.05 * row, f" {word} ", transform=axis.get_xaxis_transform(), fontsize=7,
-                      ha="right" if at == ticks[-1] else "left")
+                      ha="right" if at * at > ticks[0] * ticks[-1] else "left")
         axis.legend(frameon=False, fontsize=8)
         save(figure, stem, recorded)
 
