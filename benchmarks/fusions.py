@@ -16,6 +16,7 @@ causal mask at every call, which costs most where there are few rows.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 import contextlib
+import functools
 import math
 import statistics
 import sys
@@ -171,6 +172,12 @@ class Work:
         return torch.ones(round(self.bytes / 2 / dtype.itemsize), dtype=dtype, device=device)
 
 
+def copying() -> Callable:
+    """x -> a copy of it, in the same memory at every call: to allocate can take a CPU longer than to copy."""
+    target_of = functools.cache(torch.empty_like)
+    return lambda source: target_of(source).copy_(source)
+
+
 def clock_for(device: torch.device, work: Work) -> timing.EventClock | timing.HostClock:
     """In shorter stretches where memory is the limit: such work is not expected to reach a GPU's power cap."""
     clock = timing.clock_for(device)
@@ -184,9 +191,8 @@ def _time(study: Study, mode: str, calls: dict[str, Callable], reports: dict, se
     runs, seed, clock = {}, study.options.seed, clock_for(study.device, work)
     works = {level: (call, mode, sets) for level, call in calls.items()}
     if not work.flops:
-        source = work.source(sets[0][0].dtype, study.device)        # not cloned: a CPU's allocator can take longer
-        given = copies_of([source, torch.empty_like(source)], len(sets))
-        works[COPY] = (lambda source, target: target.copy_(source), "forward", given)
+        source = work.source(sets[0][0].dtype, study.device)
+        works[COPY] = (copying(), "forward", copies_of([source], len(sets)))
     for level, given in works.items():
         r = reports[level]
         study.say(f"warming up {r.step}, {mode}")

@@ -116,6 +116,20 @@ def test_an_iteration_runs_once_on_each_copy_and_can_be_repeated(mode):
     assert all(t.grad is None for given in iteration.sets for t in given)
 
 
+def test_a_copy_is_written_where_the_last_one_was_and_not_before_it_is_asked_for():
+    """Memory of its own for each source. What is not copied is told by it: the check of a replay relies on that."""
+    copying, sources = fusions.copying(), [torch.randn(40) for _ in range(3)]
+    first = [copying(source) for source in sources]
+    assert all(torch.equal(copy, source) for copy, source in zip(first, sources, strict=True))
+    assert len({t.data_ptr() for t in (*first, *sources)}) == 6
+    for source in sources:
+        source.mul_(-0.5)
+    assert not any(torch.equal(copy, source) for copy, source in zip(first, sources, strict=True))
+    again = [copying(source) for source in sources]
+    assert [t.data_ptr() for t in again] == [t.data_ptr() for t in first]
+    assert all(torch.equal(copy, source) for copy, source in zip(again, sources, strict=True))
+
+
 def test_the_study_on_a_cpu(study_main, no_inductor, tmp_path):
     path = tmp_path / "fusions.jsonl"
     status, out, err = study_main(fusions, "--experiment", "RMSNorm", "--experiment", "SwiGLU", "--rows", "4,16",
