@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import BlockConfig, parameters
-from common.attention import settle_backend_order
 from common.config import LAYER_NORM_EPS
 from common.precision import float32_matmul_precision
 from common.run import run
+from common.sdpa_backends import settle_backend_order
 
 # The first that supports the GPU, dtype and shape runs: cuDNN, FlashAttention, memory-efficient, by hand in C++.
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from common import BlockConfig, parameters, te_emulation
+from common import BlockConfig, engine, parameters
 from common.config import LAYER_NORM_EPS
 from common.precision import compile_gradient_casts, float32_matmul_precision
 from common.run import run
@@ -80,9 +80,12 @@ class Block(nn.Module):
             return super().__call__(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = self.amp_dtype if self.amp_dtype and x.dtype == torch.float32 else x.dtype    # the residual, in 16 bits
-        narrows = dtype != x.dtype and torch.is_grad_enabled()
-        h, branch = self.fork(x, dtype) if narrows else (x.to(dtype),) * 2
+        if self.amp_dtype is None or x.dtype != torch.float32:
+            h = branch = x
+        elif torch.is_grad_enabled():
+            h, branch = self.fork(x, self.amp_dtype)                     # from here on the residual is in 16 bits
+        else:
+            h = branch = x.to(self.amp_dtype)
         h = h + self.attn(branch, self.fresh)
         return self.add(h, self.mlp(h, is_first_microbatch=self.fresh), x.dtype)
 
@@ -92,16 +95,16 @@ def build(config: BlockConfig, values: dict[str, Tensor], device: torch.device |
 
     `block.engine` says which engine it runs on: Transformer Engine, or its emulation and why.
     """
-    te, engine = te_emulation.choose(config, values, device)
+    te, name = engine.choose(config, values, device)
     dtype = values["mlp.fc.weight"].dtype
     recipe = te.quantization.DelayedScaling(fp8_dpa=config.fp8_attention)
     with torch.device(device), te.quantized_model_init(enabled=config.fp8_weights == "kept", recipe=recipe):
         block = Block(config, te, dtype, recipe)
-    block.engine = engine
-    on_gpu = torch.device(device).type == "cuda"
-    torch._dynamo.config.recompile_limit = 1024              # its 8 count over all blocks of a process
-    block.fork, block.add = (torch.compile(f, dynamic=False) if on_gpu else f for f in (fork, add))
-    if on_gpu:
+    block.engine, block.fork, block.add = name, fork, add
+    if torch.device(device).type == "cuda":
+        torch._dynamo.config.recompile_limit = 1024          # its 8 count over all blocks of a process
+        block.fork = torch.compile(fork, dynamic=False)
+        block.add = torch.compile(add, dynamic=False)
         compile_gradient_casts(block)
     return parameters.load(block, values, device)
 

@@ -28,7 +28,7 @@ class BlockConfig:
     seq_len: int
     hidden_size: int
     num_heads: int
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: int = None                       # type: ignore[assignment]  # None becomes 4 E
     dropout: float = 0.0                              # probability, on the attention weights, in training only
     amp_dtype: torch.dtype | None = torch.float16     # autocast's dtype; None: no autocast, and no FP8 in step 4
     fp8_weights: str = "per-call"                     # step 4: when weights are quantized, one of FP8_WEIGHTS

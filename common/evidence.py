@@ -63,7 +63,7 @@ class Evidence:
 
 
 def observe(iteration: Callable, device: torch.device, trace: str | None = None) -> Counter:
-    """Run one iteration under the profiler: kernel name -> launches (operators on a CPU).
+    """Run an iteration under the profiler: kernel name -> launches (operators on a CPU).
 
     `trace` names a file for the timeline, in the Chrome format that Perfetto reads.
     """
@@ -104,41 +104,54 @@ def kind_of(name: str) -> str | None:
     return next((kind for kind, pattern in _PATTERNS.items() if pattern.search(name)), None)
 
 
-def judge(kernels: Counter, step: int | None, matmul: str, device: torch.device, uncompiled_launches: int | None = None,
-          emulated: bool = False) -> Evidence:
-    """Whether what ran proves what step `step` claims.
+@dataclass(frozen=True)
+class Claims:
+    """What must and what must not be among the kernels of one iteration."""
+    needed: list[tuple[str, ...]]          # of each tuple one kind
+    forbidden: list[str]
+    fewer_launches: bool = False           # than the same block has under torch.compiler.set_stance("force_eager")
+    writes_fp8: bool = False               # LayerNorm and GELU write FP8 themselves
+    remark: str = ""                       # what a reader must know of the proof
 
-    `matmul` is the dtype the step multiplies in (roofline.Arithmetic.matmul); `uncompiled_launches` is what the same
-    block launches under torch.compiler.set_stance("force_eager"). A forbidden kernel refutes. A required one that is
-    not seen leaves the claim unproven, since another GPU's libraries may use names not known here; so do launches that
-    the compiler did not make fewer. Without a step nothing is claimed, and what ran is only counted.
+
+def judge(kernels: Counter, claims: Claims | None, uncompiled_launches: int | None = None, emulated: bool = False
+          ) -> Evidence:
+    """Whether what ran proves the claims.
+
+    A forbidden kernel refutes. A needed one that is not seen leaves the claims unproven, since another GPU's libraries
+    may use names not known here; so do launches that the compiler did not make fewer. Without claims what ran is only
+    counted.
     """
-    kinds = Counter()
+    kinds: Counter = Counter()
     for name, count in kernels.items():
         if kind := kind_of(name):
             kinds[kind] += count
-    if step is None:
-        return Evidence(kernels, kinds, "n/a", "nothing is claimed")
-    if device.type != "cuda":
-        return _judge_cpu(kernels, kinds, step, emulated)
-    needed, forbidden = _claims(step, matmul)
+
+    def evidence(verdict: str, because: str) -> Evidence:
+        return Evidence(kernels, kinds, verdict, because)
+
+    if claims is None:
+        return evidence("n/a", "nothing is claimed")
     if emulated:
-        needed, forbidden = [], []
-    ran = [kind for kind in forbidden if kinds[kind]]
-    if ran:
-        names = sorted(name for name in kernels if kind_of(name) in ran)
-        return Evidence(kernels, kinds, "refuted", f"{', '.join(ran)} ran: " + ", ".join(n[:60] for n in names[:3]))
-    if step == 3 and uncompiled_launches is not None and sum(kernels.values()) >= uncompiled_launches:
-        return Evidence(kernels, kinds, "unproven",
-                        f"{sum(kernels.values())} launches, and {uncompiled_launches} without the compiler")
-    if step == 4 and matmul == "float8" and kinds["cuDNN LayerNorm"] and _casts_apart(kinds):
-        return Evidence(kernels, kinds, "unproven",
-                        f"{kinds['cast to FP8']} casts to FP8: one may be of LayerNorm's output")
-    missing = [" or ".join(kinds_) for kinds_ in needed if not any(kinds[kind] for kind in kinds_)]
-    if missing or emulated:
-        return Evidence(kernels, kinds, "unproven", "emulated" if emulated else f"not seen: {', '.join(missing)}")
-    seen = [next(kind for kind in kinds_ if kinds[kind]) for kinds_ in needed]
-    return Evidence(kernels, kinds, "proven", ", ".join(f"{kinds[kind]} {kind}" for kind in seen))
+        return evidence("unproven", "emulated")
+    if ran := [kind for kind in claims.forbidden if kinds[kind]]:
+        names = sorted(name[:60] for name in kernels if kind_of(name) in ran)
+        return evidence("refuted", f"{', '.join(ran)} ran: {', '.join(names[:3])}")
+    launches = sum(kernels.values())
+    if claims.fewer_launches and uncompiled_launches is not None and launches >= uncompiled_launches:
+        return evidence("unproven", f"{launches} launches, and {uncompiled_launches} without the compiler")
+    if claims.writes_fp8 and kinds["cuDNN LayerNorm"] and _casts_apart(kinds):
+        return evidence("unproven", f"{kinds['cast to FP8']} casts to FP8: one may be of LayerNorm's output")
+    seen, missing = [], []
+    for alternatives in claims.needed:
+        ran = [kind for kind in alternatives if kinds[kind]]
+        if ran:
+            seen.append(f"{kinds[ran[0]]} {ran[0]}")
+        else:
+            missing.append(" or ".join(alternatives))
+    if missing:
+        return evidence("unproven", f"not seen: {', '.join(missing)}")
+    return evidence("proven", ", ".join(seen) + claims.remark)
 
 
 def _casts_apart(kinds: Counter) -> bool:
@@ -148,46 +161,3 @@ def _casts_apart(kinds: Counter) -> bool:
     """
     casts = kinds["cast to FP8"]
     return (casts - 4 if casts > 4 else casts) > 2
-
-
-def _claims(step: int, matmul: str) -> tuple[list[tuple[str, ...]], list[str]]:
-    """(kinds that must be seen, one of each tuple; kinds that must not) on a GPU."""
-    name = {"float32": "FP32 matmul", "tf32": "TF32 matmul", "float16": "16-bit matmul", "bfloat16": "16-bit matmul",
-            "float8": "FP8 matmul", "float64": "FP64 matmul"}[matmul]
-    needed = [(name,)]
-    tensor_cores = ["FP8 matmul", "16-bit matmul", "TF32 matmul"]
-    if matmul in ("float32", "float64"):
-        forbidden = tensor_cores
-    else:
-        forbidden = ["FP32 matmul"] + [kind for kind in tensor_cores if kind != name]
-    if step < 2:
-        needed += [("softmax",), ("mask",)]
-        forbidden = forbidden + list(FUSED_ATTENTION)
-    elif step == 4 and matmul in ("float32", "tf32"):
-        pass                                       # Transformer Engine has no fused attention in FP32
-    elif matmul != "float64":
-        needed.append(FUSED_ATTENTION)
-        forbidden = forbidden + ["softmax", "mask"]
-    if step == 3:
-        needed.append(("compiled",))
-    if step == 4 and matmul == "float8":
-        needed += [("LayerNorm to FP8", "cuDNN LayerNorm"), ("GELU to FP8", "FP8 matmul with GELU")]
-    return needed, forbidden
-
-
-def _judge_cpu(kernels: Counter, kinds: Counter, step: int, emulated: bool) -> Evidence:
-    """On a CPU an operator says which algorithm ran, not in which arithmetic."""
-    if emulated:
-        return Evidence(kernels, kinds, "unproven", "emulated")
-    fused = [kind for kind in FUSED_ATTENTION if kinds[kind]]
-    if step < 2 and fused:
-        return Evidence(kernels, kinds, "refuted", f"{fused[0]} ran in a step that has attention by hand")
-    if step in (2, 3) and not any(kinds[kind] for kind in FUSED_ATTENTION):
-        return Evidence(kernels, kinds, "unproven", "no fused attention operator seen")
-    if step == 3 and not kinds["compiled"]:
-        return Evidence(kernels, kinds, "unproven", "no compiled graph seen")
-    if step < 2 and not kinds["softmax"]:
-        return Evidence(kernels, kinds, "unproven", "no softmax operator seen")
-    seen = [kind for kind in (*FUSED_ATTENTION, "softmax", "compiled") if kinds[kind]]
-    return Evidence(kernels, kinds, "proven", ", ".join(f"{kinds[kind]} {kind}" for kind in seen)
-                    + " (the algorithm; a CPU's operators do not tell their arithmetic)")

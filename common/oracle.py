@@ -1,5 +1,7 @@
 """The block as plain mathematics in FP64, and how far a result is from it."""
 import math
+from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,6 +16,9 @@ from .config import LAYER_NORM_EPS, BlockConfig
 GATES = {"float64": (1e-9, 3e-9), "float32": (3e-6, 9e-6), "tf32": (1e-3, 3e-3), "float16": (1e-3, 3e-3),
          "bfloat16": (8e-3, 2.4e-2), "float8": (6e-2, 1.8e-1),
          "float8, emulated": (7.5e-2, 1.8e-1)}     # it runs at small shapes, which average less
+
+# The same of any module's output, by the dtype of its inputs; a gradient may have three times as much.
+MODULE_GATES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def gate(kind: str, what: str, x: Tensor, tokens: int) -> float:
@@ -69,86 +74,110 @@ def reference(x: Tensor, values: dict[str, Tensor], config: BlockConfig, dy: Ten
     "gradient of <canonical name>".
     """
     x = x.detach().to(torch.float64, copy=True).requires_grad_()
-    p = {n: v.detach().to(device=x.device, dtype=torch.float64, copy=True).requires_grad_() for n, v in values.items()}
+    p = {}
+    for name, value in values.items():
+        p[name] = value.detach().to(device=x.device, dtype=torch.float64, copy=True).requires_grad_()
     y = block(x, p, config)
     y.backward(dy.double())
+    assert x.grad is not None
     results = {"output": y.detach(), "branch": (y - x).detach(), "input gradient": x.grad}
-    return results | {f"gradient of {name}": parameter.grad for name, parameter in p.items()}
+    for name, parameter in p.items():
+        assert parameter.grad is not None
+        results[f"gradient of {name}"] = parameter.grad
+    return results
 
 
-def relative_error(value: Tensor | None, truth: Tensor, times: int = 1) -> float:
-    """|value - truth| / |truth| in the L2 norm, `truth` taken so many times; infinite where value is missing, or either
-    holds a NaN or an infinity."""
-    if value is None or not (value.isfinite().all() and truth.isfinite().all()):
+def relative_error(value: Tensor | None, reference: Tensor, times: int = 1) -> float:
+    """|value - times * reference| / |times * reference| in the L2 norm.
+
+    Infinite where value is missing, or where either holds a NaN or an infinity.
+    """
+    if value is None or not (value.isfinite().all() and reference.isfinite().all()):
         return math.inf
-    size = abs(times) * truth.norm().clamp_min(torch.finfo(torch.float64).tiny)
-    return (torch.sub(value.double(), truth, alpha=times).norm() / size).item()
+    size = abs(times) * reference.norm().clamp_min(torch.finfo(torch.float64).tiny)
+    return (torch.sub(value.double(), reference, alpha=times).norm() / size).item()
 
 
 def errors(block: torch.nn.Module, x: Tensor, values: dict[str, Tensor], sequence: int = -1,
            seed: int = 2) -> dict[str, float]:
     """Relative L2 error of every tensor of `reference`, on one sequence of x [B, S, E]: the worse of both `checks`."""
-    one, everywhere = checks(block, x, values, sequence, seed)
-    return {name: max(error, everywhere[name]) for name, error in one.items()}
+    one_sequence, whole_batch = checks(block, x, values, sequence, seed)
+    return {name: max(error, whole_batch[name]) for name, error in one_sequence.items()}
 
 
 def checks(block: torch.nn.Module, x: Tensor, values: dict[str, Tensor], sequence: int = -1,
            seed: int = 2) -> tuple[dict[str, float], dict[str, float]]:
-    """The errors of two runs of the whole batch, of which FP64 need hold one sequence alone.
+    """The errors of two runs of the whole batch, x [B, S, E]. FP64 computes one sequence alone.
 
-    First the cotangent is N(0, 1) on `sequence` and zero elsewhere: the parameters' gradients are that sequence's, and
-    what mixes others into it shows. Then that sequence stands everywhere in the batch, and its cotangent with signs of
-    which some sqrt(B) are left over: each output and input gradient is known, the parameters' gradients are a multiple
-    of the sequence's, no larger than a batch's are, and what leaves out a part of the batch shows. Each runs under
-    no_grad too, as the forward is timed: another graph of a compiled block, another path of step 4. There every
-    sequence must give what it gave with gradients. Of the outputs and branches the worst counts.
+    First the cotangent is N(0, 1) on `sequence` and zero elsewhere. The parameters' gradients are then that sequence's,
+    and what mixes others into it shows. Then that sequence stands everywhere in the batch, and its cotangent with
+    `signs`. So each output and each input gradient is known, and the parameters' gradients are a multiple of the
+    sequence's: what leaves out a part of the batch shows. Each check also runs under no_grad, as the forward is timed,
+    which is another graph of a compiled block and another path of step 4.
     """
     dy = torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(seed)).to(x)
-    alone = torch.zeros_like(x)
-    alone[sequence] = dy
-    truth = reference(x[sequence][None], values, block.config, dy[None])
-    found = _errors(block, x, alone, {sequence: 1}, truth, 1)
-    del alone
-    B = x.size(0)
-    if B == 1:
-        return found, found
-    left = math.isqrt(B - 1) + 1
-    left += (B - left) % 2
-    signs = [-1 if place % 2 and place < B - left else 1 for place in range(B)]
-    return found, _errors(block, x[sequence].expand_as(x), torch.tensor(signs).to(x)[:, None, None] * dy,
-                          dict(enumerate(signs)), truth, left)
+    truth = reference(x[sequence][None], values, cast(BlockConfig, block.config), dy[None])
+    cotangent = torch.zeros_like(x)
+    cotangent[sequence] = dy
+    one_sequence = _errors(block, x, cotangent, {sequence: 1}, truth)
+    del cotangent
+    if x.size(0) == 1:
+        return one_sequence, one_sequence
+    sign = signs(x.size(0))
+    cotangents = torch.tensor(sign).to(x)[:, None, None] * dy
+    whole_batch = _errors(block, x[sequence].expand_as(x), cotangents, dict(enumerate(sign)), truth)
+    return one_sequence, whole_batch
 
 
-def _errors(block: torch.nn.Module, x: Tensor, dy: Tensor, places: dict[int, int], truth: dict[str, Tensor],
-            times: int) -> dict[str, float]:
-    """Of the outputs of the sequences `places`, and of their input gradients, each so many times the truth's; of the
-    parameters' gradients, which are `times` the truth's."""
+def signs(count: int) -> list[int]:
+    """So many times 1 or -1, whose sum is about sqrt(count), as that of as many random numbers would be.
+
+    Its parity is that of `count`. They alternate, and what is left over at the end is 1.
+    """
+    total = math.isqrt(count - 1) + 1
+    if (count - total) % 2:
+        total += 1
+    alternating = [1, -1] * ((count - total) // 2)
+    return alternating + [1] * total
+
+
+def _errors(block: torch.nn.Module, x: Tensor, dy: Tensor, sign: dict[int, int], truth: dict[str, Tensor]
+            ) -> dict[str, float]:
+    """The errors of one run of x with the cotangent dy, both [B, S, E].
+
+    `sign` names the sequences that FP64 knows. Their outputs should be the reference, their input gradients it or its
+    negative. Parameter gradients should be the sum of the signs times the reference.
+    """
     block.zero_grad(set_to_none=True)
     x = x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
-    found = dict.fromkeys(("output", "branch", "input gradient"), 0.0)
-
-    def branch(y: Tensor, place: int) -> Tensor:
-        return y[place].double() - x.detach()[place].double()
-
-    def look(y: Tensor) -> None:
-        for place in places:
-            found["output"] = max(found["output"], relative_error(y[place], truth["output"][0]))
-            found["branch"] = max(found["branch"], relative_error(branch(y, place), truth["branch"][0]))
-
     y = block(x)
     y.backward(dy.to(y.dtype))
-    y = y.detach()
-    look(y)
-    for place, sign in places.items():
-        got = None if x.grad is None else x.grad[place]
-        found["input gradient"] = max(found["input gradient"], relative_error(got, truth["input gradient"][0], sign))
-    gradients = {f"gradient of {name}": gradient for name, gradient in parameters.gradients(block).items()}
-    found |= {name: relative_error(gradients[name], truth[name], times) for name in truth if name in gradients}
-    del gradients
+    worst = _forward_errors(x, y.detach(), sign, truth)
+    input_errors = [relative_error(None if x.grad is None else x.grad[place], truth["input gradient"][0], times)
+                    for place, times in sign.items()]
+    worst["input gradient"] = max(input_errors)
+    total = sum(sign.values())
+    for name, gradient in parameters.gradients(block).items():
+        what = f"gradient of {name}"
+        worst[what] = relative_error(gradient, truth[what], total)
     block.zero_grad(set_to_none=True)
     with torch.no_grad():
-        without = block(x.detach())
-    look(without)
-    for place in range(x.size(0)):                                    # half: each of the two may be off by as much
-        found["branch"] = max(found["branch"], relative_error(branch(without, place), branch(y, place)) / 2)
-    return found
+        without_gradients = block(x.detach())
+    for what, error in _forward_errors(x, without_gradients, sign, truth).items():
+        worst[what] = max(worst[what], error)
+    for place in range(x.size(0)):
+        apart = relative_error(_branch(x, without_gradients, place), _branch(x, y.detach(), place))
+        worst["branch"] = max(worst["branch"], apart / 2)                # half: each of the two may be off by as much
+    return worst
+
+
+def _forward_errors(x: Tensor, y: Tensor, places: Iterable[int], truth: dict[str, Tensor]) -> dict[str, float]:
+    """The worst error of the outputs, and of the branches, of these sequences."""
+    outputs = [relative_error(y[place], truth["output"][0]) for place in places]
+    branches = [relative_error(_branch(x, y, place), truth["branch"][0]) for place in places]
+    return {"output": max(outputs), "branch": max(branches)}
+
+
+def _branch(x: Tensor, y: Tensor, place: int) -> Tensor:
+    """y - x of one sequence, in FP64."""
+    return y[place].double() - x.detach()[place].double()

@@ -1,4 +1,6 @@
 """The canonical parameters: their names, seeded values, how a block adopts them and gives its gradients back."""
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -45,7 +47,7 @@ def named(block: nn.Module) -> dict[str, nn.Parameter]:
     """
     own = dict(block.named_parameters())
     translate = getattr(block, "parameter_names", {})
-    return {name: own[translate.get(name, name)] for name in shapes(block.config)}
+    return {name: own[translate.get(name, name)] for name in shapes(cast(BlockConfig, block.config))}
 
 
 def load(block: nn.Module, values: dict[str, Tensor], device: torch.device | str) -> nn.Module:
@@ -53,7 +55,7 @@ def load(block: nn.Module, values: dict[str, Tensor], device: torch.device | str
 
     Raises ValueError when a name is missing, unknown or of another shape, or the dtypes differ.
     """
-    expected = shapes(block.config)
+    expected = shapes(cast(BlockConfig, block.config))
     if values.keys() != expected.keys():
         raise ValueError(f"parameters do not match: {sorted(values.keys() ^ expected.keys())} missing or unknown")
     wrong = [f"{n} is {tuple(values[n].shape)}, not {s}" for n, s in expected.items() if tuple(values[n].shape) != s]
@@ -79,33 +81,3 @@ def gradients(block: nn.Module) -> dict[str, Tensor | None]:
 
 def _turned(value: Tensor, name: str, block: nn.Module) -> Tensor:
     return value.T if name in getattr(block, "transposed", ()) else value
-
-
-def memory_needed(config: BlockConfig, step: int, device: torch.device) -> int:
-    """Bytes that a checked and timed run holds at its peak, estimated on the high side.
-
-    Parameters with their gradients, and beside them either the batch (activations, and per S x S score tensor of an
-    attention by hand three kept and one gradient) and what FP64 said of one sequence, or the FP64 check itself. On a
-    CPU also the process and the buffers by which it measures the machine.
-    """
-    B, S, E, F, H = (config.batch_size, config.seq_len, config.hidden_size, config.ffn_hidden_size, config.num_heads)
-    weights = sum(torch.Size(shape).numel() for shape in shapes(config).values())
-    scores = 4 * H * S * S if step < 2 or device.type == "cpu" else 0
-    batch = 4 * B * (S * (12 * E + 3 * F) + scores)
-    oracle = 16 * weights + 8 * (S * (24 * E + 6 * F) + 8 * S * S)
-    return 12 * weights + max(batch + 8 * weights, oracle) + (5 * 2**28 if device.type == "cpu" else 0)
-
-
-def largest_that_fits(config: BlockConfig, step: int, device: torch.device, total: int) -> BlockConfig | None:
-    """The shape with the largest batch, and failing that the longest halved sequence, that `total` bytes hold."""
-    smaller = config
-    while memory_needed(smaller, step, device) > 0.9 * total or smaller == config:
-        if smaller.batch_size > 1:
-            smaller = smaller.replace(batch_size=smaller.batch_size // 2)
-        elif smaller.seq_len > 16:
-            smaller = smaller.replace(seq_len=smaller.seq_len // 2)
-        else:
-            return None
-        if step == 4 and config.amp_dtype is not None and smaller.tokens % 16:           # FP8 takes whole sixteens
-            smaller = smaller.replace(seq_len=max(16, smaller.seq_len // 16 * 16))
-    return smaller

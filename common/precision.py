@@ -5,6 +5,7 @@ the backward included. A block that sets it around its forward alone computes it
 set last.
 """
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,10 +51,16 @@ class _Restore:
         global _outside
         if not self.done:
             self.done = True
-            torch.set_float32_matmul_precision(_outside)
+            if _outside is not None:
+                torch.set_float32_matmul_precision(_outside)
             _outside = None
 
     __del__ = __call__
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for it; without them PyTorch's loops take many times as long as FP32."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def compile_gradient_casts(block: nn.Module) -> None:
@@ -65,11 +72,13 @@ def compile_gradient_casts(block: nn.Module) -> None:
     bits, and torch.autograd.grad returns these. Does nothing where torch has no Tensor.grad_dtype, and to weights that
     are kept in FP8.
     """
-    block.to_float32 = torch.compile(Tensor.float, dynamic=False)
+    to_float32: Any = torch.compile(Tensor.float, dynamic=False)
+    block.to_float32 = to_float32                            # where it can be seen that the block holds compiled code
 
-    def cast(parameter: nn.Parameter) -> None:
-        if parameter.grad.dtype != torch.float32:            # a sum with an earlier gradient is already
-            parameter.grad = block.to_float32(parameter.grad)
+    def cast(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.dtype != torch.float32:      # a sum with an earlier gradient is already
+            parameter.grad = to_float32(gradient)
 
     for parameter in block.parameters():
         if (hasattr(parameter, "grad_dtype") and parameter.dtype == torch.float32 and parameter.ndim == 2

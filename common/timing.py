@@ -1,19 +1,23 @@
-"""One measurement: warm-up, stop rule, clock; and how to compare two of them.
+"""One measurement: warm-up, stop rule, clock.
 
-A sample is one whole iteration, on a GPU in interleaved rounds the median of a burst of them, and every sample is kept.
-Nothing is flushed between samples: an iteration starts with the caches as the one before left them (`CACHE_STATE`), as
-it does in training.
+A sample is one whole iteration, and every sample is kept. Nothing is flushed between samples: an iteration starts with
+the caches as the one before left them (`CACHE_STATE`), as it does in training.
 """
 import math
-import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 CACHE_STATE = "as the previous iteration left it"
+_BEGAN = time.perf_counter()            # offsets of samples count from here: when this process imported its clock
+
+
+def since_start() -> float:
+    """Seconds since this process imported its clock; the offsets of samples are such."""
+    return time.perf_counter() - _BEGAN
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,17 @@ class StopRule:
 
 @dataclass(frozen=True)
 class Timing:
-    """Samples in ms, in the order they were taken."""
+    """Samples in ms, in the order they were taken.
+
+    `rounds` says of each sample in which round it was taken: between two rounds come other rows, or the calibrations.
+    `offsets_s` says when it began, in seconds (`since_start`).
+    """
     samples: list[float]
     settled: bool
     clock: str
     calibration: dict[str, list[float]] = field(default_factory=dict)      # name -> its samples, taken in between
+    rounds: list[int] | None = None
+    offsets_s: list[float] | None = None
 
     @property
     def median(self) -> float:
@@ -46,6 +56,9 @@ class Timing:
         below = math.floor(position)
         above = min(below + 1, len(ordered) - 1)
         return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+Samples = tuple[list[float], list[float]]      # ms, and the offsets in seconds at which they began
 
 
 class EventClock:
@@ -65,17 +78,25 @@ class EventClock:
         return f"{self.name}, {self.burst_ms:g} ms behind {self.settle_ms:g} ms of the same work"
 
     def sample(self, iteration: Callable, between: Callable, count: int, lead_in: int = lead_in) -> list[float]:
+        """The ms of `count` iterations."""
+        return self.timed(iteration, between, count, lead_in)[0]
+
+    def timed(self, iteration: Callable, between: Callable, count: int, lead_in: int = lead_in) -> Samples:
+        """(ms, offset in seconds) of `count` iterations. The GPU may begin a little after the first one's offset."""
         pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
         for _ in range(lead_in):
             between()
             iteration()
+        offset = since_start()
         for start, stop in pairs:
             between()
             start.record()
             iteration()
             stop.record()
         torch.cuda.synchronize()
-        return [start.elapsed_time(stop) for start, stop in pairs]
+        first, _ = pairs[0]
+        offsets = [offset + first.elapsed_time(start) / 1e3 for start, _ in pairs]
+        return [start.elapsed_time(stop) for start, stop in pairs], offsets
 
 
 class HostClock:
@@ -85,16 +106,25 @@ class HostClock:
     settle_ms = burst_ms = 0.0
 
     def sample(self, iteration: Callable, between: Callable, count: int, lead_in: int = lead_in) -> list[float]:
-        samples = []
+        """The ms of `count` iterations."""
+        return self.timed(iteration, between, count, lead_in)[0]
+
+    def timed(self, iteration: Callable, between: Callable, count: int, lead_in: int = lead_in) -> Samples:
+        """(ms, offset in seconds) of `count` iterations."""
+        samples, offsets = [], []
         for _ in range(count):
             between()
+            offsets.append(since_start())
             start = time.perf_counter_ns()
             iteration()
             samples.append((time.perf_counter_ns() - start) / 1e6)
-        return samples
+        return samples, offsets
 
 
-def clock_for(device: torch.device | str) -> EventClock | HostClock:
+Clock = EventClock | HostClock
+
+
+def clock_for(device: torch.device | str) -> Clock:
     """The clock for work that runs on `device`."""
     return EventClock() if torch.device(device).type == "cuda" else HostClock()
 
@@ -125,23 +155,54 @@ def calibration(device: torch.device | str) -> dict[str, Callable]:
     on_gpu = torch.device(device).type == "cuda"
     source = torch.ones(2**27 if on_gpu else 2**24, device=device)
     target = torch.empty_like(source)
-    found = {"gemm": matmul(8192, torch.float16) if on_gpu else matmul(1024, torch.float32),
-             "copy": lambda: target.copy_(source)}
-    return found | {"gemm float32": matmul(4096, torch.float32)} if on_gpu else found
+    work: dict[str, Callable] = {"copy": lambda: target.copy_(source)}
+    if on_gpu:
+        return {"gemm": matmul(8192, torch.float16)} | work | {"gemm float32": matmul(4096, torch.float32)}
+    return {"gemm": matmul(1024, torch.float32)} | work
 
 
-def measure(iteration: Callable, clock, between: Callable = nothing, rule: StopRule = StopRule(),
+def measure(iteration: Callable, clock: Clock, between: Callable = nothing, rule: StopRule = StopRule(),
             progress: Callable[[int, float], None] | None = None,
             calibrations: dict[str, Callable] | None = None) -> Timing:
     """Time `iteration` until the median is known to `rule.precision`, or `rule.max_seconds` have been measured.
 
     `between` runs before each iteration, outside the timed region. `progress` gets (samples so far, their median).
     Each of `calibrations` is sampled before every chunk of samples, five times at the least in all.
-    Looking at the interval repeatedly makes its 95 % somewhat optimistic: compare runs by `paired_ratio` instead.
+    Looking at the interval repeatedly makes its 95 % somewhat optimistic: compare runs by `rounds.paired_ratio`.
     """
-    others: dict[str, list[float]] = {name: [] for name in calibrations or {}}
-    for work in (calibrations or {}).values():
+    others = calibrations or {}
+    calibrated: dict[str, list[float]] = {name: [] for name in others}
+    for work in others.values():
         clock.sample(work, nothing, 1)                               # the first one touches its memory
+    look = _warm_up(iteration, clock, between, rule)
+    taken: list[float] = []
+    rounds: list[int] = []
+    offsets: list[float] = []
+    seconds, number = 0.0, 0
+    while True:
+        for name, work in others.items():
+            calibrated[name] += clock.sample(work, nothing, 1 if number else 5)
+        if others and not clock.lead_in:                   # on a CPU: the calibrations have filled its caches
+            clock.sample(iteration, between, 1)
+        left = math.ceil((rule.max_seconds - seconds) * 1e3 / max(look, 1e-6))
+        count = max(1, min(left, _count(rule.min_seconds / 4, look, at_least=8)))
+        chunk, began = clock.timed(iteration, between, count)
+        taken += chunk
+        offsets += began
+        rounds += [number] * len(chunk)
+        number += 1
+        middle = statistics.median(taken)
+        seconds += (sum(chunk) + clock.lead_in * middle) / 1e3
+        settled = is_settled(taken, rule.precision)
+        if progress:
+            progress(len(taken), middle)
+        enough = len(taken) >= rule.min_samples and seconds >= rule.min_seconds
+        if (enough and settled) or seconds >= rule.max_seconds:
+            return Timing(taken, settled, clock.name, calibrated, rounds, offsets)
+
+
+def _warm_up(iteration: Callable, clock: Clock, between: Callable, rule: StopRule) -> float:
+    """Run until two looks at the median agree within 1 %, or `rule.warmup_seconds` are over; the last look, in ms."""
     look = statistics.median(clock.sample(iteration, between, 1))
     warmed = 0.0
     while warmed < rule.warmup_seconds:
@@ -150,29 +211,13 @@ def measure(iteration: Callable, clock, between: Callable = nothing, rule: StopR
         previous, look = look, statistics.median(samples)
         if abs(look - previous) <= 0.01 * previous:
             break
-    taken: list[float] = []
-    seconds = 0.0
-    while True:
-        for name, found in others.items():
-            found += clock.sample(calibrations[name], nothing, 1 if found else 5)
-        if others and not clock.lead_in:                   # on a CPU: the calibrations have filled its caches
-            clock.sample(iteration, between, 1)
-        left = math.ceil((rule.max_seconds - seconds) * 1e3 / max(look, 1e-6))
-        chunk = clock.sample(iteration, between, max(1, min(left, _count(rule.min_seconds / 4, look, at_least=8))))
-        taken += chunk
-        middle = statistics.median(taken)
-        seconds += (sum(chunk) + clock.lead_in * middle) / 1e3
-        settled = is_settled(taken, rule.precision)
-        if progress:
-            progress(len(taken), middle)
-        enough = len(taken) >= rule.min_samples and seconds >= rule.min_seconds
-        if (enough and settled) or seconds >= rule.max_seconds:
-            return Timing(taken, settled, clock.name, others)
+    return look
 
 
 def is_settled(samples: list[float], precision: float = StopRule.precision) -> bool:
     """Whether the median is known to `precision`: the reach of its 95 % interval on either side, relative to it."""
-    middle, (low, high) = statistics.median(samples), median_interval(samples)
+    middle = statistics.median(samples)
+    low, high = median_interval(samples)
     return max(high - middle, middle - low) <= precision * middle
 
 
@@ -194,64 +239,18 @@ def median_interval(samples: list[float]) -> tuple[float, float]:
     return ordered[max(0, low)], ordered[min(n - 1, high)]
 
 
-def interleaved(iterations: dict, clock, rounds: int, between: dict | None = None, seed: int = 0,
-                progress: Callable[[int], None] | None = None, expected: dict | None = None,
-                behind: Callable | None = None) -> dict:
-    """`rounds` samples in ms of each iteration, in a new random order every round: clocks and heat drift alike for all.
-
-    `iterations` and `between` go from any key to a callable. Sample i of every key comes from round i, so that ratios
-    can be paired. A GPU at its power cap runs a moment at the clocks that the work before left it, another's here: so
-    there a sample is the median of some iterations behind `clock.settle_ms` of the same. `expected` holds the ms of an
-    iteration by key, where that is known. `progress` gets the number of each round as it begins; `behind` gets that
-    number and a key behind each of its samples.
-    """
-    order, shuffle, between, expected = list(iterations), random.Random(seed), between or {}, dict(expected or {})
-    samples: dict = {name: [] for name in iterations}
-    for number in range(rounds):
-        if progress:
-            progress(number)
-        shuffle.shuffle(order)
-        for name in order:
-            work = iterations[name], between.get(name, nothing)
-            if name not in expected:
-                expected[name] = clock.sample(*work, 1)[0] if clock.settle_ms else math.inf
-            samples[name].append(statistics.median(clock.sample(*work, *burst(clock, expected[name]))))
-            if behind:
-                behind(number, name)
-    return samples
-
-
-def burst(clock, ms: float) -> tuple[int, int]:
-    """(timed iterations, untimed ones before them) of one interleaved sample of work that takes `ms`."""
-    ms = max(ms, 1e-3)
-    return max(1, min(100, int(clock.burst_ms / ms))), max(clock.lead_in, min(500, round(clock.settle_ms / ms)))
-
-
-def paired_ratio(numerator: Iterable[float], denominator: Iterable[float], resamples: int = 2000,
-                 seed: int = 0) -> tuple[float, float, float]:
-    """Median of the per-round ratios and its 95 % bootstrap interval (ratio, low, high).
-
-    The two are the same speed, as far as these samples can tell, when the interval holds 1.
-    """
-    ratios = torch.tensor([a / b for a, b in zip(numerator, denominator, strict=True)], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(len(ratios), (resamples, len(ratios)), generator=generator)
-    medians = ratios[picks].quantile(0.5, dim=1)
-    low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return ratios.quantile(0.5).item(), low, high
-
-
 def enqueue_ms(iteration: Callable, between: Callable, budget_s: float = 0.5) -> float:
     """Median host time to enqueue one iteration on an idle GPU, in ms: what the GPU waits for where it is faster.
 
-    Of ten iterations, or of as many, at least three, as begin within `budget_s`, behind three more.
+    Three iterations run before. Then ten are timed, or as many, at least three, as begin within `budget_s`.
     """
     for _ in range(3):
         between()
         iteration()
     torch.cuda.synchronize()
-    times, since = [], time.perf_counter()
-    while len(times) < 3 or (len(times) < 10 and time.perf_counter() - since < budget_s):
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 3 or (len(times) < 10 and time.perf_counter() - began < budget_s):
         between()
         torch.cuda.synchronize()
         start = time.perf_counter_ns()

@@ -1,4 +1,4 @@
-"""What all tests share: their tiers, the skips where a machine lacks something, and how a block is held against FP64.
+"""What all tests share: their tiers, the skips where a machine lacks something, and fixtures.
 
 Every test carries one tier: `unit` (milliseconds, no block compiled), `integration` (several parts together, a compiler
 or a process) or `stress` (long or large). `pytest -m unit` is the quick look.
@@ -6,15 +6,10 @@ or a process) or `stress` (long or large). `pytest -m unit` is the quick look.
 import contextlib
 import errno
 import itertools
-import math
 import os
 import shutil
 import signal
-import sys
 import tempfile
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
 import torch
@@ -23,31 +18,15 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"             # before Triton is imported, as the next line does
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from common import device as machine
-from common import harness, oracle, parameters, roofline, steps, te_emulation, timing
-from common.config import BlockConfig
-from common.device import compiler_missing
+from benchmarks import studies
+from common import compiler as compilers
+from common import engine, limit, precision, subject, timing, traits
 
 TIERS = ("unit", "integration", "stress")
-STEPS = tuple(range(steps.COUNT))
-NAMES = tuple(parameters.shapes(BlockConfig(1, 1, 4, 1)))
-
-on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def pytest_configure(config):
-    """The settings that an ini file would hold; the project's top level has no place for one."""
-    for line in ("unit: milliseconds each, nothing compiled",
-                 "integration: several parts together, the compiler or another process",
-                 "stress: long or large",
-                 "gpu: needs a CUDA GPU",
-                 "transformer_engine: needs Transformer Engine and a GPU with FP8"):
-        config.addinivalue_line("markers", line)
-    for line in ("error::pytest.PytestUnknownMarkWarning",               # strict markers, whatever pytest calls them
-                 "ignore:.*TF32.*:UserWarning",                          # torch's hints on the switch that steps set
-                 "ignore::DeprecationWarning:torch.*",
-                 "ignore::DeprecationWarning:transformer_engine.*"):
-        config.addinivalue_line("filterwarnings", line)
+    """Caches and locks in a folder of this run's own."""
     config.folder = tempfile.mkdtemp(prefix="test-")                     # mode 0700: what is in it gets executed
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(config.folder, "inductor")
     os.environ["TRITON_CACHE_DIR"] = os.path.join(config.folder, "triton")
@@ -86,33 +65,33 @@ def fp8_missing() -> str | None:
     """Why Transformer Engine can't multiply in FP8 here, or None."""
     if not torch.cuda.is_available():
         return "there is no GPU"
-    if te_emulation.IMPORT_ERROR:
-        return f"it does not import ({te_emulation.IMPORT_ERROR})"
-    available, reason = te_emulation.transformer_engine_pytorch.is_fp8_available(return_reason=True)
+    if error := engine.import_error():
+        return f"it does not import ({error})"
+    available, reason = engine.transformer_engine().is_fp8_available(return_reason=True)
     return None if available else reason
 
 
 @pytest.fixture(autouse=True)
 def a_cpu_that_multiplies_bfloat16(monkeypatch):
     """Whatever this machine's CPU does: what a test in this process claims of steps must not depend on it."""
-    monkeypatch.setattr(machine, "cpu_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(traits, "cpu_multiplies_bfloat16", lambda: True)
 
 
 @pytest.fixture
 def a_cpu_without_bfloat16(monkeypatch, a_cpu_that_multiplies_bfloat16):
-    monkeypatch.setattr(machine, "cpu_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(traits, "cpu_multiplies_bfloat16", lambda: False)
 
 
 @pytest.fixture(autouse=True)
 def nothing_drawn_before():
     """Forget the parameters that another test's run drew, or put in their place."""
-    harness._seeded.cache_clear()
+    subject._seeded.cache_clear()
 
 
 @pytest.fixture
 def compiler(device):
     """Skip where Inductor finds no compiler for the test's `device`."""
-    if reason := compiler_missing(torch.device(device)):
+    if reason := compilers.missing(torch.device(device)):
         pytest.skip(reason)
 
 
@@ -130,9 +109,9 @@ def fresh_dynamo():
 def studies_in_seconds(monkeypatch):
     """Known peaks, and a calibration that takes no time: a study of a tiny shape in seconds. The caches stay ours."""
     dtypes = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
-    peaks = roofline.Peaks(dict.fromkeys(dtypes, 1e12), 1e11)
+    peaks = limit.Peaks(dict.fromkeys(dtypes, 1e12), 1e11)
     small = torch.ones(16)
-    monkeypatch.setattr(roofline, "measure_peaks", lambda *_: peaks)
+    monkeypatch.setattr(limit, "measure_peaks", lambda *_: peaks)
     monkeypatch.setattr(timing, "calibration", lambda device: dict.fromkeys(("gemm", "copy"), small.sum))
     monkeypatch.setattr(timing.EventClock, "settle_ms", 1.0)
     monkeypatch.setattr(timing.EventClock, "burst_ms", 1.0)
@@ -142,10 +121,11 @@ def studies_in_seconds(monkeypatch):
 
 @pytest.fixture
 def study_main(capsys, studies_in_seconds):
-    """A study in this process, on a CPU: study_main(module, *argv) -> (exit status, stdout, stderr)."""
-    def call(study, *argv):
+    """A study in this process, on a CPU: study_main(name, *argv) -> (exit status, stdout, stderr)."""
+    def call(name, *argv):
+        words = [str(argument) for argument in ("--preset", "tiny", "--device", "cpu", *argv)]
         try:
-            status = study.main([str(argument) for argument in ("--preset", "tiny", "--device", "cpu", *argv)])
+            status = studies.main(studies.load(name), words)
         except SystemExit as ended:
             status = ended.code
         return status, *capsys.readouterr()
@@ -195,6 +175,16 @@ def uncompiled():
         yield
 
 
+@pytest.fixture(params=["highest", "high", "medium"])
+def callers(request, monkeypatch):
+    """The precision of FP32 matmuls that the caller has set, and wants back."""
+    monkeypatch.setattr(precision, "_outside", None)               # a failure here is not to fail the next test
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(request.param)
+    yield request.param
+    torch.set_float32_matmul_precision(before)
+
+
 @pytest.fixture
 def cheap_backend(monkeypatch, fresh_dynamo):
     """Step 3 compiled by Dynamo and AOTAutograd as it asks for, but to no C++: seconds, not minutes, for ten shapes.
@@ -212,50 +202,3 @@ def cheap_backend(monkeypatch, fresh_dynamo):
     with torch.compiler.set_stance("default"):
         yield counter
     assert asked and all(options == {"fullgraph": True, "dynamic": False} for options in asked)
-
-
-def case(config: BlockConfig, device="cpu", dtype=torch.float32, seed=0):
-    """(canonical parameters, x, dy) of `config`, all random, the same on every machine; x and dy are [B, S, E]."""
-    generator = torch.Generator().manual_seed(seed + 1)
-    shape = (config.batch_size, config.seq_len, config.hidden_size)
-    x, dy = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
-    return {name: value.to(dtype) for name, value in parameters.seeded(config, seed).items()}, x, dy
-
-
-def results(block, x, dy) -> dict[str, torch.Tensor | None]:
-    """One forward and backward of the whole batch, under the names that `oracle.reference` uses."""
-    block.zero_grad(set_to_none=True)
-    x = x.detach().clone().requires_grad_()
-    y = block(x)
-    y.backward(dy)
-    return collect(block, x, y)
-
-
-def collect(block, x, y) -> dict[str, torch.Tensor | None]:
-    """What a backward from y = block(x) has left, under the names that `oracle.reference` uses."""
-    found = {"output": y.detach(), "branch": y.detach().double() - x.detach().double(), "input gradient": x.grad}
-    return found | {f"gradient of {name}": gradient for name, gradient in parameters.gradients(block).items()}
-
-
-def errors(block, values, x, dy) -> dict[str, float]:
-    """Relative L2 error against FP64 of everything in `results`."""
-    truth = oracle.reference(x, values, block.config, dy)
-    return differences(results(block, x, dy), truth)
-
-
-def differences(found: dict, truth: dict) -> dict[str, float]:
-    """Relative L2 error of everything in `truth`, on whichever devices the two are; what is None is infinitely off."""
-    def off(value, true):
-        return oracle.relative_error(value if value is None else value.cpu(), true.cpu().double())
-    return {name: off(found[name], true) for name, true in truth.items()}
-
-
-def worst(found: dict[str, float]) -> tuple[float, float]:
-    """(largest error of output and branch, largest of all gradients)."""
-    forward = {"output", "branch"}
-    return max(found[name] for name in forward), max(error for name, error in found.items() if name not in forward)
-
-
-def decibels(error: float) -> float:
-    """Signal-to-noise ratio of a relative L2 error."""
-    return -20 * math.log10(max(error, sys.float_info.min))

@@ -1,0 +1,75 @@
+"""`python -m benchmarks` lists the questions and tools; `python -m benchmarks ladder ...` runs one."""
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+TOOLS = {
+    "compare": "Is a change between two recorded runs real?",
+    "kernels": "Do the kernels by hand give the same bits twice?",
+    "pages": "Rewrite the generated pages and charts from the recorded runs.",
+}
+
+
+if not __package__:
+    print("run it from the project's folder as: python -m benchmarks", file=sys.stderr)
+    sys.exit(2)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit status of the command in `argv`; without one the list of them is printed."""
+    argv = sys.argv[1:] if argv is None else argv
+    name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    with ctrl_c_in_a_line(name if argv else "benchmarks"):       # torch takes seconds to import
+        from benchmarks import studies
+        from benchmarks.records import compare
+        from benchmarks.show import pages
+        from common.command_line import hush, tell, usage
+        hush()
+        known = (*studies.names(), *TOOLS)
+        if name in ("-h", "--help"):
+            tell(_listed(studies.every()))
+            return 0
+        if name not in known:
+            usage("benchmarks", f"{name}: there is no such question; give one of {', '.join(known)}")
+        study = studies.load("fusions" if name == "kernels" else name) if name not in ("compare", "pages") else None
+    if name == "compare":
+        return compare.main(rest)
+    if name == "pages":
+        return pages.main(rest, studies.every())
+    if name == "kernels":
+        from benchmarks.kernels.__main__ import main as kernels
+        return kernels(rest)
+    assert study is not None
+    return studies.main(study, rest)
+
+
+@contextlib.contextmanager
+def ctrl_c_in_a_line(name: str) -> Iterator[None]:
+    """Meanwhile Ctrl-C ends the process in one line: there is nothing to keep yet."""
+    def end(*_: object) -> None:
+        print(f"\n{name}: interrupted", file=sys.stderr, flush=True)
+        os._exit(130)
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _listed(studies) -> str:
+    """The questions, then the tools, a line each."""
+    lines = ["python -m benchmarks NAME ...          (NAME --help: its options)", ""]
+    lines += [f"  {study.name:12} {study.question}" for study in studies]
+    lines += ["", *(f"  {name:12} {what}" for name, what in TOOLS.items())]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

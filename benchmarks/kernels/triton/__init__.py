@@ -1,0 +1,1 @@
+"""Kernels in Triton, a file for each kind of operation."""

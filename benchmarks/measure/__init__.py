@@ -1,0 +1,1 @@
+"""What all studies share: the session that measures, and what it looks into."""

@@ -1,0 +1,78 @@
+"""What a study names: its cases, and which of them are timed side by side."""
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from common import memory, timing
+from common.config import BlockConfig
+from common.iteration import MODES
+from common.record import Record
+from common.result import Result
+from common.steps import Step
+from common.subject import Build, Subject, prepare
+from common.traits import Traits, amp_default
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how a case is built: the session's."""
+    device: torch.device
+    seed: int
+    say: Callable[[str], None]             # is told what is going on
+    time_compiler: bool                    # nothing has been compiled yet: the first block is timed cold
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a study: what it is called, what it does, how it is built and checked."""
+    name: str
+    prepare: Callable[[Setting, Result], Subject]          # raises Failed, or NotImplementedError with the reason
+    config: BlockConfig | None = None      # None: it is no part of the block
+    traits: Traits = field(default_factory=Traits)
+    parameter_dtype: torch.dtype = torch.float32
+    variant: Mapping[str, Any] = field(default_factory=dict)    # what tells it from other cases of its name
+    step: int | None = None                # the step's number, where it is one of the five
+    missing: str = ""                      # why it can't run on this machine, where that is known beforehand
+    memory: Callable[[torch.device], int] = lambda device: 0    # bytes that it needs, estimated on the high side
+
+
+def block_case(name: str, build: Build, config: BlockConfig, traits: Traits, *,
+               parameter_dtype: torch.dtype = torch.float32, variant: Mapping[str, Any] | None = None,
+               step: int | None = None, missing: str = "") -> Case:
+    """A case whose block has the canonical parameters; it is checked against FP64 as a step is."""
+    def prepare_block(setting: Setting, result: Result) -> Subject:
+        return prepare(build, parameter_dtype, setting.device, setting.seed, result, setting.say,
+                       setting.time_compiler)
+
+    def bytes_needed(device: torch.device) -> int:
+        return memory.needed(config, traits, device)
+    return Case(name, prepare_block, config, traits, parameter_dtype, variant or {}, step, missing, bytes_needed)
+
+
+def step_case(step: Step, config: BlockConfig, device: torch.device, *, missing: str = "",
+              parameter_dtype: torch.dtype = torch.float32, build: Build | None = None) -> Case:
+    """A step as its script runs it. On a CPU without 16-bit matmuls FP8 is emulated all the same, in FP32."""
+    if step.traits.fp8 and not missing:
+        if config.amp_dtype is None and device.type == "cpu":
+            config = config.replace(amp_dtype=amp_default(device, step.traits)[0])
+        try:
+            config.check_fp8()
+        except ValueError as error:
+            missing = str(error)
+    return block_case(step.name, build or step.build, config, step.traits, parameter_dtype=parameter_dtype,
+                      step=step.number, missing=missing)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that are timed in the same rounds, and how."""
+    cases: Sequence[Case]
+    modes: Sequence[str] = MODES
+    profiled: int = 0                      # the first so many rounds have iterations under the profiler
+    calibrated: bool = True                # a matmul and a copy take part in the rounds
+    watched: bool = True                   # peak memory and the host's time to launch are measured, too
+    may_not_fit: bool = False              # memory that runs out in the rounds ends these cases, not the study
+    clock: Callable[[torch.device], timing.Clock] = timing.clock_for
+    timed: Callable[[list[tuple[Result, Subject]], str], list[Record]] = lambda timed, mode: []      # what it adds

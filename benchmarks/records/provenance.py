@@ -1,0 +1,75 @@
+"""What a reader of records must know besides the figures: machine, versions, commit, and whatever went wrong."""
+from collections.abc import Iterable
+
+from benchmarks.records.read import Run, extra, info, metric, runner, shape, versions
+from common import machine
+from common.record import Record
+
+
+def cautions(told: Iterable[Run]) -> list[str]:
+    """What a reader of these runs must know besides their figures, a line each: none where all is as it should be."""
+    said: dict[str, None] = {}
+    for run in told:
+        if run.status != "ok":
+            said[f"{run.label}: {run.status}: {run.info['reason']}"] = None
+        said |= dict.fromkeys(unproven(run))
+        for line in run.lines:
+            said |= dict.fromkeys(_cautions_of(line, run.label))
+    return list(said)
+
+
+def _cautions_of(line: Record, what: str) -> list[str]:
+    said = []
+    readings = runner(line)["extra_info"]
+    if reason := extra(line).get("reason"):
+        said.append(f"{what}, {line['benchmark']['mode']}: {reason}")
+    if readings.get("throttled"):
+        said.append(f"throttled meanwhile: {', '.join(readings['throttled'])}")
+    if runner(line)["type"] == "cpu" and machine.busy(readings):
+        said.append(f"the machine was busy with other work too: load {readings['load_average']:.0f}, "
+                    f"{readings['cpu_threads']} threads")
+    if readings.get("neighbours"):
+        said.append("other processes were on this GPU: " + ", ".join(readings["neighbours"]))
+    return said
+
+
+def unproven(run: Run) -> list[str]:
+    """A line for each pass of a run whose kernels do not bear its claim out."""
+    if run.info["engine"].startswith("emulated"):
+        return []
+    said = []
+    for line in run.lines:
+        if metric(line) == "launches" and extra(line).get("verdict") == "unproven":
+            said.append(f"{run.label}, {line['benchmark']['mode']}: unproven: {extra(line).get('because', '')}")
+    return said
+
+
+def provenance(lines: list[Record]) -> str:
+    """One sentence: the machine, the versions and the commit of a set of records."""
+    libraries: dict[str, set[str]] = {}
+    for line in lines:
+        for name in versions(line):
+            libraries.setdefault(name, set())
+    for line in lines:
+        for name, versions_of_it in libraries.items():
+            versions_of_it.add(versions(line).get(name, "unknown"))
+    engines = sorted(libraries.pop("transformer_engine", set()) - {"unknown"})
+    libraries.pop("python", None)
+    software = ", ".join(f"{name} {' and '.join(sorted(each))}" for name, each in libraries.items())
+    shapes = list(dict.fromkeys(shape(line) for line in lines if metric(line) != "wall time"))
+    sizes = shapes[0] if len(shapes) == 1 else f"{len(shapes) or 'no'} shapes"
+    driver = runner(lines[0])["extra_info"].get("driver")
+    return (f"{runner(lines[0])['name']}, {sizes}; {software}, Transformer Engine {' and '.join(engines) or 'none'}"
+            f"{f', driver {driver}' if driver else ''}; commit {commits(lines)}.")
+
+
+def commits(lines: list[Record]) -> str:
+    """Those that the records are of, in words."""
+    names = list(dict.fromkeys(_short(info(line).get("git")) for line in lines))
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)
+
+
+def _short(commit: str | None) -> str:
+    if not commit:
+        return "not recorded"
+    return commit[:7] + ("+" if "+" in commit else "")

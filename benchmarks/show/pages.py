@@ -1,0 +1,260 @@
+"""The generated parts of the pages: tables, charts, diffs and the example card, from recorded runs and the scripts.
+
+    python -m benchmarks pages             # writes them, redraws charts that are stale, and measures nothing
+
+A part stands in a page between `<!-- begin NAME -->` and `<!-- end NAME -->`.
+"""
+import argparse
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from benchmarks.records import RESULTS, compare
+from benchmarks.records.provenance import commits, provenance, unproven
+from benchmarks.records.read import BadRecords, Run, latest, metric, paired, read, shape
+from benchmarks.show import charts
+from benchmarks.show.charts import Charts
+from common import steps
+from common.command_line import Parser, early_ends
+from common.iteration import BOTH, LAUNCHES, MODES
+from common.outcome import EXIT
+from common.record import Record
+from common.text import markdown, number, percent, ratio
+
+ROOT = steps.ROOT
+PAGES = [ROOT / name for name in ("README.md", "common/README.md", "benchmarks/README.md",
+                                  "benchmarks/results/README.md", "benchmarks/kernels/README.md")]
+WIDTH = 120                            # characters of a table that a page shows
+MARKER = re.compile(r"(<!-- begin (.+?) -->\n)(.*?)(<!-- end \2 -->)", re.DOTALL)
+Parts = Mapping[str, Callable[[], str]]              # name -> what makes its Markdown
+
+
+class Question(Protocol):
+    """What a page asks of a study."""
+    @property
+    def name(self) -> str: ...
+    @property
+    def question(self) -> str: ...
+    @property
+    def long(self) -> bool: ...
+    @property
+    def charts(self) -> Callable[[list[Record]], Charts]: ...
+    @property
+    def answer(self) -> Callable[[list[Record]], str]: ...
+    @property
+    def parts(self) -> Parts: ...
+    def told(self, lines: list[Record], width: int | None = None) -> str: ...
+
+
+# ------------------------------------------------------------------------------------------------------- what is there
+
+
+def recorded(name: str) -> list[Path]:
+    """The recorded runs of a study, results/<machine>/<study>-<shape>: a file of records or a folder of such files.
+
+    GPUs come before CPUs, their default shape first.
+    """
+    paths = [*RESULTS.glob(f"*/{name}-*.jsonl"), *RESULTS.glob(f"*/{name}-*/")]
+    return sorted(paths, key=lambda path: (path.parent.name == "cpu", not path.stem.endswith("te-tutorial"), path))
+
+
+def stem_of(path: Path) -> Path:
+    """What the names of a run's charts and tables begin with."""
+    return path.with_suffix("")
+
+
+def stale_charts(studies: Sequence[Question]) -> list[str]:
+    """The charts of recorded runs that are missing or show other records."""
+    stale = []
+    for study in studies:
+        for path in recorded(study.name):
+            lines = read(path)
+            stems = [f"{stem_of(path)}-{ending}" for ending in study.charts(lines)]
+            stale += [stem for stem in stems if not charts.is_of(stem, lines)]
+    return stale
+
+
+def long_tables(studies: Sequence[Question]) -> dict[Path, str]:
+    """File -> text of the tables that stand beside the records: a CPU's, and long ones."""
+    tables = {}
+    for study in studies:
+        for path in recorded(study.name):
+            if study.long or path.parent.name == "cpu":
+                tables[stem_of(path).with_suffix(".txt")] = study.told(read(path), WIDTH) + "\n"
+    return tables
+
+
+# ---------------------------------------------------------------------------------------------------------- the parts
+
+
+def parts_of(studies: Sequence[Question]) -> dict[str, Callable[[], str]]:
+    """Name -> what makes its Markdown, of every part there is."""
+    parts: dict[str, Callable[[], str]] = {"summary": summary, "compare": comparisons, "card": card,
+                                           "questions": lambda: questions(studies)}
+    for before, after in zip(steps.ALL, steps.ALL[1:], strict=False):
+        parts[f"diff {before.number} {after.number}"] = lambda a=before, b=after: diff(a, b)    # type: ignore[misc]
+    for preset in ("te-tutorial", "gpt2"):
+        parts[f"scripts {preset}"] = lambda preset=preset: scripts(preset)                      # type: ignore[misc]
+    for study in studies:
+        parts[study.name] = lambda study=study: of_study(study)                                 # type: ignore[misc]
+        parts.update(study.parts)
+    return parts
+
+
+def questions(studies: Sequence[Question]) -> str:
+    """A row a study: its question, its command, the answer in one recorded figure, where the tables are."""
+    rows = []
+    for study in studies:
+        runs = recorded(study.name)
+        answer = study.answer(read(runs[0])) if runs else "not recorded"
+        rows.append([study.question, f"`python -m benchmarks {study.name}`", answer,
+                     f"[tables](benchmarks/results/README.md#{study.name})"])
+    return markdown(rows, ["question", "command", "the answer in short, on the H200", "all of it"])
+
+
+def scripts(preset: str) -> str:
+    """The recorded runs of the five scripts at one shape."""
+    lines = read(RESULTS / "h200" / f"{preset}.jsonl")
+    said = []
+    for run in latest(lines).values():
+        said += unproven(run)
+    return "\n\n".join([provenance(lines), scripts_table(lines), *said])
+
+
+def scripts_table(lines: list[Record]) -> str:
+    """A row per script's run: both passes in both launch modes, times the first and the previous, limit, memory, error.
+    """
+    runs = sorted(latest(lines).values(), key=lambda run: (run.step or 0, not _tf32_alone(run), run.label))
+    plain = {run.step: run.best_ms(BOTH) for run in runs if not run.variant}
+    rows = []
+    for run in runs:
+        if not all(runs[0].best(mode) and run.best(mode) for mode in MODES):
+            rows.append([run.label] + ["n/a"] * 9)
+            continue
+        own_ms, previous_ms = run.best_ms(BOTH), plain.get((run.step or 0) - 1)
+        medians = [number(run.median(mode, launch), ".2f") for mode in MODES for launch in LAUNCHES]
+        times_first = [f"{(runs[0].best_ms(mode) or 0) / (run.best_ms(mode) or 1):.1f}" for mode in MODES]
+        limits = [percent(run.value(mode, "percent of limit", run.best(mode))) for mode in MODES]
+        peak = run.value(BOTH, "peak memory", "eager")
+        rows.append([run.label, *medians, " / ".join(times_first),
+                     f"{previous_ms / own_ms:.2f}" if previous_ms and own_ms and not run.variant else "",
+                     " / ".join(limits), number(None if peak is None else peak / 2**30, ".1f"),
+                     number(run.value("check", "branch error"), ".1e")])
+    headers = ["step", "forward ms, eager", "graph", "forward+backward ms, eager", "graph", "times the first, f / f+b",
+               "times the previous, f+b", "% of limit, f / f+b", "GiB", "branch error"]
+    return markdown(rows, headers)
+
+
+def _tf32_alone(run: Run) -> bool:
+    return run.lines[-1]["benchmark"]["dtype"] == "tf32"
+
+
+def of_study(study: Question) -> str:
+    """Everything recorded of a study: where and of what, its charts, its tables folded away; of a CPU links to them."""
+    blocks = []
+    for path in recorded(study.name):
+        lines = read(path)
+        stem = stem_of(path).relative_to(RESULTS)
+        images = [f"{stem}-{ending}" for ending in study.charts(lines)]
+        if path.parent.name == "cpu":
+            links = [f"[{Path(image).name}]({image}.png)" for image in images] + [f"[the tables]({stem}.txt)"]
+            blocks.append(f"On {provenance(lines)} {', '.join(links)}.")
+            continue
+        blocks += [provenance(lines), *(f"![{Path(image).name}]({image}.png)" for image in images)]
+        if study.long:
+            blocks += [study.parts[f"{study.name} summary"](), f"[The tables, all of them]({stem}.txt)"]
+        else:
+            told = study.told(lines, WIDTH).removeprefix(provenance(lines)).strip("\n")
+            blocks.append(_folded("The tables", told))
+    return "\n\n".join(blocks) or "Not recorded yet."
+
+
+def _folded(title: str, text: str) -> str:
+    return f"<details><summary>{title}</summary>\n\n```\n{text}\n```\n\n</details>"
+
+
+def _without_counters(lines: list[Record]) -> list[Record]:
+    """The counters' runs time nothing, and are of other commits."""
+    return [line for line in lines if metric(line) != "dram traffic"]
+
+
+def summary() -> str:
+    """The ladder at the default shape in a row a step: what each buys, and what it costs in accuracy."""
+    lines = _without_counters(read(recorded("ladder")[0]))
+    runs = [run for run in latest(lines).values() if run.best(BOTH)]
+    first_ms = runs[0].best_ms(BOTH) or 0.0
+    rows = []
+    for place, run in enumerate(runs):
+        ms = run.best_ms(BOTH) or 1.0
+        times = paired(runs[place - 1], run, BOTH) if place else None
+        rows.append([run.label, number(run.best_ms(MODES[0]), ".2f"), f"{ms:.2f}", f"{first_ms / ms:.1f}",
+                     ratio(times) if times else "", percent(run.value(BOTH, "percent of limit", run.best(BOTH))),
+                     number(run.value("check", "branch error"), ".0e")])
+    headers = ["step", "forward ms", "forward+backward ms", "times the first", "times the previous [95 %]",
+               "% of limit", "error"]
+    return f"{provenance(lines)}\n\n{markdown(rows, headers)}"
+
+
+def comparisons() -> str:
+    """A recorded study, and the same of an earlier day in first-<the same name>: compared."""
+    blocks = []
+    for path in sorted(RESULTS.glob("*/first-*.jsonl")):
+        old = _without_counters(read(path))
+        new = _without_counters(read(path.with_name(path.name.removeprefix("first-"))))
+        noise = [line for line in compare.recorded_noise(new) if shape(line) == shape(new[0])]
+        seen = compare.compare(old, new, noise)
+        blocks.append(f"{provenance(new)} Against commit {commits(old)}; noise of five processes of commit "
+                      f"{commits(noise)}.\n\n{_folded(compare.summary(seen), compare.text(seen, WIDTH))}")
+    return "\n\n".join(blocks) or "Not recorded yet."
+
+
+def diff(before: steps.Step, after: steps.Step) -> str:
+    """The lines that differ between two steps."""
+    old, new = before.path.read_text().splitlines(), after.path.read_text().splitlines()
+    lines = [line for line in difflib.unified_diff(old, new, lineterm="", n=0) if not line.startswith("@@")][2:]
+    return f"{len(lines)} lines:\n\n```diff\n" + "\n".join(lines) + "\n```"
+
+
+def card() -> str:
+    """The card of step 2 as it was printed on the H200."""
+    return f"```\n{(RESULTS / 'h200' / '2_sdpa.txt').read_text().rstrip()}\n```"
+
+
+# ---------------------------------------------------------------------------------------------------------- the pages
+
+
+def rewritten(text: str, parts: Parts) -> str:
+    """A page's text with every generated part replaced. Raises BadRecords for a part that there is not."""
+    def replaced(match: re.Match) -> str:
+        name = match[2]
+        if name not in parts:
+            raise BadRecords(f"a page has a place for '{name}': there is no such part")
+        return f"{match[1]}{parts[name]()}\n{match[4]}"
+    return MARKER.sub(replaced, text)
+
+
+def write(studies: Sequence[Question]) -> None:
+    """Rewrite the pages and the tables beside the records, and redraw the charts that are stale."""
+    for study in studies:
+        for path in recorded(study.name):
+            lines = read(path)
+            drawn = study.charts(lines)
+            stem = str(stem_of(path))
+            charts.draw({ending: figure for ending, figure in drawn.items()
+                         if not charts.is_of(f"{stem}-{ending}", lines)}, stem, lines)
+    for file, text in long_tables(studies).items():
+        file.write_text(text)
+    parts = parts_of(studies)
+    for page in PAGES:
+        page.write_text(rewritten(page.read_text(), parts))
+
+
+def main(argv: list[str] | None, studies: Sequence[Question]) -> int:
+    """The command; returns its exit status."""
+    Parser("pages", prog="python -m benchmarks pages", description=__doc__,
+           formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+    with early_ends("pages"):
+        write(studies)
+    return EXIT["ok"]

@@ -1,0 +1,123 @@
+"""Tables of runs by columns: a study names its columns, and has these ready-made ones to pick from."""
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.records.provenance import cautions, provenance
+from benchmarks.records.read import Run, extra, label, latest, paired, runner, verdict
+from common.iteration import MODES
+from common.record import Record
+from common.text import figures, number, percent, ratio, table
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a cell may ask besides its own run: the pass, and the runs of the whole table in their order."""
+    mode: str
+    runs: Sequence[Run]
+
+    @property
+    def first(self) -> Run:
+        """The first run that was timed."""
+        return next(run for run in self.runs if run.best(self.mode))
+
+    def previous(self, run: Run) -> Run | None:
+        """The last run before this one that was timed; None where there is none."""
+        timed = [other for other in self.runs[:self.runs.index(run)] if other.best(self.mode)]
+        return timed[-1] if timed else None
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its header, and what it says of a run. Of a run that was not timed most say nothing."""
+    header: str
+    cell: Callable[[Run, Context], str]
+    untimed: bool = False
+
+    def of(self, run: Run, context: Context) -> str:
+        return self.cell(run, context) if self.untimed or run.best(context.mode) else ""
+
+
+def rows_of(columns: Sequence[Column], context: Context) -> list[list[str]]:
+    """A row for each run."""
+    return [[column.of(run, context) for column in columns] for run in context.runs]
+
+
+def of_runs(columns: Sequence[Column], runs: Sequence[Run], mode: str, width: int | None = None, keys: int = 1) -> str:
+    """The table of one pass."""
+    return table(rows_of(columns, Context(mode, runs)), [column.header for column in columns], width, keys)
+
+
+def text(columns: Sequence[Column], lines: list[Record], width: int | None = None) -> str:
+    """Everything that a study with one table a pass prints, from records."""
+    runs = list(latest(lines).values())
+    blocks = [provenance(lines)]
+    for mode in MODES:
+        blocks.append(f"{mode}\n\n{of_runs(columns, runs, mode, width)}")
+    blocks.append("\n".join(cautions(runs)))
+    return "\n\n".join(filter(None, blocks))
+
+
+def timing_of(run: Run, mode: str) -> Record:
+    """The record of the faster way of launching."""
+    line = run.find(mode, "latency", run.best(mode))
+    assert line is not None
+    return line
+
+
+def _quantiles(run: Run, context: Context) -> str:
+    timing = extra(timing_of(run, context.mode))
+    return f"{number(timing['p20'], ',.2f')} to {number(timing['p80'], ',.2f')}"
+
+
+def _times_first(run: Run, context: Context) -> str:
+    first_ms, own_ms = context.first.best_ms(context.mode), run.best_ms(context.mode)
+    assert first_ms and own_ms
+    return f"{first_ms / own_ms:.2f}"
+
+
+def _paired_with_first(run: Run, context: Context) -> str:
+    times = paired(context.first, run, context.mode)
+    return ratio(times) + verdict(*times[1:]) if times and run is not context.first else ""
+
+
+def branch_error(run: Run) -> str:
+    """The error of the branch against FP64; empty where it was not checked."""
+    error = run.value("check", "branch error")
+    return f"{error:.1e}" if error else ""
+
+
+def _worst_error(run: Run, context: Context) -> str:
+    errors = [run.value("check", line["metric"]["name"]) or 0.0 for line in run.lines
+              if line["metric"]["name"].endswith(" error")]
+    return f"{max(errors):.1e}" if errors else ""
+
+
+def _gibibytes(run: Run, context: Context) -> str:
+    peak = run.value(context.mode, "peak memory", "eager")
+    return number(None if peak is None else peak / 2**30, ",.1f")
+
+
+def _rate(run: Run, context: Context) -> str:
+    rate = run.value(context.mode, "rate", run.best(context.mode))
+    return "n/a" if rate is None else figures(rate * 1e-12)
+
+
+def _limit(run: Run, context: Context) -> str:
+    return percent(run.value(context.mode, "percent of limit", run.best(context.mode)))
+
+
+CASE = Column("case", lambda run, _: label(run.lines[-1], engine=False, settings=False), untimed=True)
+STATUS = Column("status", lambda run, _: run.status, untimed=True)
+ERROR = Column("error", lambda run, _: branch_error(run), untimed=True)
+WORST_ERROR = Column("error", _worst_error, untimed=True)
+LAUNCH = Column("launch", lambda run, context: run.best(context.mode) or "")
+MS = Column("ms", lambda run, context: number(run.best_ms(context.mode), ",.2f"))
+QUANTILES = Column("p20 to p80", _quantiles)
+TIMES_FIRST = Column("x first", _times_first)
+PAIRED_WITH_FIRST = Column("x first [95 %]", _paired_with_first)
+RATE = Column("TFLOP/s", _rate)
+LIMIT = Column("% limit", _limit)
+MHZ = Column("MHz", lambda run, context: str(runner(timing_of(run, context.mode))["extra_info"].get("sm_mhz", "n/a")))
+MEMORY = Column("GiB", _gibibytes)
+LAUNCHES = Column("launches", lambda run, context: number(run.value(context.mode, "launches"), ",.0f"))
+COMPILE = Column("compile s", lambda run, _: number(run.value("compile", "compile cold"), ",.0f"))

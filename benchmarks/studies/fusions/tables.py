@@ -1,0 +1,201 @@
+"""What the study of fusions tells of its records: a summary, a table for each operation and pass, a chart."""
+import math
+
+from benchmarks.kernels.operations import TORCHSCRIPT
+from benchmarks.records.provenance import cautions, commits, provenance
+from benchmarks.records.read import Run, extra, info, metric, paired, runner, runs, shape, size_in_words, values
+from benchmarks.show.charts import Charts, Points, panels_chart
+from benchmarks.studies.fusions.subjects import COPY
+from common.iteration import BACKWARD, FORWARD, LAUNCHES
+from common.record import Record
+from common.text import figures, table
+
+PASSES = (FORWARD, BACKWARD)
+UNSETTLED = "~"                        # beside a median that is not known to 0.5 %
+OWN = ("eager", TORCHSCRIPT, "torch.compile", "Triton", "CUDA C++")        # levels; the others are libraries
+SUMMARY = """Percent of a copy of as many bytes (attention: of the matmul rate) at the largest size, forward / backward,
+each level by its faster way of launching, and the compiler's time over that of the Triton kernel"""
+
+
+def by_operation(lines: list[Record]) -> dict[str, list[Run]]:
+    """Operation -> its runs, of those that were there to be timed."""
+    of_operation: dict[str, list[Run]] = {}
+    for run in runs(lines):
+        of_operation.setdefault(run.case["name"], []).append(run)
+    return of_operation
+
+
+def at_the_largest_size(its_runs: list[Run]) -> dict[str, Run]:
+    """Level -> its run at the largest size of an operation."""
+    sized = [run for run in its_runs if run.variant["size"]]
+    largest = max((math.prod(run.variant["size"]) for run in sized), default=0)
+    return {run.variant["level"]: run for run in sized if math.prod(run.variant["size"]) == largest}
+
+
+# --------------------------------------------------------------------------------------------------------- the summary
+
+
+def summary(lines: list[Record], width: int | None = None) -> str:
+    """How near each level comes to the memory's speed, a row for each operation; empty where no percents are known."""
+    rows = []
+    for name, its_runs in by_operation(lines).items():
+        levels = at_the_largest_size(its_runs)
+        cells = [_percents(levels.get(level)) for level in OWN]
+        if not any(cells):
+            continue
+        libraries, against = [], []
+        for level, run in levels.items():
+            if level not in (*OWN, COPY) and _percents(run):
+                libraries.append(f"{level} {_percents(run)}")
+                against.append(_over(run, levels.get("Triton")))
+        rows.append([name, *cells, _over(levels.get("torch.compile"), levels.get("Triton")), ", ".join(libraries),
+                     ", ".join(filter(None, against))])
+    if not rows:
+        return ""
+    headers = ["experiment", "eager", "TorchScript", "compile", "Triton", "CUDA C++", "Triton vs compile", "libraries",
+               "Triton vs these"]
+    return f"{SUMMARY}.{_fastest_copy(lines)}\n\n{table(rows, headers, width)}"
+
+
+def _fastest_copy(lines: list[Record]) -> str:
+    rates = [values(line)[0] for line in lines
+             if metric(line) == "work rate" and info(line)["case"]["variant"]["level"] == COPY]
+    return f" The fastest copy here, of any size, ran at {figures(max(rates))} GB/s." if rates else ""
+
+
+def _percents(run: Run | None) -> str:
+    """Forward / backward, of the faster way of launching; empty without a forward."""
+    if run is None:
+        return ""
+    percents = [run.value(mode, "percent of limit", run.best(mode)) if run.best(mode) else None for mode in PASSES]
+    return "" if percents[0] is None else " / ".join(f"{percent:.0f}" for percent in percents if percent is not None)
+
+
+def _over(slow: Run | None, fast: Run | None) -> str:
+    """How many times as fast, forward / backward: the median of the ratios of paired rounds."""
+    ratios = [paired(slow, fast, mode) for mode in PASSES]
+    return "" if ratios[0] is None else " / ".join(f"{times[0]:.3f}" for times in ratios if times is not None)
+
+
+# ---------------------------------------------------------------------------------------------------------- the tables
+
+
+def text(lines: list[Record], width: int | None = None) -> str:
+    """Everything the command prints, from records."""
+    on_gpu = runner(lines[0])["type"] == "cuda"
+    blocks = [provenance(lines), summary(lines, width)]
+    several_processes = len({info(line)["run"] for line in lines}) > 1
+    without_percent = False
+    for name, its_runs in by_operation(lines).items():
+        of = ""
+        if several_processes:
+            of = f" (commit {commits([line for run in its_runs for line in run.lines])})"
+        for mode in PASSES:
+            if mode == FORWARD or any(run.best(mode) for run in its_runs):
+                blocks.append(f"{name}, {mode}{of}\n\n{_of_pass(its_runs, mode, on_gpu, width)}")
+            without_percent = without_percent or any(
+                run.best(mode) and run.value(mode, "percent of limit", run.best(mode)) is None for run in its_runs)
+    if without_percent:
+        blocks.append("No percentage where the tensors may stay in a cache (of a CPU's caches nothing is known).")
+    if any(UNSETTLED in block for block in blocks):
+        blocks.append(f"{UNSETTLED} these rounds do not tell the median to 0.5 %")
+    blocks.append("\n".join(_skipped(lines)))
+    blocks.append("\n".join(cautions(run for run in runs(lines) if run.status != "skipped")))
+    return "\n\n".join(filter(None, blocks))
+
+
+def _skipped(lines: list[Record]) -> list[str]:
+    """What could not be timed, a line a reason."""
+    by_reason: dict[str, dict[str, list[str]]] = {}
+    for run in runs(lines):
+        if run.status == "skipped":
+            levels = by_reason.setdefault(run.info["reason"], {})
+            levels.setdefault(run.variant["level"], []).append(run.case["name"])
+    said = []
+    for reason, levels in by_reason.items():
+        named = [f"{level} of {', '.join(names)}" for level, names in levels.items()]
+        said.append(f"skipped: {reason}: {'; '.join(named)}")
+    return said
+
+
+def _of_pass(its_runs: list[Run], mode: str, on_gpu: bool, width: int | None) -> str:
+    """A row a size and level; columns in which nothing stands are left out."""
+    unit = _unit(its_runs)
+    headers = ["size", "level", "status", "error", "us, eager", "us, graph", unit,
+               "% of copy" if unit == "GB/s" else "% of matmul", "kernels" if on_gpu else "operators"]
+    rows = [_row(run, mode) for run in its_runs if run.variant["size"]]
+    told = [place for place in range(len(headers))
+            if place < 2 or any(row[place] not in ("", "n/a") for row in rows)]
+    return table([[row[place] for place in told] for row in rows], [headers[place] for place in told], width, keys=2)
+
+
+def _row(run: Run, mode: str) -> list[str]:
+    kind = "output" if mode == FORWARD else "gradient"
+    errors = [values(line)[0] for line in run.lines
+              if metric(line).startswith(kind) and metric(line).endswith(" error")]
+    best = run.best(mode)
+    rate, percent = run.value(mode, "work rate", best), run.value(mode, "percent of limit", best)
+    kernels = run.value(mode, "launches")
+    return [size_in_words(run.variant["size"]), run.variant["level"], run.status,
+            f"{max(errors):.1e}" if errors else "", *(_microseconds(run, mode, launch) for launch in LAUNCHES),
+            "" if rate is None else figures(rate), "" if percent is None or best is None else f"{percent:.0f}",
+            "" if kernels is None else f"{kernels / _copies(run, mode):.0f}"]
+
+
+def _microseconds(run: Run, mode: str, launch: str) -> str:
+    latency = run.find(mode, "latency", launch)
+    if latency is None or not values(latency):
+        return "n/a"
+    return figures(1e3 * extra(latency)["median"]) + ("" if extra(latency)["settled"] else UNSETTLED)
+
+
+def _copies(run: Run, mode: str) -> int:
+    line = run.find(mode, "work rate", "eager")
+    return extra(line)["copies"] if line else 1
+
+
+def _unit(its_runs: list[Run]) -> str:
+    for run in its_runs:
+        for line in run.lines:
+            if metric(line) == "work rate":
+                return extra(line)["unit"]
+    return "GB/s"
+
+
+# ----------------------------------------------------------------------------------------------------------- the chart
+
+
+def charts(lines: list[Record]) -> Charts:
+    """GB/s against the size of the first tensor, forward, a panel for each operation; none without two sizes."""
+    curves = _curves(lines)
+    if not any(len(points) > 1 for levels in curves.values() for points in levels.values()):
+        return {}
+    title = (f"{runner(lines[0])['name']}, {shape(lines[0])}, {lines[0]['benchmark']['dtype']}: least bytes over the "
+             "time of the faster launch")
+    return {"bandwidth": lambda: panels_chart(curves, "million elements", "GB/s, forward", title, dashed=COPY)}
+
+
+def _curves(lines: list[Record]) -> dict[str, dict[str, Points]]:
+    """Operation -> level -> [(million elements, GB/s)]."""
+    curves: dict[str, dict[str, Points]] = {}
+    for run in runs(lines):
+        rate = run.find(FORWARD, "work rate", run.best(FORWARD)) if run.best(FORWARD) else None
+        if rate and extra(rate)["unit"] == "GB/s":
+            point = math.prod(run.variant["size"]) / 1e6, values(rate)[0]
+            curves.setdefault(run.case["name"], {}).setdefault(run.variant["level"], []).append(point)
+    return curves
+
+
+def answer(lines: list[Record]) -> str:
+    """How near the compiler comes to a copy, at worst and at best."""
+    percents = {}
+    for name, its_runs in by_operation(lines).items():
+        run = at_the_largest_size(its_runs).get("torch.compile")
+        percent = run.value(FORWARD, "percent of limit", run.best(FORWARD)) if run and name != "attention" else None
+        if percent:
+            percents[name] = percent
+    if not percents:
+        return "not known where tensors may stay in a cache"
+    least, most = min(percents, key=lambda name: percents[name]), max(percents, key=lambda name: percents[name])
+    return (f"torch.compile reaches {percents[least]:.0f} % of a copy's speed ({least}) to {percents[most]:.0f} % "
+            f"({most})")

@@ -1,0 +1,120 @@
+"""What torch.compile needs and costs: a compiler on the host, caches of one's own, and no compiling while timing."""
+import atexit
+import contextlib
+import getpass
+import os
+import re
+import shutil
+import signal
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+from .outcome import Failed
+
+RECOMPILE_LIMIT = 1024                     # torch's 8 count over all blocks of a process
+
+
+def missing(device: torch.device) -> str | None:
+    """Why torch.compile can't generate code for `device`, or None. Both backends need a compiler on the host.
+
+    Inductor compiles C++ for a CPU; Triton compiles a small C launcher for each GPU kernel.
+    """
+    if device.type == "cuda":
+        names = [os.environ["CC"].split()[0]] if os.environ.get("CC", "").strip() else ["gcc", "clang"]
+        there = any(shutil.which(name) for name in names)
+        return None if there else "no C compiler found: install gcc, or name one in the variable CC"
+    if named := os.environ.get("CXX", "").strip():
+        return None if shutil.which(named.split()[0]) else f"no C++ compiler found: the variable CXX names {named}"
+    name = "clang++" if sys.platform == "darwin" else "g++"
+    return None if shutil.which(name) else f"no C++ compiler found: install {name}, or name one in the variable CXX"
+
+
+def compile_in_place(block: torch.nn.Module) -> None:
+    """As step 3 does it: the whole graph, static shapes."""
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    block.compile(fullgraph=True, dynamic=False)
+
+
+def is_compiled(module: Callable) -> bool:
+    """Whether a module or function went through torch.compile, in place or not."""
+    return (getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_torchdynamo_orig_callable")
+            or isinstance(module, torch._dynamo.eval_frame.OptimizedModule))
+
+
+def holds_compiled(module: Callable) -> bool:
+    """Whether it was compiled, or has a compiled function among its attributes, as step 4 has."""
+    return is_compiled(module) or any(map(is_compiled, getattr(module, "__dict__", {}).values()))
+
+
+@contextlib.contextmanager
+def compiled_for_good(*blocks: Callable) -> Iterator[None]:
+    """Raise Failed where one of these is compiled again meanwhile: what was timed would hold a compilation."""
+    stance: contextlib.AbstractContextManager = contextlib.nullcontext()
+    if any(map(holds_compiled, blocks)):
+        stance = torch.compiler.set_stance("fail_on_recompile")
+    with stance:
+        try:
+            yield
+        except RuntimeError as error:
+            if "recompile" in str(error):
+                raise Failed("the block was compiled again after warm-up: its timings are void") from None
+            raise
+
+
+def use_private_caches() -> None:
+    """Point Inductor and Triton at a new, empty folder that this process removes when it ends.
+
+    Their default is a predictable path that all users share, and what lies in it gets executed. One thing stays there:
+    the C++ headers that Inductor precompiles for a CPU, once for each user and compiler. Where somebody else could have
+    put them, it does without.
+    """
+    end_as_told()
+    caches = tempfile.mkdtemp(prefix="inductor-")          # mode 0700
+    atexit.register(_remove, caches)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
+    os.environ["TRITON_CACHE_DIR"] = os.path.join(caches, "triton")
+    folder = _inductor_folder()
+    if not (own_folder(folder) and own_folder(os.path.join(folder, "precompiled_headers"))):
+        torch._inductor.config.cpp_cache_precompile_headers = False
+
+
+def end_as_told() -> None:
+    """From here on SIGTERM and SIGHUP end the process by SystemExit: what removes its files runs.
+
+    `timeout`, a scheduler and a closed terminal send them.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+def _remove(folder: str) -> None:
+    """Remove it, at the end of the process. Who is told to end once more meanwhile ends a moment later."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _inductor_folder() -> str:
+    """Where Inductor keeps its files unless told otherwise; asking it would take the seconds of its import."""
+    try:
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, ModuleNotFoundError, OSError):          # a container's user without a name
+        user = f"uid_{os.getuid()}"
+    return os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
+
+
+def own_folder(path: str) -> bool:
+    """Whether `path` is a folder that nobody else can write to; it is made where there is none."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        status = os.lstat(path)
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    except (OSError, AttributeError):              # it can't be made; or this system has no such owners
+        return False

@@ -1,0 +1,138 @@
+"""Which engine step 4 runs on: Transformer Engine, or its emulation and why.
+
+Transformer Engine is imported when that is first asked, and not before: steps 0 to 3 do without it.
+"""
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from . import emulation, machine
+from .config import BlockConfig
+
+
+def choose(config: BlockConfig, values: dict[str, Tensor], device: torch.device | str) -> tuple[ModuleType, str]:
+    """(modules, name): Transformer Engine where it can run this block on `device`, its emulation and why elsewhere.
+
+    Raises ValueError where the block's dimensions are none that FP8 GEMMs take.
+    """
+    if config.amp_dtype is not None:
+        config.check_fp8()
+    reason = why_not(config, next(iter(values.values())).dtype, torch.device(device))
+    if reason:
+        return emulation, f"emulated ({reason})"
+    _ask_for_cudnn_layer_norm(torch.device(device))
+    return transformer_engine(), f"Transformer Engine {version()}"
+
+
+def why_not(config: BlockConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why Transformer Engine can't run a block with parameters of `dtype` on `device`; None where it can."""
+    if device.type != "cuda":
+        return f"Transformer Engine needs a GPU, this is a {device.type.upper()}"
+    if dtype == torch.float64:
+        return "Transformer Engine has no float64"
+    if error := import_error():
+        return f"Transformer Engine does not import: {error}"
+    if config.amp_dtype is not None:
+        available, reason = transformer_engine().is_fp8_available(return_reason=True)
+        if not available:
+            return reason
+    return None
+
+
+def transformer_engine() -> ModuleType:
+    """`transformer_engine.pytorch`. Raises ImportError where it does not import."""
+    module, error = _imported()
+    if module is None:
+        raise ImportError(error)
+    return module
+
+
+def import_error() -> str | None:
+    """Why Transformer Engine does not import, in a line; None where it does."""
+    return _imported()[1]
+
+
+def version() -> str:
+    """Transformer Engine's, which must have been imported."""
+    return sys.modules["transformer_engine"].__version__
+
+
+@functools.cache
+def _imported() -> tuple[ModuleType | None, str | None]:
+    try:
+        with one_cudnn():
+            importlib.import_module("transformer_engine")
+            return importlib.import_module("transformer_engine.pytorch"), None
+    except Exception as error:       # an incomplete installation raises nearly anything: ImportError, OSError, ...
+        return None, f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+
+
+@contextlib.contextmanager
+def one_cudnn() -> Iterator[None]:
+    """While Transformer Engine is imported: the cuDNN that torch has loaded is the one that it finds.
+
+    Where a machine holds another, Transformer Engine prefers that one. Of two in a process some parts come from each,
+    and attention is then another kernel, or reads memory that is not its own.
+    """
+    loaded = next((path for path in machine.cudnn_libraries() if path.name.startswith("libcudnn.so")), None)
+    before = os.environ.get("CUDNN_HOME")
+    if loaded and "transformer_engine" not in sys.modules and importlib.util.find_spec("transformer_engine"):
+        _load_parts_of(loaded)
+        os.environ["CUDNN_HOME"] = str(loaded.parent)              # where it looks for libcudnn.so first
+    try:
+        yield
+    finally:
+        os.environ.pop("CUDNN_HOME", None)
+        if before is not None:
+            os.environ["CUDNN_HOME"] = before
+
+
+def _load_parts_of(cudnn: Path) -> None:
+    """Load the other libraries of that cuDNN. Transformer Engine's own ask for them by name, and find them loaded."""
+    def order(path: Path) -> tuple[bool, bool, str]:               # graph and ops first: the others ask for these two
+        return "_graph" not in path.name, "_ops" not in path.name, path.name
+
+    parts = cudnn.parent.glob(cudnn.name.replace("libcudnn", "libcudnn_*"))
+    for part in sorted(parts, key=order):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(str(part), ctypes.RTLD_GLOBAL)
+
+
+def _ask_for_cudnn_layer_norm(device: torch.device) -> None:
+    """On Hopper. It writes FP8 as Transformer Engine's own kernels do; the study of peers has rows with it and without.
+
+    Transformer Engine's modules have no argument for it. It looks at these variables when a process first normalises;
+    who has set them, to 0 say, is left alone.
+    """
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        for direction in ("FWD", "BWD"):
+            os.environ.setdefault(f"NVTE_NORM_{direction}_USE_CUDNN", "1")
+
+
+def fp8_state(block: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """(scale, amax_history) of every FP8 module, forward and backward, in the layout that both engines share."""
+    states = []
+    for module in block.modules():
+        meta = getattr(module, "fp8_meta", None) or {}
+        for key in ("scaling_fwd", "scaling_bwd"):
+            if hasattr(meta.get(key), "amax_history"):
+                states.append((meta[key].scale, meta[key].amax_history))
+    return states
+
+
+def forget_modules() -> None:
+    """Let Transformer Engine, where it was imported, forget the modules there have been.
+
+    It keeps the FP8 state of every one, and updates all of it in every iteration.
+    """
+    if "transformer_engine.pytorch" in sys.modules:
+        transformer_engine().quantization.FP8GlobalStateManager.reset()

@@ -1,0 +1,122 @@
+"""One run as records: one metric a line, in the PyTorch OSS benchmark schema, version 3, with a `case` of ours.
+
+`benchmark.extra_info.case` says in fields what a record is of, so that no reader takes a name apart:
+
+    study     who measured: "step" for a script, else a study of benchmarks/
+    step      the step's number; null for anything else
+    name      the step's name, or the peer's, the part's, the operation's; null for a record of the whole run
+    variant   what tells it from other cases of that name: an object, empty where there is only one
+    pass      "forward", "backward", "forward+backward", or null
+    launch    "eager", "graph", or null
+"""
+import dataclasses
+import math
+from typing import Any
+
+from .config import dtype_name
+from .iteration import BACKWARD, LAUNCHES, MODES
+from .result import Result, Row
+from .timing import CACHE_STATE
+
+SCHEMA = "transformer block, 2"         # 1 had names in place of a case
+PARTS = ("attention", "GEMM", "softmax and mask", "normalisation and activation", "casts and copies",
+         "residual and other", "idle")  # of an iteration's time, as the metric "time by part" has them
+PASSES = (*MODES, BACKWARD)
+FLOPS_FORMULA = "8BSE^2 + 4BSEF + 2BS^2E forward (causal attention counted half), twice that more backward"
+LIBRARIES = ("torch", "cuda", "cudnn", "triton", "transformer_engine", "python")
+
+Record = dict[str, Any]
+
+
+def record(r: Result, metric: str, unit: str, values: list[float], mode: str, launch: str | None = None,
+           **extra: Any) -> Record:
+    """One metric of this run. `mode` is a pass, or "check", "compile", "run". Non-finite values raise ValueError."""
+    facts = r.facts
+    config: dict[str, Any] = {}
+    if r.config is not None:
+        config = dataclasses.asdict(r.config) | {"amp_dtype": dtype_name(r.config.amp_dtype)}
+    if not all(math.isfinite(value) for value in values):
+        raise ValueError(f"{metric} is not finite: report it as a status")
+    case = {"study": r.study, "step": r.step, "name": r.name or None, "variant": r.variant | r.settings,
+            "pass": mode if mode in PASSES else None, "launch": launch}
+    info = {
+        "schema": SCHEMA, "case": case, "status": r.status, "reason": r.reason, "config": config,
+        "parameter_dtype": r.parameter_dtype, "autocast": r.autocast, "residual": r.residual, "engine": r.engine,
+        "device": facts["device"], "git": facts["git"], "sources": facts["sources"], "caches": CACHE_STATE,
+        "run": r.run}
+    memory = f"{facts['memory_gib']:.0f} GiB" if r.on_gpu else ""
+    machine = {
+        "driver": facts["driver"], "compute_capability": facts.get("compute_capability"),
+        "gpu_uuid": facts["gpu_uuid"], "cpu_model": facts["cpu_model"], "cpu_threads": facts["cpu_threads"],
+        "neighbours": r.neighbours}
+    return {
+        "benchmark": {"name": "transformer block", "mode": mode, "dtype": r.matmul, "extra_info": info},
+        "model": {"name": str(r.config or "not a block"), "type": "transformer block", "backend": r.name,
+                  "origins": ["seeded"]},
+        "metric": {"name": metric, "benchmark_values": values, "target_value": None,
+                   "extra_info": {"unit": unit} | extra},
+        "runners": [{"name": facts["name"], "type": facts["device"], "gpu_info": facts["name"] if r.on_gpu else "",
+                     "gpu_count": int(r.on_gpu), "gpu_mem_info": memory, "extra_info": machine | r.state}],
+        "dependencies": {name: {"version": str(facts[name])} for name in LIBRARIES if facts[name]},
+    }
+
+
+def check_records(r: Result) -> list[Record]:
+    """The errors against FP64 and the price of compilation: what is known before timing."""
+    lines = []
+    for what, (error, gate) in r.errors.items():
+        if math.isfinite(error):
+            worst = r.worst_parameter if what == "parameter gradient" else None
+            lines.append(record(r, f"{what} error", "relative L2", [error], "check", gate=gate, worst=worst))
+    if r.compilation:
+        lines.append(record(r, "compile cold", "s", [r.compilation.cold_s], "compile"))
+        lines.append(record(r, "compile warm", "s", [r.compilation.warm_s], "compile"))
+    return lines or [status_record(r)]
+
+
+def status_record(r: Result, mode: str = "check") -> Record:
+    """How the case ended, where nothing was measured that would say so."""
+    return record(r, "status", "", [], mode)
+
+
+def row_records(r: Result, mode: str) -> list[Record]:
+    """Everything measured of one pass: a line per metric and way of launching."""
+    lines = []
+    for launch in LAUNCHES:
+        row = r.rows.get((mode, launch))
+        if row and row.timing:
+            lines += _timed(r, mode, launch, row)
+        elif row:
+            lines.append(record(r, "latency", "ms", [], mode, launch, status="n/a", reason=row.reason))
+    seen = r.evidence[mode]
+    lines.append(record(r, "launches", "kernels" if r.on_gpu else "operators", [seen.launches], mode,
+                        verdict=seen.verdict, because=seen.because, attention=seen.attention,
+                        kernels=dict(seen.kernels)))
+    return lines
+
+
+def _timed(r: Result, mode: str, launch: str, row: Row) -> list[Record]:
+    timing = row.timing
+    assert timing is not None
+    median = timing.median
+    with_state = dataclasses.replace(r, state=r.state | row.state)
+    lines = [record(with_state, "latency", "ms", timing.samples, mode, launch, median=median, p20=timing.quantile(0.2),
+                    p80=timing.quantile(0.8), settled=timing.settled, clock=timing.clock, emulated=r.emulated,
+                    calibration=timing.calibration, rounds=timing.rounds, offsets_s=_rounded(timing.offsets_s))]
+
+    def add(metric: str, unit: str, value: float | None, **extra: Any) -> None:
+        if value is not None:
+            lines.append(record(r, metric, unit, [value], mode, launch, emulated=r.emulated, **extra))
+
+    add("throughput", "tokens/s", 1e3 * row.tokens / median if row.tokens else None)
+    add("rate", "FLOP/s", 1e3 * row.flops / median if row.flops else None, formula=FLOPS_FORMULA)
+    add("limit", "ms", row.limit_ms, flop_bound=row.flop_bound)
+    add("percent of limit", "%", row.percent_of_limit)
+    add("peak memory", "bytes", row.peak_bytes)
+    add("enqueue", "ms", row.enqueue_ms)
+    return lines
+
+
+def _rounded(offsets: list[float] | None) -> list[float] | None:
+    """To microseconds."""
+    return None if offsets is None else [round(offset, 6) for offset in offsets]

@@ -1,0 +1,150 @@
+"""An iteration as a CUDA graph: the GPU replays all its kernels by one call, so that none of them waits for the host.
+
+A capture can miss work without a word. So every replay is proved: it runs on changed inputs, and on other weights too
+(not where FP8 weights are cached or kept), and must give what an eager run of the same gives.
+"""
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from . import oracle
+from .iteration import Iteration
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How far a replay may be from an eager run, and what must change with it."""
+    output_gate: float                                  # relative L2 error
+    gradient_gate: float
+    change: Callable[[Tensor], object] = lambda tensor: tensor.normal_()       # an input, in place
+    weights: Sequence[Tensor] = ()                      # negated meanwhile: as large as before, their FP8 scales hold
+    residual: Tensor | None = None                      # subtracted from the output, which it would dominate
+    fp8_state: Callable[[], list[tuple[Tensor, Tensor]]] = field(default=list)     # (scale, amax_history) of each
+
+
+def capture(iteration: Iteration, stream: torch.cuda.Stream | None = None) -> tuple[Callable, list[Tensor]]:
+    """(a call that replays it, the tensors that each replay writes). Raises RuntimeError where it can't be captured.
+
+    `between` runs once before the capture: gradients that are None then are allocated inside the graph and overwritten
+    by every replay. `stream` is where to capture: that of the forward, where the iteration is its backward alone.
+    """
+    aside = stream or torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):              # warm-up off the default stream, as capture needs
+        for _ in range(3):
+            iteration.between()
+            iteration.run()
+    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.synchronize()
+    iteration.between()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            written = iteration.run()
+    except RuntimeError:        # leaves the random generator capturing: any later torch.randn would fail
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
+    return graph.replay, written
+
+
+def verified(iteration: Iteration, proof: Proof, stream: torch.cuda.Stream | None = None,
+             captured: Callable[[], None] = lambda: None) -> tuple[Callable | None, str]:
+    """(a call that replays the iteration, "") once that is proved; (None, why there is none) elsewhere.
+
+    `captured` is called between the capture and its proof.
+    """
+    try:
+        replay, written = capture(iteration, stream)
+        captured()
+        prove(iteration, replay, written, proof, stream)
+        return lambda: (replay(), written)[0], ""              # a graph keeps no tensor alive: this does
+    except torch.OutOfMemoryError:
+        return None, "graph: out of memory, the eager run's tensors and the graph's do not fit together"
+    except (RuntimeError, ValueError) as error:
+        reason = f"graph: {str(error).splitlines()[0]}"
+    torch.cuda.synchronize()
+    return None, reason
+
+
+def prove(iteration: Iteration, replay: Callable, written: list[Tensor], proof: Proof,
+          stream: torch.cuda.Stream | None = None) -> None:
+    """Replay on changed inputs and weights, and compare with an eager run of the same.
+
+    FP8 scales must follow what is replayed, forward and backward (without gradients none moves). Raises RuntimeError
+    where the replay is not the iteration.
+    """
+    state = [tensor for pair in proof.fp8_state() for tensor in pair]
+    on_stream = torch.cuda.stream(stream) if stream else nullcontext()
+    with _restored(iteration.reads, state), on_stream:
+        with torch.no_grad():
+            for tensor in iteration.reads:
+                proof.change(tensor.detach())
+        with _negated(proof.weights):
+            outputs, gradients = _results(replay, lambda _: written, iteration, proof)
+            eager_outputs, eager_gradients = _results(iteration.run, lambda results: results, iteration, proof)
+            for place, output in enumerate(eager_outputs):
+                if not oracle.relative_error(outputs[place], output) <= proof.output_gate:
+                    raise RuntimeError("its replay on another input and weights differs from an eager run")
+            for name, gradient in eager_gradients.items():
+                if not oracle.relative_error(gradients.get(name), gradient.double()) <= proof.gradient_gate:
+                    raise RuntimeError(f"the gradient of {name} that it replays differs from an eager run's")
+            if eager_gradients and state:
+                _prove_scales(iteration, replay, proof)
+
+
+def _results(call: Callable, outputs_of: Callable, iteration: Iteration, proof: Proof
+             ) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """(outputs in FP64, gradients) of one call."""
+    torch.cuda.manual_seed(0)                             # the same dropout mask, should there be dropout
+    outputs = [y.detach().double() for y in outputs_of(call())]
+    if proof.residual is not None:
+        outputs = [y - proof.residual.detach().double() for y in outputs]
+    gradients = {name: gradient.clone() for name, gradient in iteration.gradients().items()}
+    iteration.between()
+    return outputs, gradients
+
+
+def _prove_scales(iteration: Iteration, replay: Callable, proof: Proof) -> None:
+    """Forget all scales, and see which an eager run finds again, and which a replay."""
+    moved = []
+    for call in (iteration.run, replay):
+        for scale, amax_history in proof.fp8_state():
+            scale.fill_(1)
+            amax_history.zero_()
+        call()
+        iteration.between()
+        moved.append([scale != 1 for scale, _ in proof.fp8_state()])
+    for by_run, by_replay in zip(*moved, strict=True):
+        if (by_run & ~by_replay).any():
+            raise RuntimeError("FP8 scales do not move when it is replayed")
+
+
+@contextmanager
+def _restored(*groups: Sequence[Tensor]) -> Iterator[None]:
+    """Afterwards the tensors hold what they hold now."""
+    tensors = [tensor.detach() for group in groups for tensor in group]
+    kept = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, value in zip(tensors, kept, strict=True):
+            tensor.copy_(value)
+
+
+@contextmanager
+def _negated(weights: Sequence[Tensor]) -> Iterator[None]:
+    """Meanwhile the weights have the other sign; where memory ends halfway, those that were not reached keep theirs."""
+    negated = []
+    try:
+        for weight in weights:
+            weight.detach().neg_()
+            negated.append(weight)
+        yield
+    finally:
+        for weight in negated:
+            weight.detach().neg_()
+

@@ -1,0 +1,171 @@
+"""A user's own modules: held against FP64, timed in shared rounds, told in one table."""
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.measure.modules import Comparison, compare, named_parameters
+from benchmarks.records.read import Run, extra, paired
+from common import BlockConfig, oracle, steps
+from common.iteration import FORWARD, LAUNCHES, MODES
+from tests.helpers.blocks import case
+
+pytestmark = pytest.mark.unit
+
+
+def gelu_by_hand(x):
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def gelu(x):
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+def small(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def checked_of(run: Run) -> dict[str, tuple[float, float]]:
+    """What was checked -> (error, gate)."""
+    found = {}
+    for line in run.lines:
+        name = line["metric"]["name"]
+        if name.endswith(" error"):
+            found[name.removesuffix(" error")] = line["metric"]["benchmark_values"][0], extra(line)["gate"]
+    return found
+
+
+def rows_of(comparison: Comparison) -> list[list[str]]:
+    return [line.split() for line in str(comparison).splitlines()]
+
+
+def test_functions_are_checked_and_timed_in_both_passes():
+    found = compare({"by hand": gelu_by_hand, "library": gelu}, (small(8, 16),), gelu, rounds=6)
+    first, second = found.results.values()
+    assert (first.status, second.status) == ("ok", "ok")
+    assert checked_of(first).keys() == checked_of(second).keys() == {"output", "gradient of input 0"}
+    for run in (first, second):
+        assert all(len(run.samples(mode, "eager")) == 6 for mode in MODES)
+        assert run.value(FORWARD, "launches") > 0
+    ratio, low, high = paired(first, second, FORWARD)
+    assert low <= ratio <= high
+
+
+def test_what_was_found_is_printed_as_a_table():
+    found = compare({"by hand": gelu_by_hand, "library": gelu}, (small(8, 16),), gelu, rounds=6)
+    header, _, first, second = rows_of(found)
+    assert header[:3] == ["module", "status", "error"] and first[:3] == ["by", "hand", "ok"]
+    assert " ".join(header[3:]) == "forward ms x first [95 %] launches f+b ms x first [95 %] launches"
+    by_hand = found.results["by hand"]
+    assert first[3] == f"{by_hand.value('check', 'output error'):.1e}"
+    assert first[5] == f"{by_hand.value(FORWARD, 'launches'):.0f}"             # no ratio to itself
+    assert second[:2] == ["library", "ok"] and second[5].startswith("[") and len(second) == 13
+    assert found.table(width=60).count("module") > 1                           # split where it is wider
+
+
+def test_gradients_of_parameters_are_compared_by_name():
+    torch.manual_seed(0)
+    good, bad = nn.Linear(8, 4), nn.Linear(8, 4)
+    bad.load_state_dict(good.state_dict())
+    bad.bias.register_hook(torch.zeros_like)
+    found = compare({"good": good, "bad": bad}, (small(3, 8),), good, rounds=6)
+    assert found.results["good"].status == "ok"
+    assert (found.results["bad"].status, found.results["bad"].samples(FORWARD, "eager")) == ("failed", [])
+    assert "bad: failed: the gradient of bias is off by 1.0e+00" in str(found)
+    assert good.bias.grad is None and bad.weight.grad is None                  # the check leaves nothing behind
+
+
+@pytest.mark.parametrize("wrong, said", [
+    (lambda x: x, "the output is off by"),
+    (lambda x: gelu(x).sum(), "it returns (), the reference a tensor (8, 16)"),
+    (lambda x: (gelu(x),), "it returns tuple, the reference a tensor"),
+    (lambda x: gelu(x) + math.nan, "the output is missing or not finite"),
+    (lambda x: gelu(x.detach()) + 0 * x, "the gradient of input 0 is off by 1.0e+00"),
+    (lambda x: gelu(x) if torch.is_grad_enabled() else torch.relu(x), "the output is off by"),
+], ids=["another function", "another shape", "no tensor", "NaN", "no gradient", "another function without gradients"])
+def test_what_is_another_function_is_not_timed(wrong, said):
+    found = compare({"right": gelu, "wrong": wrong}, (small(8, 16),), gelu, rounds=6)
+    right, refused = found.results["right"], found.results["wrong"]
+    assert refused.status == "failed" and said in refused.info["reason"] and not refused.samples(FORWARD, "eager")
+    assert right.status == "ok" and right.samples(FORWARD, "eager")
+    assert f"wrong: failed: {refused.info['reason']}" in str(found).splitlines()
+
+
+def test_an_error_of_a_module_is_its_row():
+    def broken(x):
+        raise KeyError("a library's own")
+    found = compare({"broken": broken, "right": gelu}, (small(8, 16),), gelu, rounds=6).results
+    assert found["broken"].status == "failed" and found["broken"].info["reason"].startswith("KeyError: ")
+    assert found["right"].samples(FORWARD, "eager")
+
+
+def test_what_is_compiled_again_fails_and_the_others_are_timed(fresh_dynamo):
+    def changes(x):                                             # guarded on a Python value that moves
+        return gelu(x) + 0 * changes.value
+    changes.value = 0.0
+    compiled = torch.compile(changes, backend="eager", dynamic=False)
+
+    def moving(x):
+        changes.value += 1.0
+        return gelu(x)
+    found = compare({"compiled": compiled, "moving": moving}, (small(4, 4),), gelu, rounds=6).results
+    assert found["compiled"].status == "failed" and "compiled again" in found["compiled"].info["reason"]
+    assert found["moving"].status == "ok" and len(found["moving"].samples(FORWARD, "eager")) == 6
+
+
+def test_integers_among_the_inputs_get_no_gradient():
+    table = nn.Embedding(10, 4)
+    ways = {"lookup": lambda ids, scale: table(ids) * scale, "gather": lambda ids, scale: table.weight[ids] * scale}
+    found = compare(ways, (torch.arange(6), small(6, 4)), lambda ids, scale: table.weight.double()[ids] * scale, 6)
+    for run in found.results.values():
+        assert run.status == "ok" and checked_of(run).keys() == {"output", "gradient of input 1"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_gates_follow_the_dtype(dtype):
+    run = compare({"by hand": gelu_by_hand}, (small(64, 64, dtype=dtype),), gelu, rounds=6).results["by hand"]
+    error, gate = checked_of(run)["output"]
+    assert run.status == "ok" and 0 < error < gate == oracle.MODULE_GATES[dtype]
+    assert checked_of(run)["gradient of input 0"][1] == 3 * gate
+
+
+def test_a_gate_of_ones_own():
+    found = compare({"rough": lambda x: gelu(x) * 1.01}, (small(8, 8),), gelu, rounds=6, gates={"rough": 0.02}).results
+    error, gate = checked_of(found["rough"])["output"]
+    assert found["rough"].status == "ok" and error == pytest.approx(0.01, rel=1e-3) and gate == 0.02
+
+
+@pytest.mark.parametrize("modules, inputs, said", [
+    ({}, (small(2),), "no modules"), ({"a": gelu}, (), "inputs: give a tuple of tensors"),
+    ({"a": gelu}, ([1.0],), "inputs: give a tuple of tensors"),
+    ({"a": gelu}, (small(2).to(torch.float8_e4m3fn),), "inputs in torch.float8_e4m3fn: give float64"),
+    ({"a": nn.Linear(2, 2, device="meta")}, (small(2),), "on cpu, meta: move them to one device"),
+])
+def test_what_can_not_be_compared_is_named(modules, inputs, said):
+    with pytest.raises(ValueError, match=said):
+        compare(modules, inputs, gelu)
+
+
+def test_gradients_go_by_canonical_names():
+    """Those of step 4's block too, whose parameters have names of their own."""
+    values, x, _ = case(BlockConfig(2, 24, 32, 2, ffn_hidden_size=80))
+    block, of_step_4 = (steps.load(step).build(BlockConfig(2, 24, 32, 2, ffn_hidden_size=80), values, "cpu")
+                        for step in (2, 4))
+    found = compare({"step 4": of_step_4}, (x,), block, rounds=6).results["step 4"]
+    assert {f"gradient of {name}" for name in values} < checked_of(found).keys()
+
+
+def test_a_compiled_module_has_the_names_it_had():
+    module = nn.Linear(2, 2)
+    assert named_parameters(torch.compile(module)).keys() == {"weight", "bias"}
+    assert named_parameters(gelu) == {}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_graph_is_timed_too():
+    found = compare({"by hand": gelu_by_hand, "library": gelu}, (small(512, 512).cuda(),), gelu, rounds=6).results
+    for run in found.values():
+        assert run.status == "ok"
+        assert all(len(run.samples(mode, launch)) == 6 for mode in MODES for launch in LAUNCHES)
+    assert found["by hand"].value(FORWARD, "launches") > found["library"].value(FORWARD, "launches") == 1

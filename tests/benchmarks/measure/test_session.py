@@ -1,0 +1,465 @@
+"""One process that measures: what is built, checked, timed and looked into, and how it goes on without a case."""
+import contextlib
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.measure import attribution, session
+from benchmarks.measure.cases import Case, Group, block_case, step_case
+from benchmarks.measure.progress import MEASURING
+from benchmarks.measure.session import Entry, Session, Work
+from benchmarks.records.read import Run, extra, latest, paired, runner
+from common import PRESETS, compiler, evidence, limit, machine, measurement, rounds, steps, subject, timing
+from common.evidence import Evidence
+from common.iteration import BOTH, FORWARD, LAUNCHES, MODES
+from common.outcome import Failed
+from common.record_file import RecordFile
+from common.result import Compilation, Result, Row
+from common.traits import Traits
+from tests.helpers.made_records import CPU_CONFIG, FACTS
+
+unit, integration = pytest.mark.unit, pytest.mark.integration
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def some(studies_in_seconds) -> Session:
+    """A session of six rounds."""
+    return Session("ladder", CPU, rounds_=6)
+
+
+def group_of(*numbers: int, profiled: int = 0, **more) -> Group:
+    return Group([step_case(steps.load(number), CPU_CONFIG, CPU) for number in numbers], profiled=profiled, **more)
+
+
+def runs_of(some: Session) -> dict[str, Run]:
+    return latest(some.lines)
+
+
+def entry_of(name: str, call=None, **changes) -> Entry:
+    """A case that is prepared already, of which nothing but its call is real."""
+    result = Result(name, CPU_CONFIG, "float32", FACTS, **changes)
+    return Entry(Case(name, prepare=None, config=CPU_CONFIG), result, SimpleNamespace(call=call))
+
+
+# --------------------------------------------------------------------------------------------------- the whole of it
+
+
+@integration
+def test_a_group_is_checked_timed_and_looked_into(some):
+    some.measure(group_of(0, 2, profiled=6))
+    runs = runs_of(some)
+    assert list(runs) == ["0_baseline", "2_sdpa"]
+    for run in runs.values():
+        assert run.status == "ok" and run.value("check", "branch error") > 0
+        for mode in MODES:
+            assert len(run.samples(mode, "eager")) == 6 and not run.samples(mode, "graph")
+            assert sum(run.parts(mode).values()) > 0 and run.attributed(mode)
+            assert run.find(mode, "launches")["metric"]["extra_info"]["verdict"] == "proven"
+            flops = limit.flops(CPU_CONFIG, mode == BOTH)
+            assert run.value(mode, "rate", "eager") * run.median(mode, "eager") == pytest.approx(1e3 * flops)
+        assert run.value(BOTH, "limit", "eager") > 2 * run.value(FORWARD, "limit", "eager")
+    assert all(paired(*runs.values(), mode) for mode in MODES)
+    assert some.alive() == []
+
+
+@integration
+def test_samples_say_in_which_round_and_when_they_were_taken(some):
+    some.measure(group_of(0))
+    for mode in MODES:
+        fields = extra(runs_of(some)["0_baseline"].find(mode, "latency", "eager"))
+        assert fields["rounds"] == list(range(6)) and fields["offsets_s"] == sorted(fields["offsets_s"])
+        assert {name: len(samples) for name, samples in fields["calibration"].items()} == {"gemm": 6, "copy": 6}
+
+
+@integration
+def test_what_is_not_calibrated_or_kept_is_as_the_group_says(some):
+    some.measure(group_of(0, calibrated=False, modes=[FORWARD]), keep=True)
+    (entry,) = some.alive()
+    assert entry.subject is not None
+    run = runs_of(some)["0_baseline"]
+    assert extra(run.find(FORWARD, "latency", "eager"))["calibration"] == {} and not run.samples(BOTH, "eager")
+    some.release()
+    assert some.alive() == []
+
+
+@integration
+def test_records_are_written_as_they_become_final(studies_in_seconds, tmp_path, monkeypatch):
+    """Those of the check before anything is timed, those of a pass before the next one."""
+    some = Session("ladder", CPU, 6, file=RecordFile(str(tmp_path / "out")))
+    held, interleaved = [], rounds.interleaved
+
+    def counted(*arguments):
+        held.append([line["benchmark"]["mode"] for line in some.lines])
+        assert some.file.count == len(some.lines)
+        return interleaved(*arguments)
+    monkeypatch.setattr(rounds, "interleaved", counted)
+    some.measure(group_of(0))
+    warm_up, forward, _, both = held
+    assert set(warm_up) == set(forward) == {"check"} and set(both) == {"check", FORWARD}
+    assert some.file.count == len(some.lines) > len(both)
+
+
+# ---------------------------------------------------------------------------------------------- building and checking
+
+
+@integration
+def test_a_case_that_fails_its_check_is_a_row_without_times(some, monkeypatch):
+    script = steps.load(2).module
+    build = script.build
+
+    def wrong(config, values, device):
+        block = build(config, values, device)
+        block.ln_1.eps = 0.5
+        return block
+    monkeypatch.setattr(script, "build", wrong)
+    some.measure(group_of(0, 2))
+    right, failed = runs_of(some).values()
+    assert right.status == "ok" and all(right.best_ms(mode) > 0 for mode in MODES)
+    assert failed.status == "failed" and "the gate is" in failed.info["reason"]
+    assert failed.value("check", "branch error") > 0 and not failed.samples(FORWARD, "eager")
+
+
+@integration
+def test_memory_that_does_not_hold_a_case_is_a_row(some, monkeypatch):
+    def build(*_):
+        raise torch.OutOfMemoryError("no")
+    monkeypatch.setattr(steps.load(1).module, "build", build)
+    some.measure(group_of(0, 1))
+    right, too_large = runs_of(some).values()
+    assert right.status == "ok" and too_large.status == "oom" and "fits" in too_large.info["reason"]
+
+
+@unit
+def test_a_case_beyond_this_machines_memory_is_refused_unbuilt(some):
+    config = CPU_CONFIG.replace(batch_size=2**20)
+    entry = some.prepare(block_case("large", lambda *_: pytest.fail("it was built"), config, Traits()))
+    assert entry.subject is None and entry.result.status == "oom"
+    assert "--batch-size" in entry.result.reason and "GiB in use at the peak" in entry.result.reason
+    no_block = Case("large", prepare=None, memory=lambda device: 2**60)
+    assert some.prepare(no_block).result.reason.endswith("; give smaller inputs")
+
+
+@unit
+def test_what_this_machine_lacks_is_a_row_with_its_reason(some):
+    entry = some.prepare(step_case(steps.load(1), CPU_CONFIG, CPU, missing="no TF32 here"))
+    assert (entry.result.status, entry.result.reason) == ("skipped", "no TF32 here")
+    (line,) = some.lines
+    assert line["metric"]["name"] == "status" and line["benchmark"]["mode"] == "check"
+
+
+@integration
+def test_an_emulation_is_checked_and_not_timed(some):
+    entry = some.prepare(step_case(steps.load(4), CPU_CONFIG, CPU))
+    assert entry.subject is None and entry.result.status == "skipped" and "emulated" in entry.result.reason
+    assert {line["metric"]["name"] for line in some.lines} >= {"branch error", "parameter gradient error"}
+
+
+@unit
+@pytest.mark.parametrize("error, reason", [
+    (TypeError("unexpected keyword\nand more"), "TypeError: unexpected keyword"),
+    (RuntimeError("no kernel image\nand more"), "RuntimeError: no kernel image")])
+def test_another_librarys_error_is_a_row_and_ours_is_an_error(some, error, reason):
+    def build(*_):
+        raise error
+    entry = some.prepare(block_case("theirs", build, CPU_CONFIG, Traits()))
+    assert entry.subject is None and (entry.result.status, entry.result.reason) == ("failed", reason)
+    with pytest.raises(type(error)):
+        some.prepare(block_case("ours", build, CPU_CONFIG, steps.load(2).traits))
+
+
+@unit
+def test_only_the_first_compiled_block_is_timed_cold(some, monkeypatch):
+    """The caches are filled then."""
+    asked = []
+
+    def prepare(setting, result):
+        asked.append(setting.time_compiler)
+        return SimpleNamespace(call="a block")
+    monkeypatch.setattr(compiler, "is_compiled", lambda call: len(asked) > 1)
+    for name in "abc":
+        some.prepare(Case(name, prepare))
+    assert asked == [True, True, False]
+
+
+# ------------------------------------------------------------------------------------------------------------ profiling
+
+
+@integration
+def test_a_row_is_profiled_right_behind_its_samples(some, monkeypatch):
+    """In the last round its clocks are read there. All is taken apart once all is timed: that takes the host a while,
+    in which a GPU would raise its clocks.
+    """
+    order, under_load, pairs = [], measurement.under_load, attribution.CpuBurst.pairs
+
+    class Burst(attribution.CpuBurst):
+        def __init__(self, *work):
+            order.append(f"profile in {work[-1]}")
+            super().__init__(*work)
+
+        def pairs(self):
+            order.append("take apart")
+            return pairs(self)
+
+    def look(*arguments):
+        order.append("look")
+        return under_load(*arguments)
+    monkeypatch.setattr(measurement, "under_load", look)
+    monkeypatch.setattr(attribution, "CpuBurst", Burst)
+    some.measure(group_of(0, 2, profiled=4))
+    one_pass = [f"profile in {number}" for number in range(4) for _ in range(2)] + 2 * ["look"]
+    assert order == 2 * (one_pass + 8 * ["take apart"])
+
+
+@integration
+def test_the_parts_of_a_row_are_of_its_own_profiled_rounds(some):
+    some.measure(group_of(0, 2, profiled=4))
+    for run in runs_of(some).values():
+        for mode in MODES:
+            fields = run.by_part(mode)
+            assert (fields["of"], fields["rounds"]) == ("eager", 4) and not run.attributed(mode)
+            assert fields["timed"] == pytest.approx(statistics.mean(run.samples(mode, "eager")[:4]))
+            assert fields["clocked"] > 0 and fields["clocked"] != fields["timed"]
+
+
+@integration
+def test_gradients_do_not_add_up_while_a_case_is_profiled(some, monkeypatch):
+    blocks, had_gradients = [], []
+    script = steps.load(0).module
+    build = script.build
+
+    def kept(*arguments):
+        blocks.append(build(*arguments))
+        return blocks[-1]
+
+    def has_gradients() -> bool:
+        return any(parameter.grad is not None for parameter in blocks[-1].parameters())
+
+    class Burst(attribution.CpuBurst):
+        def __init__(self, iteration, between, *more):
+            iteration()
+            behind = has_gradients()
+            between()
+            had_gradients.append((behind, has_gradients()))
+            super().__init__(iteration, between, *more)
+    monkeypatch.setattr(script, "build", kept)
+    monkeypatch.setattr(attribution, "CpuBurst", Burst)
+    some.measure(group_of(0, profiled=2))
+    assert had_gradients == 2 * [(False, False)] + 2 * [(True, False)]
+
+
+@unit
+def test_what_is_profiled_is_the_faster_way_of_launching():
+    ms = {("a", "eager"): 2.0, ("a", "graph"): 1.0, ("b", "eager"): 1.0, ("b", "graph"): 2.0, ("c", "eager"): 5.0,
+          (None, "copy"): 0.1}
+    assert Session._faster(None, ms) == {"a": "graph", "b": "eager", "c": "eager"}
+
+
+@integration
+def test_a_case_that_the_profiler_did_not_see_whole_is_timed(some, monkeypatch):
+    def unseen(self):
+        raise RuntimeError("the profiler saw 0 of 1 iterations")
+    monkeypatch.setattr(attribution.CpuBurst, "pairs", unseen)
+    some.measure(group_of(0, 2, profiled=6))
+    for run in runs_of(some).values():
+        for mode in MODES:
+            assert run.best_ms(mode) > 0 and run.parts(mode) is None
+            assert extra(run.find(mode, "time by part"))["reason"] == "the profiler saw 0 of 1 iterations"
+
+
+@unit
+@pytest.mark.parametrize("ms, count", [(12.5, 12), (0.4, 375), (444.0, 3)])
+def test_clocks_are_read_in_150_ms_of_work_on_a_gpu(ms, count, monkeypatch):
+    counts = []
+    monkeypatch.setattr(measurement, "under_load", lambda device, run, between, count: counts.append(count))
+    for device in (GPU, CPU):
+        Session._state(SimpleNamespace(device=device, say=lambda what: None), Work(None, None), ms)
+    assert counts == [count, 0]
+
+
+@integration
+def test_the_clocks_of_a_row_are_read_while_its_own_work_runs(some, monkeypatch):
+    """Clocks follow the work: those of an idle GPU, or of another step, would tell nothing of a row."""
+    running, script = [], steps.load(0).module
+    build, read = script.build, measurement.under_load
+
+    def marked(config, values, device):
+        block = build(config, values, device)
+        block.register_forward_pre_hook(lambda *_: running.append(block))
+        return block
+
+    def under_load(device, run, between, count):
+        running.clear()
+        return read(device, run, between, 1)
+    monkeypatch.setattr(script, "build", marked)
+    monkeypatch.setattr(machine, "state", lambda device: {"sm_mhz": 1300 if running else 1980})
+    monkeypatch.setattr(measurement, "under_load", under_load)
+    some.measure(group_of(0, 2))
+    for run, mhz in zip(runs_of(some).values(), (1300, 1980), strict=True):
+        for mode in MODES:
+            assert runner(run.find(mode, "latency", "eager"))["extra_info"]["sm_mhz"] == mhz, (run.label, mode)
+
+
+@integration
+def test_a_case_that_did_not_run_as_it_claims_fails(some, monkeypatch):
+    judge, honest = evidence.judge, steps.load(0).traits.claims("float32", CPU)
+
+    def refuted(kernels, claims, *rest):
+        seen = judge(kernels, claims, *rest)
+        return seen if claims == honest else Evidence(seen.kernels, seen.kinds, "refuted", "it cheated")
+    monkeypatch.setattr(evidence, "judge", refuted)
+    some.measure(group_of(0, 2))
+    right, cheat = runs_of(some).values()
+    assert right.status == "ok" and right.samples(BOTH, "eager")
+    assert (cheat.status, cheat.info["reason"]) == ("failed", f"{FORWARD}: it cheated")
+    assert cheat.samples(FORWARD, "eager") and not cheat.samples(BOTH, "eager")
+
+
+# -------------------------------------------------------------------------------------------------- what does not fit
+
+
+@unit
+def test_graphs_that_do_not_fit_beside_the_others_are_left_out(some):
+    """A GPU's memory that holds each case alone: captured graphs go, the largest first."""
+    calls, works = [], {}
+    entries = [entry_of(name) for name in "abc"]
+
+    def eager():
+        if sum(launch == "graph" for _, launch in works) > 1:
+            raise torch.OutOfMemoryError("no")
+        calls.append("eager")
+    for entry, peak in zip(entries, (2, 3, 1), strict=True):
+        entry.result.rows[FORWARD, "eager"] = Row(peak_bytes=peak)
+        entry.result.rows[FORWARD, "graph"] = Row()
+        works[entry, "eager"] = Work(eager, timing.nothing)
+        works[entry, "graph"] = Work(lambda: None, timing.nothing)
+    expected = some._warm_up(FORWARD, works, timing.HostClock())
+    assert expected.keys() == works.keys() == {*((entry, "eager") for entry in entries), (entries[2], "graph")}
+    assert all(ms > 0 for ms in expected.values())
+    assert len(calls) == session.WARM_UP_ROUNDS * len(entries)
+    reasons = [entry.result.rows[FORWARD, "graph"].reason for entry in entries]
+    assert reasons == 2 * ["graph: out of memory beside the other cases"] + [""]
+
+
+@unit
+def test_where_no_graph_can_be_left_out_memory_has_run_out(some):
+    def never():
+        raise torch.OutOfMemoryError("no")
+    with pytest.raises(torch.OutOfMemoryError):
+        some._warm_up(FORWARD, {(entry_of("a"), "eager"): Work(never, timing.nothing)}, timing.HostClock())
+
+
+@unit
+@pytest.mark.parametrize("may_not_fit", [False, True])
+def test_rounds_that_run_out_of_memory_end_their_group_at_most(some, monkeypatch, may_not_fit):
+    def full(*_):
+        raise torch.OutOfMemoryError("no")
+    subject = SimpleNamespace(call=None, hold_against_limit=lambda *_: None)
+    group = Group([Case("a", lambda setting, result: subject)], may_not_fit=may_not_fit)
+    monkeypatch.setattr(some, "time", full)
+    if not may_not_fit:
+        with pytest.raises(torch.OutOfMemoryError):
+            some.measure(group)
+        return
+    some.measure(group)
+    (entry,) = some.entries
+    assert (entry.result.status, entry.result.reason) == ("oom", "out of memory beside the other cases")
+
+
+@unit
+def test_a_case_that_does_not_fit_once_it_is_timed_ends_alone(some):
+    """An iteration may need more than the check of one sequence did."""
+    def iteration(mode):
+        raise torch.OutOfMemoryError("no")
+    large = SimpleNamespace(call=None, has=lambda mode: True, flops=lambda mode: 0.0, tokens=0, iteration=iteration)
+    some.prepare(Case("large", lambda setting, result: large, CPU_CONFIG))
+    assert some._ready(Group([]), FORWARD) == {} and some.alive() == []
+    assert some.lines[-1]["benchmark"]["extra_info"]["status"] == "oom"
+
+
+# --------------------------------------------------------------------------------------------------- compiled once more
+
+
+@integration
+def test_a_block_that_is_compiled_again_fails_alone(some, monkeypatch):
+    """Its samples would hold a compilation: it is a failed row, and the others are timed anew without it."""
+    real, blocks = compiler.compiled_for_good, []
+
+    @contextlib.contextmanager
+    def once(*calls):
+        blocks.append(len(calls))
+        with real(*calls):
+            yield
+        if len(blocks) == 1:
+            raise Failed("the block was compiled again after warm-up: its timings are void")
+    monkeypatch.setattr(compiler, "compiled_for_good", once)
+    monkeypatch.setattr(compiler, "is_compiled", lambda block: type(block).__module__ == "step_2_sdpa")
+    monkeypatch.setattr(subject, "compilation_time", lambda *_: Compilation(1.0, 1.0))
+    some.measure(group_of(0, 2, profiled=6))
+    assert blocks == [2, 1, 1, 1]
+    timed, failed = runs_of(some).values()
+    assert (timed.status, failed.status) == ("ok", "failed")
+    assert failed.info["reason"] == "the block was compiled again after warm-up: its timings are void"
+    assert all(timed.attributed(mode) for mode in MODES) and not failed.samples(FORWARD, "eager")
+
+
+@unit
+def test_of_two_compiled_blocks_that_one_fails_which_is_compiled_again(some, monkeypatch):
+    def for_good(call):
+        if call == "changed":
+            raise Failed("compiled again")
+        return contextlib.nullcontext()
+    monkeypatch.setattr(compiler, "compiled_for_good", for_good)
+    monkeypatch.setattr(compiler, "holds_compiled", lambda call: call != "eager")
+
+    def again(*calls: str) -> list[str]:
+        some.entries = [entry_of(name, call) for name, call in zip("abc", calls, strict=True)]
+        works = {(entry, "eager"): Work(timing.nothing, timing.nothing) for entry in some.entries}
+        return [entry.case.name for entry in some._compiled_again(works)]
+    assert again("eager", "changed", "as it was") == ["b"]
+    assert again("eager", "as it was", "as it was") == ["b", "c"]                # it was one of them
+
+
+# ------------------------------------------------------------------------------------------------------------- its time
+
+
+@integration
+def test_peaks_are_measured_apart_from_what_a_run_is_for(some, monkeypatch):
+    phases, peaks = [], limit.measure_peaks()
+
+    def measure_peaks(*_):
+        phases.append(some.progress._phase)
+        return peaks
+    monkeypatch.setattr(limit, "measure_peaks", measure_peaks)
+    some.measure(group_of(0))
+    assert set(phases) == {"peaks"} and "peaks" not in MEASURING
+
+
+@unit
+def test_the_wall_time_is_a_record_of_no_case(some, monkeypatch):
+    monkeypatch.setattr(some.progress, "seconds", {"starting": 2.0, "building": 5.0})
+    said = some.finish(CPU_CONFIG)
+    assert said == some.progress.in_words()
+    line = some.lines[-1]
+    assert line["metric"]["name"] == "wall time" and line["benchmark"]["extra_info"]["case"]["name"] is None
+    assert extra(line)["phases"]["building"] == 5.0 and 2.0 <= extra(line)["rest"] < sum(extra(line)["phases"].values())
+
+
+# ---------------------------------------------------------------------------------------------------------------- GPUs
+
+
+@pytest.mark.gpu
+@integration
+def test_a_graph_and_its_eager_run_are_timed_in_the_same_rounds(studies_in_seconds):
+    some = Session("ladder", GPU, rounds_=10)
+    config = PRESETS["gpt2"].replace(batch_size=2)
+    some.measure(Group([step_case(steps.load(number), config, GPU) for number in (1, 2)], profiled=10))
+    first, second = runs_of(some).values()
+    for run in (first, second):
+        for mode in MODES:
+            assert all(len(run.samples(mode, launch)) == 10 for launch in LAUNCHES)
+            assert run.value(mode, "peak memory", "eager") > 0 and run.parts(mode)["GEMM"] > 0
+            assert run.value(mode, "enqueue", "eager") > 0
+    assert paired(first, second, BOTH)

@@ -1,0 +1,160 @@
+"""The one command of all questions, the names from before, and Ctrl-C while torch is imported."""
+import importlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import benchmarks
+from benchmarks import __main__ as command
+from benchmarks import studies
+from common import steps
+from tests.helpers.said import one_line
+
+pytestmark = pytest.mark.integration
+
+
+def ended(call, *arguments) -> int:
+    with pytest.raises(SystemExit) as end:
+        call(*arguments)
+    return end.value.code
+
+
+# -------------------------------------------------------------------------------------------------------- one command
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_without_a_name_the_questions_are_listed(argv, capsys):
+    assert command.main(argv) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for study in studies.every():
+        assert f"  {study.name:12} {study.question}" in out.splitlines()
+    for name, what in command.TOOLS.items():
+        assert f"  {name:12} {what}" in out.splitlines()
+
+
+@pytest.mark.parametrize("name", ["nothing", "kernels.norms", "", "Ladder"])
+def test_an_unknown_name_is_one_line_and_status_2(name, capsys):
+    assert ended(command.main, [name]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert one_line(err).startswith(f"benchmarks: error: {name}: there is no such question; give one of ladder, ")
+
+
+@pytest.mark.parametrize("name", [*studies.names(), *command.TOOLS])
+def test_each_command_has_its_help_under_its_name(name, capsys):
+    assert ended(command.main, [name, "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"usage: python -m benchmarks {name} ") and err == ""
+
+
+@pytest.mark.parametrize("name", [*studies.names(), *command.TOOLS])
+def test_each_command_tells_a_mistake_in_one_line(name, capsys):
+    assert ended(command.main, [name, "--nonsense", "a", "b"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and one_line(err).startswith(f"{name}: error: ")
+
+
+# -------------------------------------------------------------------------------------------------- names from before
+
+
+@pytest.mark.parametrize("name", benchmarks.COMMANDS)
+def test_a_command_of_before_still_runs(name, capsys, monkeypatch):
+    """`python -m benchmarks.ladder`."""
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
+    out, err = capsys.readouterr()
+    assert (end.value.code, err) == (0, "")
+    assert out.startswith(f"usage: python -m benchmarks {name} ")
+
+
+@pytest.mark.parametrize("before", benchmarks.MOVED)
+def test_a_module_of_before_is_the_very_one_of_now(before, capsys, monkeypatch):
+    """After `python -m` has run it, too: a second copy would have results and caches of its own."""
+    now = importlib.import_module(benchmarks.MOVED[before])
+    assert importlib.import_module(before) is now
+    folder, _, name = before.rpartition(".")
+    assert getattr(importlib.import_module(folder), name) is now
+    monkeypatch.setattr(sys, "argv", [before, "--help"])
+    monkeypatch.delitem(sys.modules, before)
+    with pytest.raises(SystemExit):
+        runpy.run_module(before, run_name="__main__", alter_sys=True)
+    assert importlib.import_module(before) is now
+
+
+def test_what_users_imported_before_is_there():
+    from benchmarks.kernels.norms import rms_norm
+    from benchmarks.study import compare
+    assert rms_norm.__module__ == "benchmarks.kernels.triton.norms"
+    assert compare.__module__ == "benchmarks.measure.modules"
+
+
+def test_a_name_that_never_was_is_not_there():
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'benchmarks\.nothing'"):
+        importlib.import_module("benchmarks.nothing")
+
+
+# ----------------------------------------------------------------------------------------------------- whole processes
+
+
+def start(*words: str, environment: dict | None = None) -> subprocess.Popen:
+    """With Ctrl-C as a terminal would send it: what starts the tests in the background may have had it ignored."""
+    return subprocess.Popen([sys.executable, *words], cwd=steps.ROOT, text=True, env=os.environ | (environment or {}),
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+
+
+def test_a_command_of_before_is_a_process_as_it_was(tmp_path):
+    """Its mistakes are one line under its own name, with exit status 2."""
+    process = start("-m", "benchmarks.compare", str(tmp_path / "old"), str(tmp_path / "new"))
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (2, "")
+    assert one_line(err) == f"compare: error: {tmp_path / 'old'}: No such file or directory"
+
+
+def test_no_command_imports_matplotlib_before_it_draws():
+    process = start("-c", """
+import sys
+from benchmarks import __main__, studies
+from benchmarks.records import compare
+from benchmarks.show import pages
+studies.every()
+print("matplotlib" in sys.modules)
+""")
+    out, err = process.communicate(timeout=120)
+    assert out == "False\n", err
+
+
+@pytest.mark.parametrize("words, name", [
+    (["benchmarks"], "benchmarks"), (["benchmarks", "ladder", "--quick"], "ladder"),
+    (["benchmarks", "compare"], "compare"), (["benchmarks.ladder", "--quick"], "ladder")])
+def test_ctrl_c_while_torch_is_imported_is_one_line(words, name, tmp_path):
+    """In place of torch there is a module that says that it is being imported, and is never done."""
+    (tmp_path / "torch.py").write_text("import time\nprint('torch', flush=True)\ntime.sleep(600)\n")
+    process = start("-m", *words, environment={"PYTHONPATH": str(tmp_path)})
+    assert process.stdout.readline() == "torch\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, err) == (130, "", f"\n{name}: interrupted\n")
+
+
+def test_who_ignores_ctrl_c_goes_on_ignoring_it():
+    """A process in the background of a shell without job control."""
+    def handler(*_):
+        """A program's own."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with command.ctrl_c_in_a_line("ladder"):
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        signal.signal(signal.SIGINT, handler)
+        with command.ctrl_c_in_a_line("ladder"):
+            assert signal.getsignal(signal.SIGINT) is not handler
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,181 @@
+"""What torch.compile needs, its caches, and that nothing is compiled while it is timed."""
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common import compiler, steps
+from common.outcome import Failed
+
+unit, integration = pytest.mark.unit, pytest.mark.integration
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def add_program(folder: Path, name: str) -> None:
+    (folder / name).write_text("")
+    (folder / name).chmod(0o755)
+
+
+# ------------------------------------------------------------------------------------------------- the host's compiler
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch, tmp_path):
+    """A machine without any program; the folder that its PATH names."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    return tmp_path
+
+
+@unit
+def test_a_compiler_that_is_missing_is_named_with_the_fix(nothing_installed, monkeypatch):
+    assert compiler.missing(GPU) == "no C compiler found: install gcc, or name one in the variable CC"
+    assert compiler.missing(CPU).startswith("no C++ compiler found: install ")
+    monkeypatch.setenv("CXX", "/nonexistent -O2")
+    assert compiler.missing(CPU) == "no C++ compiler found: the variable CXX names /nonexistent -O2"
+
+
+@unit
+@pytest.mark.skipif(sys.platform == "darwin", reason="there clang++ is what Inductor takes")
+def test_a_compiler_that_inductor_does_not_look_for_is_none(nothing_installed, monkeypatch):
+    """With clang++ alone, and no CXX, Inductor looks for g++ and fails: step 3 must say so instead of trying."""
+    add_program(nothing_installed, "clang++")
+    assert compiler.missing(CPU) == "no C++ compiler found: install g++, or name one in the variable CXX"
+    monkeypatch.setenv("CXX", "clang++ -O2")
+    assert compiler.missing(CPU) is None
+    monkeypatch.delenv("CXX")
+    add_program(nothing_installed, "g++")
+    assert compiler.missing(CPU) is None
+
+
+@unit
+def test_triton_takes_any_c_compiler_that_is_there_or_named(nothing_installed, monkeypatch):
+    add_program(nothing_installed, "clang")
+    assert compiler.missing(GPU) is None
+    monkeypatch.setenv("CC", "icx")
+    assert compiler.missing(GPU)
+
+
+# ------------------------------------------------------------------------------------------------------ private caches
+
+
+@integration
+@pytest.mark.parametrize("existing, inside, trusted", [
+    (None, None, True), (0o755, None, True), (0o755, 0o700, True), (0o775, None, False), (0o777, None, False),
+    (0o755, 0o775, False), ("a file", None, False), ("a link", None, False)])
+def test_precompiled_headers_are_used_from_a_folder_of_ones_own(existing, inside, trusted, monkeypatch, tmp_path):
+    """Inductor keeps them in the temporary folder that all users share, under a path that any of them can make."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(variable, "")
+    from torch._inductor import config
+    from torch._inductor.runtime.runtime_utils import default_cache_dir
+    folder = Path(default_cache_dir())
+    if existing == "a file":
+        folder.touch()
+    elif existing == "a link":
+        folder.symlink_to(tmp_path)
+    for place, mode in ((folder, existing), (folder / "precompiled_headers", inside)):
+        if isinstance(mode, int):
+            place.mkdir()
+            place.chmod(mode)
+    with config.patch(cpp_cache_precompile_headers=True):
+        compiler.use_private_caches()
+        assert config.cpp_cache_precompile_headers == trusted
+    assert not os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(folder))
+
+
+@unit
+def test_a_folder_of_another_user_or_none_is_not_ones_own(monkeypatch, tmp_path):
+    assert compiler.own_folder(str(tmp_path)) and not compiler.own_folder(str(tmp_path / "missing" / "folder"))
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    assert not compiler.own_folder(str(tmp_path))
+
+
+@integration
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_who_is_told_to_end_removes_the_private_caches(number, tmp_path):
+    """As `timeout`, a scheduler or a closed terminal tells it; told once more, it is not held up."""
+    done = subprocess.run([sys.executable, "-c", f"""
+import os, shutil, signal
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+from common import compiler
+compiler.use_private_caches()
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"], flush=True)
+remove = shutil.rmtree
+def removed(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    remove(*arguments, **options)
+shutil.rmtree = removed
+os.kill(os.getpid(), {int(number)})
+print("went on")
+"""], cwd=steps.ROOT, capture_output=True, text=True, timeout=120, env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert done.returncode == 128 + number and "went on" not in done.stdout and not done.stderr
+    folder = Path(done.stdout.strip())
+    assert folder.parent == tmp_path and not folder.exists()
+
+
+@unit
+def test_a_signal_that_somebody_handles_or_ignores_stays_so():
+    def handler(*_):
+        """A program's own."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGTERM, handler)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)               # under nohup
+        compiler.end_as_told()
+        assert signal.getsignal(signal.SIGTERM) is handler and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+# ----------------------------------------------------------------------------------------------- compiled, and for good
+
+
+@unit
+def test_what_went_through_the_compiler_is_known(fresh_dynamo):
+    plain = torch.nn.Linear(2, 2)
+    in_place = torch.nn.Linear(2, 2)
+    in_place.compile(backend="eager")
+    wrapped = torch.compile(torch.nn.Linear(2, 2), backend="eager")
+    function = torch.compile(torch.relu, backend="eager")
+    assert [compiler.is_compiled(call) for call in (plain, in_place, wrapped, function)] == [False, True, True, True]
+    assert compiler.holds_compiled(in_place) and not compiler.holds_compiled(plain)
+    holder = SimpleNamespace(gelu=function)
+    assert compiler.holds_compiled(holder) and not compiler.is_compiled(holder)
+
+
+@integration
+def test_a_block_that_is_compiled_again_while_timed_fails(fresh_dynamo):
+    block = torch.nn.Linear(2, 2)
+    block.compile(backend="eager", dynamic=False)
+    block(torch.ones(3, 2))
+    with compiler.compiled_for_good(block):
+        block(torch.ones(3, 2))
+    with pytest.raises(Failed, match="the block was compiled again after warm-up: its timings are void"), \
+            compiler.compiled_for_good(block):
+        block(torch.ones(4, 2))
+
+
+@unit
+def test_any_other_error_of_what_is_timed_passes():
+    with pytest.raises(RuntimeError, match="a shape is wrong"), compiler.compiled_for_good(torch.nn.Linear(2, 2)):
+        raise RuntimeError("a shape is wrong")
+
+
+@unit
+def test_a_block_is_compiled_whole_and_for_its_own_shape(fresh_dynamo):
+    asked = []
+    compiler.compile_in_place(SimpleNamespace(compile=lambda **options: asked.append(options)))
+    assert asked == [{"fullgraph": True, "dynamic": False}]
+    assert torch._dynamo.config.recompile_limit == compiler.RECOMPILE_LIMIT
