@@ -61,7 +61,7 @@ def verified(iteration: Iteration, proof: Proof, stream: torch.cuda.Stream | Non
         replay, written = capture(iteration, stream)
         captured()
         prove(iteration, replay, written, proof, stream)
-        return lambda: (replay(), written)[0], ""              # a graph keeps no tensor alive: this does
+        return lambda: (replay(), iteration, written)[0], ""   # a graph keeps no tensor alive: this does
     except torch.OutOfMemoryError:
         return None, "graph: out of memory, the eager run's tensors and the graph's do not fit together"
     except (RuntimeError, ValueError) as error:

@@ -295,17 +295,18 @@ def test_what_is_captured_and_proved_is_replayed(captured_as):
 
 
 @pytest.mark.unit
-def test_what_a_graph_writes_lives_as_long_as_its_replay(monkeypatch):
-    """A graph keeps no tensor alive: what takes its memory would be overwritten by every replay."""
-    written = [torch.ones(2)]
-    alive = weakref.ref(written[0])
+def test_what_a_graph_reads_and_writes_lives_as_long_as_its_replay(monkeypatch):
+    """A graph keeps no tensor alive: what takes the memory would be read, or overwritten, by every replay."""
+    read, written = torch.ones(2), [torch.ones(2)]
+    alive = [weakref.ref(read), weakref.ref(written[0])]
     monkeypatch.setattr(replay, "capture", lambda *_, kept=written: (lambda: None, kept))
-    replayed, _ = replay.verified(Iteration(lambda: [torch.ones(2)], lambda: None, [], {}), replay.Proof(0.1, 0.1))
+    iterate = Iteration(lambda kept=read: [torch.ones_like(kept)], lambda: None, [], {})
+    replayed, _ = replay.verified(iterate, replay.Proof(0.1, 0.1))
     monkeypatch.undo()
-    del written
-    assert alive() is not None
+    del read, written, iterate
+    assert all(tensor() is not None for tensor in alive)
     del replayed
-    assert alive() is None
+    assert all(tensor() is None for tensor in alive)
 
 
 @pytest.mark.unit
