@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -69,7 +70,7 @@ def version() -> str:
 @functools.cache
 def _imported() -> tuple[ModuleType | None, str | None]:
     try:
-        with one_cudnn():
+        with one_cudnn(), warnings.catch_warnings():                # it sets filters, which would undo `hush`
             importlib.import_module("transformer_engine")
             return importlib.import_module("transformer_engine.pytorch"), None
     except Exception as error:       # an incomplete installation raises nearly anything: ImportError, OSError, ...

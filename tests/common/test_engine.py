@@ -5,6 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -146,6 +147,22 @@ def test_what_does_not_import_is_a_reason_and_no_crash(error, not_imported_yet, 
     with pytest.raises(ImportError, match=type(error).__name__):
         engine.transformer_engine()
     assert tried == ["transformer_engine"]                                  # once in a process
+
+
+@pytest.mark.unit
+def test_filters_of_warnings_survive_the_import(not_imported_yet, monkeypatch):
+    """Transformer Engine sets some of its own, in front of those that keep stderr quiet."""
+    import_module = importlib.import_module
+
+    def imported(name, *arguments):
+        if not name.startswith("transformer_engine"):
+            return import_module(name, *arguments)
+        warnings.filterwarnings("module", category=DeprecationWarning)
+        return SimpleNamespace()
+    monkeypatch.setattr(importlib, "import_module", imported)
+    before = list(warnings.filters)
+    engine.transformer_engine()
+    assert warnings.filters == before
 
 
 # -------------------------------------------------------------------------------------------------------- which and why
