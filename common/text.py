@@ -66,9 +66,13 @@ def table(rows: list[list], headers: list[str], width: int | None = None, keys: 
 def _columns(rows: list[list], headers: list[str], keys: int, columns: list[int]) -> str:
     """The table of the first `keys` columns and of these."""
     picked = [*range(keys), *columns]
-    cells = [[row[column] for column in picked] for row in rows]
     align = ("left",) * keys + ("right",) * len(columns)
-    return tabulate(cells, [headers[column] for column in picked], disable_numparse=True, colalign=align)
+    return tabulate([only(row, picked) for row in rows], only(headers, picked), disable_numparse=True, colalign=align)
+
+
+def only(row: list, columns: list[int]) -> list:
+    """Those cells of a row."""
+    return [row[column] for column in columns]
 
 
 def markdown(rows: list[list], headers: list[str]) -> str:

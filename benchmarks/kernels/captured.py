@@ -99,8 +99,8 @@ class _Reader(ast.NodeVisitor):
             if value.func.id == "reinterpret_tensor":
                 self.sizes[name] = self.sizes.get(getattr(value.args[0], "id", ""), 0)
             elif value.func.id.startswith("empty_strided"):
-                dtype = next(part.attr for part in [*value.args, *(k.value for k in value.keywords)]
-                             if isinstance(part, ast.Attribute))
+                given = value.args + [keyword.value for keyword in value.keywords]
+                dtype = next(part.attr for part in given if isinstance(part, ast.Attribute))
                 self.sizes[name] = math.prod(ast.literal_eval(value.args[0])) * getattr(torch, dtype).itemsize
 
     def visit_Call(self, node: ast.Call) -> None:

@@ -7,6 +7,7 @@ is told apart from what the profiler costs. On a CPU operators stand for kernels
 of the operators it calls.
 """
 import functools
+import operator
 import re
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -125,8 +126,9 @@ def _middle(observed: list[tuple[dict[str, float], tuple[float, ...]]]) -> tuple
     ordered = sorted(observed, key=lambda observation: sum(observation[0].values()) + sum(observation[1]))
     fifth = len(ordered) // 5
     kept = ordered[fifth:len(ordered) - fifth]
-    parts = {part: statistics.mean(by_part[part] for by_part, _ in kept) for part in PARTS}
-    times = [statistics.mean(each) for each in zip(*(times for _, times in kept), strict=True)]
+    of_parts, of_clocks = zip(*kept, strict=True)
+    parts = {part: statistics.mean(map(operator.itemgetter(part), of_parts)) for part in PARTS}
+    times = [statistics.mean(each) for each in zip(*of_clocks, strict=True)]
     return parts, times
 
 

@@ -12,6 +12,7 @@ import csv
 import dataclasses
 import io
 import json
+import operator
 import shutil
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def _traffic(ncu: str, entry: Entry, mode: str, seen: list[dict]) -> dict[str, A
 
 
 def _sums(launches: list[Launch]) -> dict[str, float]:
-    sums = {way: sum(launch[way] for launch in launches) for way in METRICS}
+    sums = {way: sum(map(operator.itemgetter(way), launches)) for way in METRICS}
     return sums | {"launches": len(launches)}
 
 

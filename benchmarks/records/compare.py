@@ -162,8 +162,10 @@ def _software(lines: list[Record]) -> dict[str, set[str]]:
         if metric(line) == "latency":
             used = {"driver": str(runner(line)["extra_info"].get("driver")), "clock": extra(line).get("clock", "none")}
             of_timings.append(used | versions(line))
-    names = {name for used in of_timings for name in used}
-    return {name: {used.get(name, "none") for used in of_timings} for name in names}
+    its_versions: dict[str, set[str]] = {}
+    for name in set().union(*of_timings):
+        its_versions[name] = {used.get(name, "none") for used in of_timings}
+    return its_versions
 
 
 def failed_since(old: list[Record], new: list[Record]) -> dict[tuple[str, str], str]:

@@ -63,7 +63,7 @@ def provenance(lines: list[Record]) -> str:
             f"{f', driver {driver}' if driver else ''}; commit {commits(lines)}.")
 
 
-def commits(lines: list[Record]) -> str:
+def commits(lines: Iterable[Record]) -> str:
     """Those that the records are of, in words."""
     names = list(dict.fromkeys(_short(info(line).get("git")) for line in lines))
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)

@@ -125,8 +125,10 @@ def measured(where: What, its_runs: list[Run]) -> Measured:
     """One row from the runs that measured it."""
     processes = [process_of(where, run) for run in its_runs]
     names = set.intersection(*(set(process.calibrations) for process in processes))
-    calibration = {name: statistics.median(process.calibrations[name].median for process in processes)
-                   for name in names}
+    calibration = {}
+    for name in names:
+        of_processes = [process.calibrations[name].median for process in processes]
+        calibration[name] = statistics.median(of_processes)
     shares = [process.share for process in processes if process.share is not None]
     share = statistics.median(shares) if shares else None
     weight = weights(where, names, share)

@@ -1,5 +1,5 @@
 """Tables of runs by columns: a study names its columns, and has these ready-made ones to pick from."""
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.records.provenance import cautions, provenance
@@ -39,7 +39,10 @@ class Column:
 
 def rows_of(columns: Sequence[Column], context: Context) -> list[list[str]]:
     """A row for each run."""
-    return [[column.of(run, context) for column in columns] for run in context.runs]
+    rows = []
+    for run in context.runs:
+        rows.append([column.of(run, context) for column in columns])
+    return rows
 
 
 def of_runs(columns: Sequence[Column], runs: Sequence[Run], mode: str, width: int | None = None, keys: int = 1) -> str:
@@ -50,11 +53,13 @@ def of_runs(columns: Sequence[Column], runs: Sequence[Run], mode: str, width: in
 def text(columns: Sequence[Column], lines: list[Record], width: int | None = None) -> str:
     """Everything that a study with one table a pass prints, from records."""
     runs = list(latest(lines).values())
-    blocks = [provenance(lines)]
-    for mode in MODES:
-        blocks.append(f"{mode}\n\n{of_runs(columns, runs, mode, width)}")
-    blocks.append("\n".join(cautions(runs)))
-    return "\n\n".join(filter(None, blocks))
+    blocks = [f"{mode}\n\n{of_runs(columns, runs, mode, width)}" for mode in MODES]
+    return framed(lines, blocks, runs)
+
+
+def framed(lines: list[Record], blocks: Sequence[str], runs: Iterable[Run]) -> str:
+    """Blocks of text between where the records are from and what is to be known of the runs; empty ones left out."""
+    return "\n\n".join(filter(None, [provenance(lines), *blocks, "\n".join(cautions(runs))]))
 
 
 def timing_of(run: Run, mode: str) -> Record:

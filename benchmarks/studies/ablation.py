@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure.cases import Case, Group, block_case
-from benchmarks.records.provenance import cautions, provenance
 from benchmarks.records.read import Run, extra, latest, runs
 from benchmarks.show.charts import Charts, Interval, bars_chart
-from benchmarks.show.tables import ERROR, LAUNCH, LAUNCHES, MS, STATUS, Column, Context, of_runs
+from benchmarks.show.tables import ERROR, LAUNCH, LAUNCHES, MS, STATUS, Column, Context, framed, of_runs
 from benchmarks.studies import Options, Study, register
 from common import compiler, machine, steps
 from common.config import BlockConfig
@@ -264,7 +263,7 @@ COLUMNS = [
 
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records."""
-    blocks = [provenance(lines)]
+    blocks = []
     its_runs = list(latest(lines).values())
     for mode in MODES:
         taken = samples(lines, mode)
@@ -276,8 +275,7 @@ def text(lines: list[Record], width: int | None = None) -> str:
         for name, players in ladders(taken).items():
             headers = ["optimization", "alone: x FP32", "left out of all: x slower", "share of the speed-up [95 %]"]
             blocks.append(f"{mode}, the ladder {name}\n\n{table(ladder_of(taken, players), headers, width)}")
-    blocks.append("\n".join(cautions(its_runs)))
-    return "\n\n".join(filter(None, blocks))
+    return framed(lines, blocks, its_runs)
 
 
 def _bars(lines: list[Record]) -> dict[str, dict[str, Interval]]:

@@ -19,10 +19,9 @@ from torch.nn import functional as F
 
 from benchmarks.measure.cases import Case, Group, Setting
 from benchmarks.measure.modules import Truth, checked_subject, truth_of
-from benchmarks.records.provenance import cautions, provenance
 from benchmarks.records.read import Run, paired, runs
 from benchmarks.show.charts import Charts, Interval, bars_chart
-from benchmarks.show.tables import STATUS, WORST_ERROR, Column, Context, rows_of
+from benchmarks.show.tables import STATUS, WORST_ERROR, Column, Context, framed, of_runs
 from benchmarks.studies import Options, Study, register
 from common import compiler, engine, limit, machine, memory, oracle, parameters, steps
 from common.command_line import Parser
@@ -318,7 +317,7 @@ def _ways(lines: list[Record]) -> dict[str, dict[str, Run]]:
 
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records."""
-    blocks = [provenance(lines)]
+    blocks = []
     its_runs = runs(lines)
     for mode in MODES:
         rows = []
@@ -326,11 +325,9 @@ def text(lines: list[Record], width: int | None = None) -> str:
             rows.append([part, *(_cell(ways.get(way), mode) for way in WAYS), *_speed_up(ways, mode)])
         headers = ["component", *WAYS, "total speed-up", "reached by"]
         blocks.append(f"{mode}: ms (percent of the part's limit)\n\n{table(rows, headers, width)}")
-    rows = rows_of(COLUMNS, Context(BOTH, its_runs))
     blocks.append("error against FP64, the worst of output and gradients; kernels an iteration, operators on a CPU\n\n"
-                  + table(rows, [column.header for column in COLUMNS], width))
-    blocks.append("\n".join(cautions(its_runs)))
-    return "\n\n".join(filter(None, blocks))
+                  + of_runs(COLUMNS, its_runs, BOTH, width))
+    return framed(lines, blocks, its_runs)
 
 
 def _launches(mode: str) -> Column:

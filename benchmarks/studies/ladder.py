@@ -19,7 +19,6 @@ from benchmarks.measure.cases import Case, Group, step_case
 from benchmarks.measure.options import count
 from benchmarks.measure.processes import in_turn
 from benchmarks.records.gains import gain
-from benchmarks.records.provenance import cautions, provenance
 from benchmarks.records.read import PROFILED, Run, extra, latest, paired, runs, verdict
 from benchmarks.show import pages, part_charts, tables
 from benchmarks.show.charts import Charts
@@ -209,7 +208,7 @@ def _attributed(lines: list[Record], mode: str) -> list[Run]:
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records."""
     its_runs = list(latest(lines).values())
-    blocks = [provenance(lines)]
+    blocks = []
     for mode in MODES:
         blocks.append(f"{mode}\n\n{tables.of_runs(COLUMNS, its_runs, mode, width)}")
         rows, headers = gains(lines, mode)
@@ -221,8 +220,7 @@ def text(lines: list[Record], width: int | None = None) -> str:
     if len({run.info["run"] for run in its_runs}) > 1:
         blocks.append("Not all of these were timed in the same rounds: ratios between processes are unpaired.")
     died = [run for run in runs(lines) if run.status in ("failed", "oom")]                  # of five processes one, say
-    blocks.append("\n".join(cautions([*its_runs, *died])))
-    return "\n\n".join(filter(None, blocks))
+    return tables.framed(lines, blocks, [*its_runs, *died])
 
 
 def charts(lines: list[Record]) -> Charts:

@@ -26,10 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.measure.cases import Case, Group, block_case, step_case
-from benchmarks.records.provenance import cautions, provenance
 from benchmarks.records.read import Run, extra, label, paired, runs, verdict, versions
 from benchmarks.show.charts import Charts, Interval, dots_chart
-from benchmarks.show.tables import CASE, ERROR, LAUNCH, MS, Column, Context, of_runs
+from benchmarks.show.tables import CASE, ERROR, LAUNCH, MS, Column, Context, framed, of_runs
 from benchmarks.studies import Options, Study, register
 from common import compiler, engine, parameters, steps
 from common.command_line import Parser
@@ -42,11 +41,11 @@ from common.traits import DELAYED, DYNAMIC, FUSED, Traits
 
 # What others have published of a block like this one, forward+backward; not measured here.
 PUBLISHED = [
-    ("plain PyTorch, FP16", "43.1 ms", "B4 S2048 E4096 F16384 H32, dropout 0.1; GPU not stated",
-     "Transformer Engine, docs/examples/quickstart.ipynb"),
-    ("te.TransformerLayer, FP16", "40.0 ms", "the same", "the same"),
-    ("te.TransformerLayer, FP8", "28.6 ms", "the same", "the same"),
-    ("torchao float8, one linear layer", "1.39 x BF16", "M 4096, K 8192, N 16384; H100", "torchao/float8/README.md"),
+    ["plain PyTorch, FP16", "43.1 ms", "B4 S2048 E4096 F16384 H32, dropout 0.1; GPU not stated",
+     "Transformer Engine, docs/examples/quickstart.ipynb"],
+    ["te.TransformerLayer, FP16", "40.0 ms", "the same", "the same"],
+    ["te.TransformerLayer, FP8", "28.6 ms", "the same", "the same"],
+    ["torchao float8, one linear layer", "1.39 x BF16", "M 4096, K 8192, N 16384; H100", "torchao/float8/README.md"],
 ]
 
 
@@ -297,16 +296,14 @@ def text(lines: list[Record], width: int | None = None) -> str:
     its_runs = runs(lines)
     engines = dict.fromkeys(run.info["engine"] for run in its_runs)
     others = [name for name in engines if name.startswith(("transformers ", "torchao "))]
-    blocks = [provenance(lines), f"With {', '.join(others)}." if others else ""]
+    blocks = [f"With {', '.join(others)}." if others else ""]
     for version in dict.fromkeys(map(_version, its_runs)):
         for dtype in dict.fromkeys(run.info["parameter_dtype"] for run in its_runs):
             alike = [run for run in its_runs if run.info["parameter_dtype"] == dtype and _version(run) == version]
             for mode in MODES:
                 blocks.append(f"{mode}, parameters in {dtype}{version}\n\n{of_runs(COLUMNS, alike, mode, width)}")
-    blocks.append("\n".join(cautions(its_runs)))
-    blocks.append("as published by others, not measured here\n\n" + table(
-        [list(row) for row in PUBLISHED], ["what", "figure", "shape and hardware", "source"], width))
-    return "\n\n".join(filter(None, blocks))
+    published = table(PUBLISHED, ["what", "figure", "shape and hardware", "source"], width)
+    return f"{framed(lines, blocks, its_runs)}\n\nas published by others, not measured here\n\n{published}"
 
 
 def _version(run: Run) -> str:

@@ -18,9 +18,9 @@ from typing import Any
 from benchmarks.measure.cases import Group, step_case
 from benchmarks.measure.options import numbers
 from benchmarks.measure.session import Session
-from benchmarks.records.provenance import cautions, provenance
 from benchmarks.records.read import Run, case, extra, info, metric, paired, read, runner, runs, shape
 from benchmarks.show.charts import Charts, lines_chart
+from benchmarks.show.tables import framed
 from benchmarks.studies import Options, Study, open_session, register, show
 from common import exclusive, machine, parameters, steps, timing
 from common.command_line import SIZES, Parser, open_records
@@ -75,7 +75,8 @@ def shapes(options: Options) -> list[tuple[str, BlockConfig]]:
 
 def groups(options: Options) -> list[Group]:
     """One group a size; where two axes share a shape, where they cross, it is measured once."""
-    return [_group(config, options) for config in {str(config): config for _, config in shapes(options)}.values()]
+    by_name = {str(config): config for _, config in shapes(options)}
+    return [_group(config, options) for config in by_name.values()]
 
 
 def _group(config: BlockConfig, options: Options) -> Group:
@@ -170,7 +171,9 @@ def points_of(lines: list[Record]) -> dict[str, Points]:
 
 def names_of(points: Points) -> list[str]:
     """The steps that any of them has, in the order of the ladder."""
-    numbers_of = {its_run.case["name"]: its_run.step or 0 for _, by_step in points for its_run in by_step.values()}
+    numbers_of: dict[str, int] = {}
+    for _, by_step in points:
+        numbers_of |= {name: its_run.step or 0 for name, its_run in by_step.items()}
     return sorted(numbers_of, key=lambda name: numbers_of[name])
 
 
@@ -310,18 +313,19 @@ def _shape(points: Points) -> str:
 
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records."""
-    blocks = [provenance(lines)]
+    blocks: list[str] = []
     for axis, points in points_of(lines).items():
         for mode in MODES:
             blocks += _of_axis(axis, points, mode, width)
-    blocks.append("\n".join(cautions(runs(lines))))
-    return "\n\n".join(filter(None, blocks))
+    return framed(lines, blocks, runs(lines))
 
 
 def _of_axis(axis: str, points: Points, mode: str, width: int | None) -> list[str]:
     """The two tables of one axis and pass: times, and where each step pays."""
     letter, names = AXES[axis], names_of(points)
-    rows = [[size, *(_cell(by_step.get(name), mode) for name in names)] for size, by_step in points]
+    rows: list[list] = []
+    for size, by_step in points:
+        rows.append([size, *(_cell(by_step.get(name), mode) for name in names)])
     times = (f"ms of {mode} by {axis} ({_shape(points)}), each by its faster way of launching\n\n"
              + table(rows, [letter, *names], width))
     crossed, bound, grown = crossovers(points, mode), launch_bound(points, mode), growth(points, mode, axis)

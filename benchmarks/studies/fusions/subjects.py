@@ -53,8 +53,7 @@ class OperationSubject(Subject):
 
     def iteration(self, mode: str) -> Iteration:
         """On copies of its own."""
-        copies = [[t.detach().clone().requires_grad_(t.requires_grad) for t in self.inputs]
-                  for _ in range(self.calls(mode))]
+        copies = [list(map(copied, self.inputs)) for _ in range(self.calls(mode))]
         return iteration.of_copies(self.call, copies, mode, self.seed)
 
     def proof(self) -> replay.Proof:
@@ -74,6 +73,11 @@ class OperationSubject(Subject):
         flops = least_flops(self.experiment, mode, self.x)
         if flops and self.x.is_cuda and self.arithmetic:
             row.limit_ms = flops / peaks.of(self.config, self.arithmetic).flops[self.arithmetic.matmul] * 1e3
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Another leaf with the same values, taking a gradient where the first does."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 class CopySubject(OperationSubject):

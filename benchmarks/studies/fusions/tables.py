@@ -1,14 +1,16 @@
 """What the study of fusions tells of its records: a summary, a table for each operation and pass, a chart."""
+import itertools
 import math
 
 from benchmarks.kernels.operations import TORCHSCRIPT
-from benchmarks.records.provenance import cautions, commits, provenance
+from benchmarks.records.provenance import commits
 from benchmarks.records.read import Run, extra, info, metric, paired, runner, runs, shape, size_in_words, values
 from benchmarks.show.charts import Charts, Points, panels_chart
+from benchmarks.show.tables import framed
 from benchmarks.studies.fusions.subjects import COPY
 from common.iteration import BACKWARD, FORWARD, LAUNCHES
 from common.record import Record
-from common.text import figures, table
+from common.text import figures, only, table
 
 PASSES = (FORWARD, BACKWARD)
 UNSETTLED = "~"                        # beside a median that is not known to 0.5 %
@@ -83,13 +85,13 @@ def _over(slow: Run | None, fast: Run | None) -> str:
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records."""
     on_gpu = runner(lines[0])["type"] == "cuda"
-    blocks = [provenance(lines), summary(lines, width)]
+    blocks = [summary(lines, width)]
     several_processes = len({info(line)["run"] for line in lines}) > 1
     without_percent = False
     for name, its_runs in by_operation(lines).items():
         of = ""
         if several_processes:
-            of = f" (commit {commits([line for run in its_runs for line in run.lines])})"
+            of = f" (commit {commits(itertools.chain.from_iterable(run.lines for run in its_runs))})"
         for mode in PASSES:
             if mode == FORWARD or any(run.best(mode) for run in its_runs):
                 blocks.append(f"{name}, {mode}{of}\n\n{_of_pass(its_runs, mode, on_gpu, width)}")
@@ -100,8 +102,7 @@ def text(lines: list[Record], width: int | None = None) -> str:
     if any(UNSETTLED in block for block in blocks):
         blocks.append(f"{UNSETTLED} these rounds do not tell the median to 0.5 %")
     blocks.append("\n".join(_skipped(lines)))
-    blocks.append("\n".join(cautions(run for run in runs(lines) if run.status != "skipped")))
-    return "\n\n".join(filter(None, blocks))
+    return framed(lines, blocks, (run for run in runs(lines) if run.status != "skipped"))
 
 
 def _skipped(lines: list[Record]) -> list[str]:
@@ -124,9 +125,11 @@ def _of_pass(its_runs: list[Run], mode: str, on_gpu: bool, width: int | None) ->
     headers = ["size", "level", "status", "error", "us, eager", "us, graph", unit,
                "% of copy" if unit == "GB/s" else "% of matmul", "kernels" if on_gpu else "operators"]
     rows = [_row(run, mode) for run in its_runs if run.variant["size"]]
-    told = [place for place in range(len(headers))
-            if place < 2 or any(row[place] not in ("", "n/a") for row in rows)]
-    return table([[row[place] for place in told] for row in rows], [headers[place] for place in told], width, keys=2)
+    told = [0, 1]
+    for place in range(2, len(headers)):
+        if not {row[place] for row in rows} <= {"", "n/a"}:
+            told.append(place)
+    return table([only(row, told) for row in rows], only(headers, told), width, keys=2)
 
 
 def _row(run: Run, mode: str) -> list[str]:
