@@ -659,9 +659,9 @@ def has_timed_a_pass(text: str) -> bool:
 
 
 def own_words(step: int, err: str) -> str:
-    """Without the line that says that it waited for the other one to end."""
+    """Without the line that says that it waited for the other one, which may not have said its name yet."""
     name = re.escape(steps.load(step).path.name)
-    return re.sub(name + r": waiting for \S+ \(process \d+\) on this device to end\n", "", err)
+    return re.sub(name + r": waiting for (another run|\S+ \(process \d+\)) on this device to end\n", "", err)
 
 
 def own_records(step: int, runs) -> list[dict]:
