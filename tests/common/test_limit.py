@@ -34,6 +34,22 @@ def test_flops_bound_what_bytes_do_not():
     assert share(1e30) == 1.0 and share(1.0) == 0.0 and 0 < share(3e11) < 1
 
 
+def test_attention_is_bound_by_its_own_flops_and_not_by_those_of_the_matmuls():
+    """In 16 bits beside FP8 matmuls, at peaks of 1 a second: of one the FLOPs set the limit, of the other the bytes."""
+    attention, moved_by_attention = 8192, 2048
+    matmuls = moved_by_matmuls = 0
+    for operation in limit.operations(SMALL, FP8, backward=False):
+        if operation.kind == "matmul":
+            matmuls += operation.flops
+            moved_by_matmuls += operation.bytes
+    slow_attention = Peaks({"float8": 1e30, "float16": 1.0}, 1.0)
+    slow_matmuls = Peaks({"float8": 1.0, "float16": 1e30}, 1.0)
+    share = limit.flop_bound(SMALL, FP8, slow_attention, backward=False)
+    assert share == pytest.approx(attention / (attention + moved_by_matmuls))
+    share = limit.flop_bound(SMALL, FP8, slow_matmuls, backward=False)
+    assert share == pytest.approx(matmuls / (matmuls + moved_by_attention))
+
+
 @pytest.mark.parametrize("config", [
     SMALL, BlockConfig(2, 48, 64, 4), BlockConfig(3, 32, 96, 6, ffn_hidden_size=160), PRESETS["gpt2"],
 ], ids=str)

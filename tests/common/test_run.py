@@ -601,7 +601,8 @@ def test_a_stray_copy_beside_the_scripts_harms_no_command(tmp_path):
         (tmp_path / script.path.name).symlink_to(script.path)
     shutil.copytree(steps.ROOT / "common", tmp_path / "common", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "benchmarks").symlink_to(steps.ROOT / "benchmarks")
-    (tmp_path / "2_mine.py").write_text("raise SystemExit('it is no step')")
+    for name in ("2_mine.py", "2_yours.py"):                      # in the order of names before `2_sdpa.py` and behind
+        (tmp_path / name).write_text("raise SystemExit('it is no step')")
     told = subprocess.run([sys.executable, "-c", """
 import torch
 from benchmarks.studies import ladder
@@ -683,6 +684,7 @@ def test_of_an_emulation_no_rate_is_told(runs):
     assert "means nothing" in card_value(out, "timing") and "emulated" in card_value(out, "engine")
     for label in ("tokens/s", "TFLOP/s", "limit ms", "% of limit"):
         assert card_value(out, label) == "n/a n/a n/a n/a"
+    assert card_value(out, "peaks") == "n/a"                        # nothing is held against them
     metrics = {record["metric"]["name"] for record in own_records(TO_ITS_END, runs)}
     assert "latency" in metrics and not metrics & {"rate", "throughput", "limit", "percent of limit"}
 

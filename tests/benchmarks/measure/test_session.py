@@ -13,7 +13,7 @@ from benchmarks.measure.session import Entry, Session, Work
 from benchmarks.records.read import Run, extra, latest, paired, runner
 from common import PRESETS, compiler, evidence, limit, machine, measurement, rounds, steps, subject, timing
 from common.evidence import Evidence
-from common.iteration import BOTH, FORWARD, LAUNCHES, MODES
+from common.iteration import BOTH, FORWARD, LAUNCHES, MODES, Iteration
 from common.outcome import Failed
 from common.record_file import RecordFile
 from common.result import Compilation, Result, Row
@@ -377,6 +377,68 @@ def test_a_case_that_does_not_fit_once_it_is_timed_ends_alone(some):
     some.prepare(Case("large", lambda setting, result: large, CPU_CONFIG))
     assert some._ready(Group([]), FORWARD) == {} and some.alive() == []
     assert some.lines[-1]["benchmark"]["extra_info"]["status"] == "oom"
+
+
+# ------------------------------------------------------------------------------------------------------- one row's work
+
+
+ONE = ["between", "run"]
+
+
+class Watched:
+    """A case on a made-up GPU, on which an iteration adds 300 bytes to 50; `order` is what happened."""
+
+    def __init__(self, some: Session, monkeypatch):
+        self.some, self.order = some, []
+        self.entry = entry_of("a")
+        self.entry.subject = SimpleNamespace(tokens=7, flops=lambda mode: 5.0, iteration=self.iteration, own_bytes=1000,
+                                             replay=lambda mode: (print, ""))
+        monkeypatch.setattr(some, "device", GPU)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.order.append("wait"))
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: self.order.append("reset"))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.tells("allocated", 50))
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.tells("peak", 350))
+        monkeypatch.setattr(timing, "enqueue_ms", lambda run, between: self.tells("enqueue", 0.25))
+
+    def iteration(self, mode: str) -> Iteration:
+        return Iteration(lambda: self.order.append("run"), lambda: self.order.append("between"), [], {})
+
+    def tells(self, what: str, value: float) -> float:
+        self.order.append(what)
+        return value
+
+    def work(self, launch: str = "eager", watched: bool = True) -> Row:
+        """The row that was set up."""
+        assert self.some._work(self.entry, BOTH, launch, watched) is not None
+        return self.entry.result.rows[BOTH, launch]
+
+
+@unit
+def test_a_row_is_warm_before_its_peak_memory_is_read(some, monkeypatch):
+    """The peak is of one iteration since the reset. What its first calls keep for good is there before."""
+    gpu = Watched(some, monkeypatch)
+    row = gpu.work()
+    assert gpu.order == [*ONE, *ONE, "between", "wait", "reset", "allocated", "run", "peak", "between", "enqueue"]
+    assert (row.peak_bytes, row.enqueue_ms) == (1300, 0.25) and (row.tokens, row.flops) == (7, 5.0)
+
+
+@unit
+def test_a_row_is_warm_where_nobody_watches_its_memory(some, monkeypatch):
+    """In a group that is not watched, and on a CPU; nothing of a GPU is asked."""
+    gpu = Watched(some, monkeypatch)
+    row = gpu.work(watched=False)
+    monkeypatch.setattr(some, "device", CPU)
+    gpu.work()
+    assert gpu.order == [*ONE, *ONE, "between"] * 2
+    assert row.peak_bytes is None and row.enqueue_ms is None
+
+
+@unit
+def test_a_replay_needs_no_warm_up_of_its_own(some, monkeypatch):
+    """Its capture has warmed it; its memory is a pool beside those of all other cases."""
+    gpu = Watched(some, monkeypatch)
+    row = gpu.work("graph")
+    assert gpu.order == [] and row.peak_bytes is None and row.reason == ""
 
 
 # --------------------------------------------------------------------------------------------------- compiled once more

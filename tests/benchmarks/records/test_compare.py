@@ -387,6 +387,14 @@ def test_a_file_and_itself_are_told_to_be_the_same_runs(noise):
     assert said not in seen_of(process(1), process(2), noise).notes
 
 
+def test_files_that_share_some_runs_alone_are_not_told_to_be_the_same():
+    """Neither where one of the rows is another run's, nor where one file holds a run more."""
+    another = [line for line in process(2) if line["model"]["backend"] == "0_baseline"]
+    for new in (without(process(1), "0_baseline") + another, process(1) + process(2)):
+        seen = seen_of(process(1), new)
+        assert len(seen.rows) == 8 and "the same runs" not in "".join(seen.notes)
+
+
 # --------------------------------------------------------------------------------------------------------- the command
 
 

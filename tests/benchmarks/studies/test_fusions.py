@@ -1,4 +1,5 @@
 """The study of fused operations: its cases and groups, what it times, its tables, its chart, its command."""
+import contextlib
 import functools
 import re
 from types import SimpleNamespace
@@ -231,6 +232,55 @@ def test_a_copy_is_written_where_the_last_one_was():
     again = [copying(source) for source in sources]
     assert [t.data_ptr() for t in again] == [t.data_ptr() for t in first]
     assert all(torch.equal(copy, source) for copy, source in zip(again, sources, strict=True))
+
+
+class FakeStream:
+    """A stream that knows what it has waited for."""
+
+    def __init__(self):
+        self.waited_for = []
+
+    def wait_stream(self, other) -> None:
+        self.waited_for.append(other)
+
+
+@unit
+@pytest.mark.parametrize("kind", [OperationSubject, CopySubject])
+def test_a_replay_is_made_on_the_stream_that_it_is_captured_on(kind, monkeypatch):
+    """Autograd runs a backward where its forward ran: on another stream the capture would miss it. What made the
+    inputs is waited for.
+    """
+    current, calls = ["the default"], []
+
+    @contextlib.contextmanager
+    def on_stream(aside):
+        current.append(aside)
+        yield
+        current.pop()
+
+    def call(x, *_):
+        calls.append(current[-1])
+        return x * 2
+
+    def verified(iterate, proof, stream, captured):
+        calls.append(stream)
+        captured()
+        return iterate.run, current[-1]
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(subjects.replay, "verified", verified)
+    subject = subject_of("SiLU", call, kind)
+    iterate = subject.iteration
+
+    def iteration(mode):
+        calls.append(current[-1])
+        return iterate(mode)
+    monkeypatch.setattr(subject, "iteration", iteration)
+    _, left_on = subject.replay(BACKWARD, lambda: calls.append("captured"))
+    (aside,) = {place for place in calls if place != "captured"}
+    assert isinstance(aside, FakeStream) and aside.waited_for == ["the default"]
+    assert calls[0] is aside and calls[-2:] == [aside, "captured"] and left_on == "the default"
 
 
 @unit

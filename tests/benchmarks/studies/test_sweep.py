@@ -198,6 +198,19 @@ def test_the_answer_is_where_the_last_step_pays_by_sequence():
     assert STUDY.answer(nowhere) == "1_cublas pays nowhere here (B2 S32 E64 H4 D16 F256)"
 
 
+@unit
+def test_the_answer_is_of_forward_and_backward():
+    """The forward alone pays at every size."""
+    lines = []
+    for size, backward_too in ((32, 4.0), (64, 2.0)):
+        config = TINY.replace(seq_len=size)
+        for step, forward, whole in (("0_baseline", 1.0, 3.0), ("1_cublas", 0.5, backward_too)):
+            lines += made(step, both([forward] * 9, [whole] * 9), run=f"{size}", config=config, **ON_GPU)
+        lines.append(end_of(config, "seq_len", size, f"{size}", how={}))
+    assert sweep.crossovers(points_of(lines), FORWARD) == {"1_cublas": (32, [])}
+    assert STUDY.answer(lines) == "1_cublas pays from S = 64 on (B2 S* E64 H4 D16 F256)"
+
+
 # ----------------------------------------------------------------------------------------------------------- tables
 
 
