@@ -88,6 +88,7 @@ def test_an_error_may_be_that_of_a_multiple():
     fine = torch.ones(2, dtype=torch.float64)
     assert oracle.relative_error(fine, fine) == 0 and oracle.relative_error(-3 * fine, fine, -3) == 0
     assert oracle.relative_error(fine, fine, 4) == pytest.approx(0.75)
+    assert oracle.relative_error(fine, fine, -1) == pytest.approx(2)         # less than nothing would pass every gate
 
 
 # --------------------------------------------------------------------------------------------------------- the gates
@@ -186,6 +187,13 @@ def test_the_check_is_of_the_whole_batch_and_of_one_sequence():
     assert torch.equal(with_gradients, x) and torch.equal(without, x)
     assert torch.equal(of_one, x[1].expand_as(x)) and torch.equal(of_one_without, of_one)
     assert all(parameter.grad is None for parameter in block.parameters()) and x.grad is None
+
+
+def test_gradients_that_a_block_has_already_are_not_those_of_the_check():
+    block, values, x, _, _ = right_block(CONFIG.replace(seq_len=4))
+    block(x).sum().backward()
+    one_sequence, _ = oracle.checks(block, x, values)
+    assert max(one_sequence.values()) < oracle.GATES["float64"][1]
 
 
 def test_an_error_is_the_worse_of_both_runs(monkeypatch):
