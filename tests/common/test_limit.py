@@ -34,7 +34,7 @@ def test_flops_bound_what_bytes_do_not():
     assert share(1e30) == 1.0 and share(1.0) == 0.0 and 0 < share(3e11) < 1
 
 
-def test_attention_is_bound_by_its_own_flops_and_not_by_those_of_the_matmuls():
+def test_attention_is_bound_by_its_own_flops_not_those_of_the_matmuls():
     """In 16 bits beside FP8 matmuls, at peaks of 1 a second: of one the FLOPs set the limit, of the other the bytes."""
     attention, moved_by_attention = 8192, 2048
     matmuls = moved_by_matmuls = 0

@@ -113,6 +113,16 @@ def test_what_a_step_is_bound_by(some, more, word):
 
 
 @unit
+def test_what_a_replay_is_bound_by_is_no_launch():
+    """Launched one by one it is: a replay, which is faster then, has its own kernels alone."""
+    lines = made("2_sdpa", both([10.0] * 6, []), facts=GPU, enqueue=9.6)
+    lines += made("2_sdpa", both([5.0] * 6, [], launch="graph"), facts=GPU, parts={FORWARD: parts(GEMM=5.0)})
+    (run,) = runs(lines)
+    assert run.launch_bound(FORWARD) and run.best(FORWARD) == "graph"
+    assert ladder.bound_by(run, FORWARD) == "compute"
+
+
+@unit
 def test_what_was_not_profiled_is_bound_by_nothing_known():
     (run,) = runs(made("0_baseline", both([10.0] * 6, [])))
     assert ladder.bound_by(run, FORWARD) == "n/a"
