@@ -6,6 +6,7 @@ Elementwise work that can ride on a matmul (bias, GELU, residual, casts) costs n
 its own, because a row must be complete before the matmul behind it can start.
 """
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -155,6 +156,13 @@ class MeasuredPeaks:
             rates[name] = max(rate, rates.get(name, 0.0))
         self.known = Peaks(rates, max(self.known.bandwidth, second.bandwidth))
         return True
+
+    def until_they_stay(self, hold: Callable[[], None]) -> None:
+        """Hold rows against these peaks; all of them again where one had the peaks measured once more."""
+        held_against = None
+        while held_against != self.known:
+            held_against = self.known
+            hold()
 
     def in_words(self) -> str:
         """float16 812 TFLOP/s; copy 4.1 TB/s (read + written)."""

@@ -249,12 +249,12 @@ def _time(block: BlockSubject, mode: str, options: argparse.Namespace, result: R
 
 def _hold_against_limit(block: BlockSubject, result: Result, peaks: limit.MeasuredPeaks) -> None:
     """Set the limits of all rows so far: of an earlier pass again, since the peaks may have been measured again."""
-    held_against = None
-    while held_against != peaks.known:                     # what one row has had measured again is for those before it
-        held_against = peaks.known
+    def hold() -> None:
         for (mode, _), row in result.rows.items():
             if row.flops:
                 block.hold_against_limit(row, mode, peaks)
+
+    peaks.until_they_stay(hold)
     beyond = []
     for (mode, launch), row in result.rows.items():
         if row.flops and (row.percent_of_limit or 0.0) > 100:

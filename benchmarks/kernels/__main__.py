@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck python -m benchmarks kernels          # likewise racecheck, initcheck, synccheck
 
 Each kernel runs twice and must give the same bits; whether these are right is what the tests and benchmarks.fusions
-check. Exit status: 0 ok, 1 bits differ, 2 usage, 4 skipped for want of a GPU.
+check. Exit status: 0 ok, 1 bits differ, 2 usage, 3 out of memory, 4 skipped for want of a GPU, 130 interrupted.
 """
 import argparse
 import itertools
@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.kernels.cuda import extension
 from benchmarks.kernels.operations import EXPERIMENTS, Experiment, tensors
-from common.command_line import Parser, hush
+from common.command_line import Parser, early_ends, hush
 from common.config import dtype_name
 from common.iteration import as_list, taking_gradients
 from common.outcome import EXIT
@@ -46,10 +46,11 @@ def main(argv: list[str] | None = None) -> int:
         print("kernels: skipped: there is no GPU", file=sys.stderr)
         return EXIT["skipped"]
     different = 0
-    for name, experiment in EXPERIMENTS.items():
-        for level, load in experiment.by_hand.items():
-            if level == "Triton" or (level == "CUDA C++" and not extension.missing()):
-                different += _compare(name, level, load(), experiment)
+    with early_ends("kernels"):
+        for name, experiment in EXPERIMENTS.items():
+            for level, load in experiment.by_hand.items():
+                if level == "Triton" or (level == "CUDA C++" and not extension.missing()):
+                    different += _compare(name, level, load(), experiment)
     return EXIT["failed" if different else "ok"]
 
 

@@ -202,7 +202,13 @@ class Session:
             row = entry.result.rows[mode, launch]
             row.timing = timing.Timing(per_call, timing.is_settled(per_call), clock.in_rounds, calibration,
                                        list(range(len(taken))), offsets)
-            entry.subject.hold_against_limit(row, mode, self.peaks)
+
+        def hold() -> None:
+            for entry, launch in samples:
+                if entry and entry.subject:
+                    entry.subject.hold_against_limit(entry.result.rows[mode, launch], mode, self.peaks)
+
+        self.peaks.until_they_stay(hold)
 
     def _explain(self, entry: Entry, mode: str, works: dict[Key, Work], profiler: attribution.Profiled, launch: str,
                  samples: dict[Key, timing.Samples]) -> None:

@@ -85,7 +85,8 @@ def main(study: Study, argv: list[str] | None = None) -> int:
     """The command of a study; returns its exit status (a mistake on the command line raises SystemExit)."""
     parser = options.parser(study.name, study.doc)
     study.add_arguments(parser)
-    chosen = options.parse(parser, argv, study.refine)
+    with early_ends(study.name):
+        chosen = options.parse(parser, argv, study.refine)
     with early_ends(study.name, chosen.file):
         return (study.run or run_here)(study, chosen)
 

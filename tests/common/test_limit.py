@@ -335,6 +335,18 @@ def test_peaks_that_stay_too_low_are_measured_twice_and_no_more(measured):
     assert len(asked) == 2
 
 
+def test_rows_before_one_that_passes_are_held_against_the_new_peaks(measured):
+    slow, fast = memory_alone(1e3), memory_alone(2e3)
+    measured(slow, fast)
+    peaks, within, beyond = MeasuredPeaks(CPU), timed(1.5 * limit_at(slow)), timed(0.9 * limit_at(slow))
+
+    def hold():
+        for row in (within, beyond):
+            subject_of(FP32).hold_against_limit(row, FORWARD, peaks)
+    peaks.until_they_stay(hold)
+    assert within.limit_ms == beyond.limit_ms == limit_at(fast)
+
+
 def test_a_row_that_was_not_timed_has_a_limit_and_passes_none(measured):
     asked = measured(memory_alone(1e3))
     empty = Row(reason="CUDA graphs need a GPU")

@@ -499,6 +499,33 @@ def test_peaks_are_measured_apart_from_what_a_run_is_for(some, monkeypatch):
     assert set(phases) == {"peaks"} and "peaks" not in MEASURING
 
 
+class HeldAgainstBandwidth:
+    """Its limit is the known bandwidth, which it has measured as `better` where that is given."""
+
+    def __init__(self, better: float | None = None):
+        self.better = better
+
+    def calls(self, mode: str) -> int:
+        return 1
+
+    def hold_against_limit(self, row: Row, mode: str, peaks: limit.MeasuredPeaks) -> None:
+        if self.better:
+            peaks.known = limit.Peaks({}, self.better)
+        row.limit_ms = peaks.known.bandwidth
+
+
+@unit
+def test_rows_of_a_pass_are_held_against_the_same_peaks(some):
+    """Though the second row has them measured again."""
+    entries = [entry_of("before"), entry_of("passes its limit")]
+    for entry, subject_ in zip(entries, (HeldAgainstBandwidth(), HeldAgainstBandwidth(7.0)), strict=True):
+        entry.subject = subject_
+        entry.result.rows[FORWARD, "eager"] = Row()
+    samples = {(entry, "eager"): ([1.0, 2.0], [0.0, 1.0]) for entry in entries}
+    some._fill_rows(FORWARD, {}, samples, timing.HostClock())
+    assert [entry.result.rows[FORWARD, "eager"].limit_ms for entry in entries] == [7.0, 7.0]
+
+
 @unit
 def test_the_wall_time_is_a_record_of_no_case(some, monkeypatch):
     monkeypatch.setattr(some.progress, "seconds", {"starting": 2.0, "building": 5.0})

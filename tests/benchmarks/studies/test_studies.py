@@ -235,6 +235,14 @@ def test_what_ends_a_study_early_is_one_line(run_made_up, tmp_path, error, statu
 
 
 @unit
+def test_ctrl_c_while_flags_are_read_is_one_line(run_made_up):
+    """A study may ask there what a machine has, which can take seconds."""
+    def refine(chosen):
+        raise KeyboardInterrupt
+    assert run_made_up(a_study(refine=refine)) == (130, "", "\nmade up: interrupted\n")
+
+
+@unit
 def test_a_study_refines_its_own_flags(run_made_up):
     def add_arguments(parser: Parser) -> None:
         parser.add_argument("--sizes", type=options.numbers, default=(1, 2))
