@@ -26,9 +26,13 @@ TIERS = ("unit", "integration", "stress")
 
 
 def pytest_configure(config):
-    """Caches and locks in a folder of this run's own."""
+    """Caches and locks in a folder of this run's own, but for the compiler's cache: a worker shares that of the run.
+
+    A compiler that starts anew compiles torch's headers first, which takes longer than most tests.
+    """
     config.folder = tempfile.mkdtemp(prefix="test-")                     # mode 0700: what is in it gets executed
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(config.folder, "inductor")
+    if not hasattr(config, "workerinput"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(config.folder, "inductor")
     os.environ["TRITON_CACHE_DIR"] = os.path.join(config.folder, "triton")
     os.environ["TMPDIR"] = tempfile.tempdir = config.folder              # runs wait for each other by a file in there
 
