@@ -2,7 +2,11 @@
 import pytest
 import torch
 
-from common import PRESETS, memory, steps
+from benchmarks.records import RESULTS
+from benchmarks.records.read import read, runs
+from common import PRESETS, BlockConfig, memory, steps
+from common.config import DTYPES
+from common.iteration import BOTH
 
 pytestmark = pytest.mark.unit
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -53,3 +57,15 @@ def test_the_scores_of_an_attention_by_hand_are_counted():
     by_hand, fused = (memory.needed(config, steps.load(step).traits, GPU) for step in (0, 2))
     assert by_hand - fused == 4 * 4 * config.batch_size * config.num_heads * config.seq_len**2
     assert memory.needed(config, steps.load(0).traits, CPU) == memory.needed(config, steps.load(2).traits, CPU)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("h200/ladder-*.jsonl")), ids=lambda path: path.stem)
+def test_no_recorded_run_took_more_memory_than_was_foretold(path):
+    """The estimate decides what fits: it is to be high, and not by ten times."""
+    shares = []
+    for run in runs(read(path)):
+        if peak := run.value(BOTH, "peak memory", "eager"):
+            fields = run.info["config"]
+            config = BlockConfig(**fields | {"amp_dtype": DTYPES.get(fields["amp_dtype"])})
+            shares.append(peak / memory.needed(config, steps.load(run.step).traits, GPU))
+    assert len(shares) >= 6 and min(shares) > 0.1 and max(shares) <= 1, shares

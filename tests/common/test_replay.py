@@ -495,3 +495,13 @@ def test_a_graph_of_a_backward_alone_is_that_backward():
         eager = backward.run()[0]
     torch.cuda.synchronize()
     assert first.abs().max() > 0 and oracle.relative_error(first, eager.double()) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.integration
+def test_random_numbers_are_drawn_behind_a_capture_that_failed():
+    """A value that the host asks for can't be captured."""
+    work = iteration.of_call(lambda x: x * x.sum().item(), [torch.ones(1, device="cuda")], [], {}, FORWARD)
+    with pytest.raises(RuntimeError):
+        replay.capture(work)
+    assert torch.randn(8, device="cuda").isfinite().all()
