@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 TOOLS = {
     "compare": "Is a change between two recorded runs real?",
+    "records": "What does a file of records hold, and does this checkout match it?",
     "kernels": "Do the kernels by hand give the same bits twice?",
     "pages": "Rewrite the generated pages and charts from the recorded runs.",
 }
@@ -24,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     with ctrl_c_in_a_line(name if argv else "benchmarks"):       # torch takes seconds to import
         from benchmarks import studies
-        from benchmarks.records import compare
+        from benchmarks.records import about, compare
         from benchmarks.show import pages
         from common.command_line import hush, tell, usage
         hush()
@@ -34,9 +35,13 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if name not in known:
             usage("benchmarks", f"{name}: there is no such question; give one of {', '.join(known)}")
-        study = studies.load("fusions" if name == "kernels" else name) if name not in ("compare", "pages") else None
+        study = None
+        if name not in ("compare", "records", "pages"):
+            study = studies.load("fusions" if name == "kernels" else name)
     if name == "compare":
         return compare.main(rest)
+    if name == "records":
+        return about.main(rest)
     if name == "pages":
         return pages.main(rest, studies.every())
     if name == "kernels":

@@ -1,8 +1,8 @@
 """What all steps share. A module imports only those before it in this order:
 
 config, precision, sdpa_backends, parameters, text, timing, rounds, limit, evidence, traits, steps, sources, machine,
-exclusive, memory, outcome, compiler, emulation, engine, oracle, iteration, replay, result, card, record, record_file,
-command_line, subject, measurement, run.
+peaks, energy, exclusive, memory, outcome, compiler, emulation, engine, oracle, iteration, replay, result, card, record,
+record_file, command_line, subject, measurement, run.
 """
 from .config import PRESETS, BlockConfig
 

@@ -5,6 +5,7 @@ unless it means something. So a diff of two cards shows what differs.
 """
 from . import machine
 from .iteration import BOTH, LAUNCHES, MODES
+from .peaks import YARDSTICKS
 from .result import Result, Row, launch_bound
 from .text import NOT_AVAILABLE, number, percent, wrap
 from .timing import CACHE_STATE
@@ -48,7 +49,7 @@ def _setting(r: Result) -> list[str]:
         _line("clock", f"{r.clock}; caches {CACHE_STATE}"),
         _line("throttled", _throttled(r)),
         _line("also on this GPU", _neighbours(r)),
-        _line("peaks", r.peaks),
+        *(_line(f"{yardstick} peaks", r.peaks.get(yardstick, NOT_AVAILABLE)) for yardstick in YARDSTICKS),
     ]
 
 
@@ -114,8 +115,12 @@ def _table(r: Result) -> list[str]:
         cells("settled", settled),
         numbers("tokens/s", lambda row: 1e3 * row.tokens / row.median if row.tokens else None, ",.0f"),
         numbers("TFLOP/s", lambda row: row.flops / row.median / 1e9 if row.flops else None, ".2f"),
-        cells("limit ms", [number(row.limit_ms, ".3f") for row in rows]),
-        cells("% of limit", [percent(row.percent_of_limit) for row in rows]),
+        *(cells(f"{yardstick} limit", [number(row.limit_by(yardstick), ".3f") for row in rows])
+          for yardstick in YARDSTICKS),
+        *(cells(f"% of {yardstick}", [percent(row.percent_of(yardstick)) for row in rows]) for yardstick in YARDSTICKS),
+        cells("J/iteration", [number(row.energy.joules if row.energy else None, ".3f") for row in rows]),
+        cells("J/1000 tokens", [number(_per_1000_tokens(row), ".3f") for row in rows]),
+        cells("mean W", [number(row.energy.watts if row.energy else None, ".0f") for row in rows]),
         cells("peak memory GiB", [number(row.peak_bytes / 2**30 if row.peak_bytes else None, ".2f") for row in rows]),
         cells("enqueue ms", [number(row.enqueue_ms, ".2f") for row in rows]),
         cells("launch-bound", bound),
@@ -123,8 +128,14 @@ def _table(r: Result) -> list[str]:
     ]
 
 
+def _per_1000_tokens(row: Row) -> float | None:
+    return 1e3 * row.energy.joules / row.tokens if row.energy and row.tokens else None
+
+
 def _evidence(r: Result) -> list[str]:
     missing = sorted({row.reason for row in r.rows.values() if row.reason and not row.timing})
+    if r.on_gpu:
+        missing += sorted({row.energy_reason for row in r.rows.values() if row.timing and not row.energy})
     meaning = "means nothing: Transformer Engine is emulated, only its numerics are real"
     lines = [_line("n/a because", "; ".join(missing) or "nothing is"),
              _line("timing", meaning if r.emulated else "of the real thing")]

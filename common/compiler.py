@@ -10,6 +10,7 @@ import stat
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -94,10 +95,17 @@ def end_as_told() -> None:
 
 
 def _remove(folder: str) -> None:
-    """Remove it, at the end of the process. Who is told to end once more meanwhile ends a moment later."""
+    """Remove it, at the end of the process. Who is told to end once more meanwhile ends a moment later.
+
+    A compiler that was told to end with this process may still write into the folder while it is removed.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    shutil.rmtree(folder, ignore_errors=True)
+    for _ in range(20):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.exists(folder):
+            break
+        time.sleep(0.1)
 
 
 def _inductor_folder() -> str:

@@ -5,8 +5,10 @@ Transformer Engine is imported when that is first asked, and not before: steps 0
 import contextlib
 import ctypes
 import functools
+import importlib
 import importlib.util
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -30,7 +32,7 @@ def choose(config: BlockConfig, values: dict[str, Tensor], device: torch.device 
     reason = why_not(config, next(iter(values.values())).dtype, torch.device(device))
     if reason:
         return emulation, f"emulated ({reason})"
-    _ask_for_cudnn_layer_norm(torch.device(device))
+    ask_for_cudnn_layer_norm(torch.device(device))
     return transformer_engine(), f"Transformer Engine {version()}"
 
 
@@ -65,6 +67,27 @@ def import_error() -> str | None:
 def version() -> str:
     """Transformer Engine's, which must have been imported."""
     return sys.modules["transformer_engine"].__version__
+
+
+def libraries_of(name: str) -> dict[str, str]:
+    """Library -> version, of those besides torch that an engine of that name brings: "torchao 0.18.0" brings torchao.
+
+    With Transformer Engine that is the cuDNN that it sees, which need not be torch's.
+    """
+    if name.startswith("Transformer Engine "):
+        cudnn = _cudnn_of_transformer_engine()
+        return {"transformer_engine_cudnn": cudnn} if cudnn else {}
+    if named := re.fullmatch(r"(\w+) (\d\S*)", name):
+        return {named[1]: named[2]}
+    return {}
+
+
+def _cudnn_of_transformer_engine() -> str | None:
+    """As 91900 for 9.19.0; None where it does not say."""
+    try:
+        return str(importlib.import_module("transformer_engine_torch").get_cudnn_version())
+    except (ImportError, AttributeError, RuntimeError):
+        return None
 
 
 @functools.cache
@@ -108,7 +131,7 @@ def _load_parts_of(cudnn: Path) -> None:
             ctypes.CDLL(str(part), ctypes.RTLD_GLOBAL)
 
 
-def _ask_for_cudnn_layer_norm(device: torch.device) -> None:
+def ask_for_cudnn_layer_norm(device: torch.device) -> None:
     """On Hopper. It writes FP8 as Transformer Engine's own kernels do; the study of peers has rows with it and without.
 
     Transformer Engine's modules have no argument for it. It looks at these variables when a process first normalises;

@@ -1,18 +1,13 @@
-"""The limit of a row (its roofline): the block's work, this machine's measured peaks, and the time that follows.
+"""The limit of a row (its roofline): the block's work, a machine's peaks, and the time that follows.
 
 The limit is the sum, over the operations that no implementation of the block can leave out, of
 max(FLOPs / peak FLOP/s, bytes / peak bytes/s), each reading its inputs once and writing its outputs once.
 Elementwise work that can ride on a matmul (bias, GELU, residual, casts) costs no pass here; a LayerNorm costs a pass of
 its own, because a row must be complete before the matmul behind it can start.
 """
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from .config import BlockConfig
-from .timing import clock_for, nothing
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,11 @@ class Operation:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Measured on this machine in this run: FLOP/s by dtype name, and bytes/s of a copy (read plus written)."""
+    """What a machine can do at most, by one yardstick: bytes/s of a copy (read plus written), and FLOP/s by name.
+
+    "float16" is the rate of matmuls in that dtype. "float16 attention" and "float16 attention backward" are those of
+    fused attention; where they are not known the matmuls' rate stands for them.
+    """
     flops: dict[str, float]
     bandwidth: float
 
@@ -87,6 +86,14 @@ def limit_ms(config: BlockConfig, a: Arithmetic, peaks: Peaks, backward: bool, n
     return 1e3 * seconds
 
 
+def ms_by_kind(config: BlockConfig, a: Arithmetic, peaks: Peaks, backward: bool) -> dict[str, float]:
+    """The same of a whole iteration by kind of operation: "matmul", "attention" and "memory"."""
+    times = dict.fromkeys(("matmul", "attention", "memory"), 0.0)
+    for operation in operations(config, a, backward):
+        times[operation.kind] += 1e3 * max(_seconds(operation, a, peaks))
+    return times
+
+
 def flop_bound(config: BlockConfig, a: Arithmetic, peaks: Peaks, backward: bool) -> float:
     """The share, 0 to 1, of the matmuls' and attention's limit that the FLOPs set; the bytes set the rest."""
     set_by_flops = whole = 0.0
@@ -105,99 +112,9 @@ def _seconds(operation: Operation, a: Arithmetic, peaks: Peaks) -> tuple[float, 
     moving = operation.bytes / peaks.bandwidth
     if operation.kind == "memory":
         return 0.0, moving
-    return operation.flops / peaks.flops[a.matmul if operation.kind == "matmul" else a.attention], moving
-
-
-def measure_peaks(config: BlockConfig, a: Arithmetic, device: torch.device, known: Peaks = Peaks({}, 0.0)) -> Peaks:
-    """The best matmul rate per dtype over the block's own shapes and a large square, and the copy bandwidth.
-
-    What `known` holds already is taken from there. Best rates, each after a short rest: a GPU at its power limit
-    multiplies slower, and how warm the last matmul left it must not decide what the next one is credited with. Random
-    operands: zeros run faster than data.
-    """
-    side = 8192 if device.type == "cuda" else 1024
-    E, F = config.hidden_size, config.ffn_hidden_size
-    shapes = sorted({(config.tokens, E, 3 * E), (config.tokens, E, F), (config.tokens, F, E), (side, side, side)})
-    rates = dict(known.flops)
-    for name in sorted({a.matmul, a.attention} - rates.keys()):
-        rates[name] = max(_matmul_rate(*shape, name, device) for shape in shapes)
-    if known.bandwidth:
-        return Peaks(rates, known.bandwidth)
-    source = torch.randn(2**28 if device.type == "cuda" else 2**26, device=device)      # far beyond any cache
-    target = torch.empty_like(source)
-    return Peaks(rates, 2 * source.nbytes / _best_seconds(lambda: target.copy_(source), device))
-
-
-class MeasuredPeaks:
-    """This machine's peaks, each measured when it is first asked for, and once more where a row passes it.
-
-    Whatever else ran meanwhile made them too low: the better of two measurements counts.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.known = Peaks({}, 0.0)
-        self._twice: set[Arithmetic] = set()
-
-    def of(self, config: BlockConfig, a: Arithmetic) -> Peaks:
-        """Those known so far, with those of this arithmetic."""
-        if not {a.matmul, a.attention} <= self.known.flops.keys():
-            self.known = measure_peaks(config, a, self.device, self.known)
-        return self.known
-
-    def again(self, config: BlockConfig, a: Arithmetic) -> bool:
-        """Measure those of this arithmetic once more. False where that has been done."""
-        if a in self._twice:
-            return False
-        self._twice.add(a)
-        second = measure_peaks(config, a, self.device)
-        rates = dict(self.known.flops)
-        for name, rate in second.flops.items():
-            rates[name] = max(rate, rates.get(name, 0.0))
-        self.known = Peaks(rates, max(self.known.bandwidth, second.bandwidth))
-        return True
-
-    def until_they_stay(self, hold: Callable[[], None]) -> None:
-        """Hold rows against these peaks; all of them again where one had the peaks measured once more."""
-        held_against = None
-        while held_against != self.known:
-            held_against = self.known
-            hold()
-
-    def in_words(self) -> str:
-        """float16 812 TFLOP/s; copy 4.1 TB/s (read + written)."""
-        rates = []
-        for name, rate in sorted(self.known.flops.items()):
-            rates.append(f"{name} {rate / 1e12:.{0 if rate > 1e13 else 2}f} TFLOP/s")
-        return f"{', '.join(rates)}; copy {self.known.bandwidth / 1e12:.3g} TB/s (read + written)"
-
-
-def _matmul_rate(m: int, k: int, n: int, dtype: str, device: torch.device) -> float:
-    """FLOP/s of an [m, k] x [k, n] matmul."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    try:
-        if dtype == "float8":
-            a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
-            b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn).t()
-            scale = torch.ones((), device=device)
-
-            def multiply():
-                torch._scaled_mm(a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True)
-        else:
-            kind = getattr(torch, "float32" if dtype == "tf32" else dtype)
-            a, b = torch.randn(m, k, device=device, dtype=kind), torch.randn(n, k, device=device, dtype=kind).t()
-
-            def multiply():
-                torch.mm(a, b)
-        return 2 * m * k * n / _best_seconds(multiply, device)
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _best_seconds(work, device: torch.device) -> float:
-    """The best of the samples that fit into about a tenth of a second, after a rest and a warm-up."""
-    clock = clock_for(device)
-    time.sleep(0.2 if device.type == "cuda" else 0)
-    first = min(clock.sample(work, nothing, 2))
-    return min(clock.sample(work, nothing, max(3, min(50, int(100 / first))))) / 1e3
+    if operation.kind == "matmul":
+        rate = peaks.flops[a.matmul]
+    else:
+        fused = peaks.flops.get(f"{a.attention} {operation.name}")
+        rate = peaks.flops[a.attention] if fused is None else fused
+    return operation.flops / rate, moving

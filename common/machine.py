@@ -1,5 +1,6 @@
 """Which machine this is: its properties and software, its clocks and power, other processes on it, its memory."""
 import contextlib
+import datetime
 import os
 import platform
 import re
@@ -18,13 +19,15 @@ from . import sources
 _THROTTLE = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal",
              0x80: "power brake"}
 
+
 def facts(device: torch.device) -> dict[str, Any]:
     """What does not change during a run: the machine, its software, the sources. Missing facts are None."""
     known: dict[str, Any] = {
         "device": "cpu", "name": _cpu_name(), "cpu_model": _cpu_name(), "cpu_threads": torch.get_num_threads(),
         "gpu_uuid": None, "torch": torch.__version__, "cuda": None, "cudnn": None, "driver": None,
-        "triton": _version("triton"), "transformer_engine": _version("transformer_engine"),
+        "triton": _version("triton"), "transformer_engine": _version("transformer_engine"), "numpy": _version("numpy"),
         "python": platform.python_version(), "git": sources.commit(), "sources": sources.digest(),
+        "began": datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds"),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -111,6 +114,46 @@ def _nvml(device: torch.device) -> Iterator[tuple[Any, Any]]:
         pass
     finally:
         pynvml.nvmlShutdown()
+
+
+class PowerMeter:
+    """A GPU's energy counter and power sensor, as NVML gives them. What can't be read is None."""
+    INSTANT = 186                              # NVML's field of the power at this moment
+
+    def __init__(self, nvml: Any, handle: Any):
+        self._nvml, self._handle = nvml, handle
+        self.averaged = self._instant() is None        # else NVML gives the mean of the last second, on most GPUs
+
+    def joules(self) -> float | None:
+        """Since the driver was loaded."""
+        try:
+            return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3
+        except self._nvml.NVMLError:
+            return None
+
+    def watts(self) -> float | None:
+        """At this moment, or of the second before where it is `averaged`."""
+        if not self.averaged:
+            return self._instant()
+        try:
+            return self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
+        except self._nvml.NVMLError:
+            return None
+
+    def _instant(self) -> float | None:
+        try:
+            field = self._nvml.nvmlDeviceGetFieldValues(self._handle, [self.INSTANT])[0]
+        except (self._nvml.NVMLError, AttributeError):
+            return None
+        return None if field.nvmlReturn else field.value.uiVal / 1e3
+
+
+@contextlib.contextmanager
+def power_meter(device: torch.device) -> Iterator[PowerMeter | None]:
+    """The meter of a GPU; None where there is no GPU, or it has no energy counter."""
+    with _nvml(device) as (nvml, handle):
+        meter = PowerMeter(nvml, handle) if nvml else None
+        yield None if meter is None or meter.joules() is None else meter
 
 
 def busy(readings: dict[str, Any]) -> bool:

@@ -1,9 +1,10 @@
 """One row of a card: how it is timed, in which state the machine was meanwhile, and which kernels ran."""
+import math
 from collections.abc import Callable
 
 import torch
 
-from . import compiler, evidence, machine, timing
+from . import compiler, energy, evidence, machine, timing
 from .iteration import BOTH, Iteration
 from .outcome import Failed
 from .result import Result, Row
@@ -43,7 +44,7 @@ def time_row(subject: Subject, mode: str, launch: str, row: Row, result: Result,
         row.timing = timing.measure(run, timing.clock_for(device), between, rule, progress,
                                     timing.calibration(device))
     if on_gpu:
-        row.state = under_load(device, run, between, 3)
+        steadily(device, run, between, row, row.timing.median)
         throttled = {*result.state.get("throttled", ()), *row.state.get("throttled", ())}
         result.state = dict(row.state)
         if "throttled" in row.state:
@@ -51,6 +52,17 @@ def time_row(subject: Subject, mode: str, launch: str, row: Row, result: Result,
         if launch == "eager":
             row.enqueue_ms = timing.enqueue_ms(run, between)
     between()
+
+
+def steadily(device: torch.device, run: Callable, between: Callable, row: Row, ms: float) -> None:
+    """Run what takes `ms` for a second or two without a pause: energy and machine state of `row`."""
+    count = max(3, math.ceil(1e3 * energy.seconds_needed() / ms))
+
+    def work() -> None:
+        row.state = under_load(device, run, between, count)
+    row.energy, row.energy_reason = energy.metered(device, work, count)
+    if not row.state:                                      # there was nothing to meter
+        row.state = under_load(device, run, between, 3)
 
 
 def under_load(device: torch.device, run: Callable, between: Callable, count: int) -> dict:

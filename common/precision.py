@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 _outside: str | None = None       # what the caller had set, while a backward is running
 
@@ -21,15 +22,17 @@ def float32_matmul_precision(precision: str):
     """
     def decorate(call):
         @functools.wraps(call)
-        def wrapped(block, x: Tensor) -> Tensor:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
             before = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision(precision)
             try:
-                y = call(block, x)
+                y = call(*args, **kwargs)
             finally:
                 torch.set_float32_matmul_precision(before)
-            if y.requires_grad:      # runs when the gradient of y arrives: before any kernel of this block's backward
-                y.register_hook(lambda gradient: _set_until_backward_ends(precision))
+            for output in [y] if isinstance(y, Tensor) else pytree.tree_leaves(y):
+                if isinstance(output, Tensor) and output.requires_grad:
+                    # Runs when the gradient of y arrives: before any kernel of this block's backward.
+                    output.register_hook(lambda gradient: _set_until_backward_ends(precision))
             return y
         return wrapped
     return decorate

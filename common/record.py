@@ -15,6 +15,7 @@ from typing import Any
 
 from .config import dtype_name
 from .iteration import BACKWARD, LAUNCHES, MODES
+from .peaks import BURST, COPY, DATA_SHEET, SUSTAINED, MeasuredPeaks
 from .result import Result, Row
 from .timing import CACHE_STATE
 
@@ -23,7 +24,7 @@ PARTS = ("attention", "GEMM", "softmax and mask", "normalisation and activation"
          "residual and other", "idle")  # of an iteration's time, as the metric "time by part" has them
 PASSES = (*MODES, BACKWARD)
 FLOPS_FORMULA = "8BSE^2 + 4BSEF + 2BS^2E forward (causal attention counted half), twice that more backward"
-LIBRARIES = ("torch", "cuda", "cudnn", "triton", "transformer_engine", "python")
+LIBRARIES = ("torch", "cuda", "cudnn", "triton", "transformer_engine", "numpy", "python")
 
 Record = dict[str, Any]
 
@@ -43,7 +44,10 @@ def record(r: Result, metric: str, unit: str, values: list[float], mode: str, la
         "schema": SCHEMA, "case": case, "status": r.status, "reason": r.reason, "config": config,
         "parameter_dtype": r.parameter_dtype, "autocast": r.autocast, "residual": r.residual, "engine": r.engine,
         "device": facts["device"], "git": facts["git"], "sources": facts["sources"], "caches": CACHE_STATE,
-        "run": r.run}
+        "run": r.run, "began": facts.get("began")}
+    if r.slowed_percent:
+        info["slowed_percent"] = r.slowed_percent
+    known = {name: facts[name] for name in LIBRARIES if facts.get(name)}
     memory = f"{facts['memory_gib']:.0f} GiB" if r.on_gpu else ""
     machine = {
         "driver": facts["driver"], "compute_capability": facts.get("compute_capability"),
@@ -57,7 +61,7 @@ def record(r: Result, metric: str, unit: str, values: list[float], mode: str, la
                    "extra_info": {"unit": unit} | extra},
         "runners": [{"name": facts["name"], "type": facts["device"], "gpu_info": facts["name"] if r.on_gpu else "",
                      "gpu_count": int(r.on_gpu), "gpu_mem_info": memory, "extra_info": machine | r.state}],
-        "dependencies": {name: {"version": str(facts[name])} for name in LIBRARIES if facts[name]},
+        "dependencies": {name: {"version": str(version)} for name, version in (known | r.libraries).items()},
     }
 
 
@@ -110,10 +114,38 @@ def _timed(r: Result, mode: str, launch: str, row: Row) -> list[Record]:
 
     add("throughput", "tokens/s", 1e3 * row.tokens / median if row.tokens else None)
     add("rate", "FLOP/s", 1e3 * row.flops / median if row.flops else None, formula=FLOPS_FORMULA)
-    add("limit", "ms", row.limit_ms, flop_bound=row.flop_bound)
+    add("limit", "ms", row.limit_ms, flop_bound=row.flop_bound, by_kind=row.limits.get(BURST))
     add("percent of limit", "%", row.percent_of_limit)
+    for yardstick in (SUSTAINED, DATA_SHEET):
+        add(f"{yardstick} limit", "ms", row.limit_by(yardstick), by_kind=row.limits.get(yardstick))
+        add(f"percent of {yardstick} limit", "%", row.percent_of(yardstick))
+    if used := row.energy:
+        add("energy", "J", used.joules, watts=used.watts, sampled_watts=used.sampled_watts, seconds=used.seconds,
+            joules_per_1000_tokens=1e3 * used.joules / row.tokens if row.tokens else None)
     add("peak memory", "bytes", row.peak_bytes)
     add("enqueue", "ms", row.enqueue_ms)
+    return lines
+
+
+def peak_records(r: Result, peaks: MeasuredPeaks) -> list[Record]:
+    """A line for each peak of this machine, by each yardstick, and how it was measured."""
+    lines = []
+
+    def add(yardstick: str, name: str, rate: float, **extra: Any) -> None:
+        unit = "bytes/s" if name == COPY else "FLOP/s"
+        lines.append(record(r, "peak", unit, [rate], "run", yardstick=yardstick, of=name, **extra))
+
+    for name, sustained in peaks.sustained.items():
+        add(SUSTAINED, name, sustained.rate, work=sustained.work.what, seconds=sustained.seconds,
+            settled=sustained.settled, state=sustained.state, in_rounds=sustained.in_rounds,
+            data="normal random numbers")
+    of_yardsticks = {BURST: peaks.known} | ({DATA_SHEET: peaks.sheet[0]} if peaks.sheet else {})
+    for yardstick, known in of_yardsticks.items():
+        source = {"source": peaks.sheet[1]} if peaks.sheet and yardstick == DATA_SHEET else {}
+        for name, rate in known.flops.items():
+            add(yardstick, name, rate, **source)
+        if known.bandwidth:
+            add(yardstick, COPY, known.bandwidth, **source)
     return lines
 
 

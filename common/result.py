@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from .config import BlockConfig, dtype_name
+from .energy import Energy
 from .evidence import Evidence
+from .peaks import SUSTAINED
 from .timing import Timing
 from .traits import Traits
 
@@ -35,11 +37,14 @@ class Row:
     reason: str = ""                     # where there is no timing
     flops: float = 0.0                   # of one iteration
     tokens: int = 0
-    limit_ms: float | None = None
+    limit_ms: float | None = None        # by the peaks of a burst
     flop_bound: float | None = None      # share of the matmuls' and attention's limit that FLOPs set, not bytes
+    limits: dict[str, dict[str, float]] = field(default_factory=dict)    # yardstick -> kind of operation -> ms
     peak_bytes: int | None = None
     enqueue_ms: float | None = None      # host time to enqueue one iteration; eager rows on a GPU
     state: dict[str, Any] = field(default_factory=dict)      # the machine's in the midst of it, where known apart
+    energy: Energy | None = None
+    energy_reason: str = "no GPU"        # where there is none
 
     @property
     def median(self) -> float | None:
@@ -48,6 +53,20 @@ class Row:
     @property
     def percent_of_limit(self) -> float | None:
         return 100 * self.limit_ms / self.median if self.limit_ms and self.median else None
+
+    def limit_by(self, yardstick: str) -> float | None:
+        """The limit in ms by the peaks of that yardstick; None where they are not known."""
+        return sum(self.limits[yardstick].values()) if yardstick in self.limits else None
+
+    def percent_of(self, yardstick: str) -> float | None:
+        """How much of that limit is reached."""
+        limit_ms = self.limit_by(yardstick)
+        return 100 * limit_ms / self.median if limit_ms and self.median else None
+
+    @property
+    def beyond_its_limit(self) -> bool:
+        """Whether it is faster than the measured peaks allow: they came out too low."""
+        return max(self.percent_of_limit or 0.0, self.percent_of(SUSTAINED) or 0.0) > 100
 
 
 @dataclass
@@ -84,10 +103,11 @@ class Result:
     reason: str = ""
     matmul: str = ""
     engine: str = "PyTorch"
+    libraries: dict[str, str] = field(default_factory=dict)      # name -> version, of those that only this case uses
     emulated: bool = False
     residual: str = "float32"
     autocast_off: str = ""                 # why it is, where the case would have it on
-    peaks: str = "n/a"
+    peaks: dict[str, str] = field(default_factory=dict)      # yardstick -> its peaks in words
     errors: dict[str, tuple[float, float | None]] = field(default_factory=dict)   # what -> (error, gate)
     worst_parameter: str = ""              # whose gradient is furthest off
     compilation: Compilation | None = None
@@ -97,6 +117,7 @@ class Result:
     study: str = "step"                    # who measured: a step's script, or one of benchmarks/
     run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])         # the same in all records of one process
     neighbours: list[str] = field(default_factory=list)
+    slowed_percent: float = 0.0            # on purpose, to see whether that is found
     state: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -19,13 +19,14 @@ Key = TypeVar("Key", bound=Hashable)
 def interleaved(iterations: Mapping[Key, Callable], clock: Clock, rounds: int,
                 between: Mapping[Key, Callable] | None = None, seed: int = 0,
                 progress: Callable[[int], None] | None = None, expected: Mapping[Key, float] | None = None,
-                behind: Callable[[int, Key], None] | None = None) -> dict[Key, Samples]:
+                visit: Callable[[int, Key, Callable[[], None]], None] | None = None) -> dict[Key, Samples]:
     """Key -> `rounds` samples in ms and their offsets in seconds; sample i of every key comes from round i.
 
     `iterations` and `between` go from any key to a callable. A GPU at its power cap runs for a moment at the clocks
     that the work before left it, another's here: so a sample is taken behind `clock.settle_ms` of the same work.
     `expected` holds the ms of an iteration by key, where that is known. `progress` gets the number of each round as it
-    begins; `behind` gets that number and a key behind each of its samples.
+    begins. `visit` gets that number, a key and what takes its sample, which it must call once: so other work can come
+    before a sample or behind it.
     """
     order, shuffle, between, expected = list(iterations), random.Random(seed), between or {}, dict(expected or {})
     samples: dict[Key, Samples] = {key: ([], []) for key in iterations}
@@ -37,11 +38,15 @@ def interleaved(iterations: Mapping[Key, Callable], clock: Clock, rounds: int,
             work = iterations[key], between.get(key, nothing)
             if key not in expected:
                 expected[key] = clock.sample(*work, 1)[0] if clock.settle_ms else math.inf
-            taken, offsets = samples[key]
-            offsets.append(since_start())
-            taken.append(statistics.median(clock.sample(*work, *burst(clock, expected[key]))))
-            if behind:
-                behind(number, key)
+
+            def take(key: Key = key, work: tuple[Callable, Callable] = work) -> None:
+                taken, offsets = samples[key]
+                offsets.append(since_start())
+                taken.append(statistics.median(clock.sample(*work, *burst(clock, expected[key]))))
+            if visit:
+                visit(number, key, take)
+            else:
+                take()
     return samples
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from . import compiler, limit, machine, measurement, memory, steps, timing
+from . import compiler, machine, measurement, memory, steps, timing
 from .card import card
 from .command_line import (
     Parser,
@@ -29,7 +29,8 @@ from .config import DTYPES, FP8_WEIGHTS, BlockConfig, dtype_name
 from .exclusive import alone, process_seconds
 from .iteration import BOTH, LAUNCHES, MODES
 from .outcome import EXIT, Failed, judged
-from .record import check_records, record, row_records, status_record
+from .peaks import BURST, SUSTAINED, YARDSTICKS, MeasuredPeaks
+from .record import check_records, peak_records, record, row_records, status_record
 from .record_file import RecordFile, WriteError
 from .result import Result, Row
 from .steps import Step
@@ -208,11 +209,13 @@ def _measure(step: Step, options: argparse.Namespace, result: Result) -> None:
         say = progress.set_description_str
         block = prepare(step.build, options.parameter_dtype, device, options.seed, result, say)
         options.file.write(check_records(result))
-        peaks = limit.MeasuredPeaks(device)
+        peaks = MeasuredPeaks(device)
         if not result.emulated and block.arithmetic:
             say("measuring this machine's peaks")
             peaks.of(config, block.arithmetic)
-            result.peaks = peaks.in_words()
+            peaks.sustain(config, block.arithmetic)
+            peaks.release()
+            result.peaks = _in_words(peaks)
         for mode in MODES:
             _time(block, mode, options, result, say)
             if not result.emulated:
@@ -223,6 +226,7 @@ def _measure(step: Step, options: argparse.Namespace, result: Result) -> None:
             options.file.write(row_records(result, mode))
             if result.evidence[mode].verdict == "refuted":
                 raise Failed(f"{mode} did not run as step {step.number} claims: {result.evidence[mode].because}")
+        options.file.write(peak_records(result, peaks))
 
 
 def _time(block: BlockSubject, mode: str, options: argparse.Namespace, result: Result, say: Callable) -> None:
@@ -247,7 +251,11 @@ def _time(block: BlockSubject, mode: str, options: argparse.Namespace, result: R
         result.state = machine.state(device)
 
 
-def _hold_against_limit(block: BlockSubject, result: Result, peaks: limit.MeasuredPeaks) -> None:
+def _in_words(peaks: MeasuredPeaks) -> dict[str, str]:
+    return {yardstick: peaks.in_words(yardstick) for yardstick in YARDSTICKS}
+
+
+def _hold_against_limit(block: BlockSubject, result: Result, peaks: MeasuredPeaks) -> None:
     """Set the limits of all rows so far: of an earlier pass again, since the peaks may have been measured again."""
     def hold() -> None:
         for (mode, _), row in result.rows.items():
@@ -255,13 +263,15 @@ def _hold_against_limit(block: BlockSubject, result: Result, peaks: limit.Measur
                 block.hold_against_limit(row, mode, peaks)
 
     peaks.until_they_stay(hold)
-    beyond = []
-    for (mode, launch), row in result.rows.items():
-        if row.flops and (row.percent_of_limit or 0.0) > 100:
-            beyond.append(f"{mode}, {launch}")
-    result.peaks = peaks.in_words()
-    if beyond:
-        result.peaks += f"; measured twice, and too low for {' and '.join(beyond)}"
+    peaks.release()
+    result.peaks = _in_words(peaks)
+    for yardstick in (SUSTAINED, BURST):
+        beyond = []
+        for (mode, launch), row in result.rows.items():
+            if row.flops and (row.percent_of(yardstick) or 0.0) > 100:
+                beyond.append(f"{mode}, {launch}")
+        if beyond:
+            result.peaks[yardstick] += f"; measured twice, and too low for {' and '.join(beyond)}"
 
 
 def _out_of_memory(step: Step, options: argparse.Namespace) -> str:

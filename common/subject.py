@@ -14,6 +14,7 @@ from .config import BlockConfig, dtype_name
 from .iteration import BOTH, FORWARD, Iteration
 from .limit import Arithmetic
 from .outcome import Failed
+from .peaks import MeasuredPeaks
 from .result import Compilation, Result, Row
 
 Build = Callable[[BlockConfig, dict[str, Tensor], torch.device], nn.Module]
@@ -54,7 +55,7 @@ class Subject:
         """Of one call; 0 where they are not counted."""
         return 0.0
 
-    def hold_against_limit(self, row: Row, mode: str, peaks: limit.MeasuredPeaks) -> None:
+    def hold_against_limit(self, row: Row, mode: str, peaks: MeasuredPeaks) -> None:
         """Set the limit of a row, where its work has one."""
 
     @property
@@ -80,7 +81,7 @@ class BlockSubject(Subject):
         """Of its matmuls, causal attention counted as the half it needs."""
         return limit.flops(self.config, mode == BOTH)
 
-    def hold_against_limit(self, row: Row, mode: str, peaks: limit.MeasuredPeaks) -> None:
+    def hold_against_limit(self, row: Row, mode: str, peaks: MeasuredPeaks) -> None:
         """Set the limit of a row. Where the row passes it, the peaks came out too low and are measured once more."""
         if self.arithmetic is None:
             return
@@ -88,7 +89,9 @@ class BlockSubject(Subject):
             known = peaks.of(self.config, self.arithmetic)
             row.limit_ms = limit.limit_ms(self.config, self.arithmetic, known, mode == BOTH)
             row.flop_bound = limit.flop_bound(self.config, self.arithmetic, known, mode == BOTH)
-            if (row.percent_of_limit or 0.0) <= 100 or not peaks.again(self.config, self.arithmetic):
+            for yardstick, of_it in peaks.by_yardstick(self.config, self.arithmetic).items():
+                row.limits[yardstick] = limit.ms_by_kind(self.config, self.arithmetic, of_it, mode == BOTH)
+            if not row.beyond_its_limit or not peaks.again(self.config, self.arithmetic):
                 return
 
 
@@ -115,6 +118,7 @@ def prepare(build: Build, parameter_dtype: torch.dtype, device: torch.device, se
     dy = _random(config, seed + 2).to(device, parameter_dtype)
     dy = dy.to(getattr(block, "output_dtype", dy.dtype))
     result.engine = getattr(block, "engine", "PyTorch")
+    result.libraries = engine.libraries_of(result.engine)
     result.emulated = result.engine.startswith("emulated")
     if compiler.holds_compiled(block) and (missing := compiler.missing(device)):
         raise NotImplementedError(missing)

@@ -98,6 +98,17 @@ class EventClock:
         offsets = [offset + first.elapsed_time(start) / 1e3 for start, _ in pairs]
         return [start.elapsed_time(stop) for start, stop in pairs], offsets
 
+    def together(self, work: Callable, count: int, meanwhile: Callable[[], None]) -> float:
+        """The ms of `count` repetitions with nothing in between; `meanwhile` is called while they run."""
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(count):
+            work()
+        stop.record()
+        meanwhile()
+        torch.cuda.synchronize()
+        return start.elapsed_time(stop)
+
 
 class HostClock:
     """Wall-clock time of each iteration by perf_counter_ns, in ms: for work that runs on the CPU itself."""
@@ -119,6 +130,15 @@ class HostClock:
             iteration()
             samples.append((time.perf_counter_ns() - start) / 1e6)
         return samples, offsets
+
+    def together(self, work: Callable, count: int, meanwhile: Callable[[], None]) -> float:
+        """The ms of `count` repetitions with nothing in between; `meanwhile` is called behind them."""
+        start = time.perf_counter_ns()
+        for _ in range(count):
+            work()
+        milliseconds = (time.perf_counter_ns() - start) / 1e6
+        meanwhile()
+        return milliseconds
 
 
 Clock = EventClock | HostClock
@@ -159,6 +179,20 @@ def calibration(device: torch.device | str) -> dict[str, Callable]:
     if on_gpu:
         return {"gemm": matmul(8192, torch.float16)} | work | {"gemm float32": matmul(4096, torch.float32)}
     return {"gemm": matmul(1024, torch.float32)} | work
+
+
+def copying_for(device: torch.device | str, milliseconds: float) -> Callable[[], None]:
+    """Copies that take that long. A copy is bound by memory, whose clock stays when a GPU's power is short."""
+    source = torch.ones(2**27 if torch.device(device).type == "cuda" else 2**22, device=device)
+    target = torch.empty_like(source)
+    whole_ms = statistics.median(clock_for(device).sample(lambda: target.copy_(source), nothing, 5))
+    repeats = math.ceil(milliseconds / whole_ms)
+    elements = max(1, round(source.numel() * milliseconds / (whole_ms * repeats)))
+
+    def copy() -> None:
+        for _ in range(repeats):
+            target[:elements].copy_(source[:elements])
+    return copy
 
 
 def measure(iteration: Callable, clock: Clock, between: Callable = nothing, rule: StopRule = StopRule(),

@@ -21,6 +21,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from benchmarks import studies
 from common import compiler as compilers
 from common import engine, limit, precision, subject, timing, traits
+from tests.helpers.made_results import sustained
 
 TIERS = ("unit", "integration", "stress")
 
@@ -115,7 +116,8 @@ def studies_in_seconds(monkeypatch):
     dtypes = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
     peaks = limit.Peaks(dict.fromkeys(dtypes, 1e12), 1e11)
     small = torch.ones(16)
-    monkeypatch.setattr(limit, "measure_peaks", lambda *_: peaks)
+    monkeypatch.setattr("common.peaks.measure_burst", lambda *_: peaks)
+    monkeypatch.setattr("common.peaks.measure_sustained", lambda config, name, device: sustained(name, small.sum))
     monkeypatch.setattr(timing, "calibration", lambda device: dict.fromkeys(("gemm", "copy"), small.sum))
     monkeypatch.setattr(timing.EventClock, "settle_ms", 1.0)
     monkeypatch.setattr(timing.EventClock, "burst_ms", 1.0)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import studies
 from benchmarks.measure import options
-from benchmarks.records import compare
+from benchmarks.records import about, compare
 from benchmarks.show import pages
 from common import run, steps
 from common.command_line import Parser
@@ -72,6 +72,8 @@ def parser_of(words: list[str]) -> tuple[Parser, list[str]] | None:
             return None
         if module == "compare":
             return compare.parser(), arguments
+        if module == "records":
+            return about.parser(), arguments
         study = studies.load(module)
         parser = options.parser(study.name, study.doc)
         study.add_arguments(parser)

@@ -72,6 +72,8 @@ class Group:
     modes: Sequence[str] = MODES
     profiled: int = 0                      # the first so many rounds have iterations under the profiler
     calibrated: bool = True                # a matmul and a copy take part in the rounds
+    metered: bool = False                  # joules of an iteration, by the faster way of launching
+    sustained: bool = False                # limits by what the machine sustains too; all cases are then of one shape
     watched: bool = True                   # peak memory and the host's time to launch are measured, too
     may_not_fit: bool = False              # memory that runs out in the rounds ends these cases, not the study
     clock: Callable[[torch.device], timing.Clock] = timing.clock_for

@@ -4,6 +4,7 @@ It builds and checks each case, times all that passed in the same interleaved ro
 for calibration, looks at their kernels, and writes records as they become final. It shows progress, and it goes on
 without what was compiled again, or does not fit.
 """
+import dataclasses
 import functools
 import gc
 import math
@@ -11,23 +12,24 @@ import statistics
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from benchmarks.measure import attribution
 from benchmarks.measure.cases import Case, Group, Setting
 from benchmarks.measure.progress import Progress
-from common import compiler, engine, limit, machine, measurement, memory, rounds, timing
+from common import compiler, engine, machine, measurement, memory, rounds, timing
 from common.config import BlockConfig, dtype_name
 from common.iteration import LAUNCHES, Iteration
 from common.outcome import Failed, is_out_of_memory, judged
-from common.record import Record, check_records, record, row_records, status_record
+from common.peaks import MeasuredPeaks
+from common.record import Record, check_records, peak_records, record, row_records, status_record
 from common.record_file import RecordFile
 from common.result import Result, Row
 from common.subject import Subject
 
 WARM_UP_ROUNDS = 2
+_PEAK = "peak: "                           # what sustained peaks are called beside other calibrations
 
 
 @dataclass(eq=False)
@@ -53,16 +55,17 @@ class Session:
     """Keeps the results and records of what it measures, and knows where its time goes."""
 
     def __init__(self, study: str, device: torch.device, rounds_: int, seed: int = 0,
-                 launches: Sequence[str] | None = None, file: RecordFile | None = None):
+                 launches: Sequence[str] | None = None, file: RecordFile | None = None, slow_down: float = 0.0):
         self.study, self.device, self.rounds, self.seed = study, device, rounds_, seed
         self.launches = launches or (LAUNCHES if device.type == "cuda" else LAUNCHES[:1])
         self.file = file or RecordFile(None)
+        self.slow_down = slow_down                               # percent that every case is made slower on purpose
         self.facts = machine.facts(device)
         self.neighbours = machine.neighbours(device)
         self.run = uuid.uuid4().hex[:12]
         self.lines: list[Record] = []                            # every record, written or not
         self.entries: list[Entry] = []
-        self.peaks = limit.MeasuredPeaks(device)
+        self.peaks = MeasuredPeaks(device)
         self.has_compiled = False                                # whether a block has been: the first is timed cold
         self.progress = Progress()
 
@@ -76,11 +79,12 @@ class Session:
         self.file.write(lines)
 
     def finish(self, config: BlockConfig) -> str:
-        """Where the wall time went, in two lines: what a run is for, and the rest; a record holds it too."""
+        """Where the wall time went, in two lines; a record holds it too, and others the peaks that were measured."""
         seconds = self.progress.finish()
         whole = Result("", config, "float32", self.facts, study=self.study, run=self.run)
-        self.write([record(whole, "wall time", "s", [sum(seconds.values())], "run", phases=seconds,
-                           rest=self.progress.overhead())])
+        self.write([*peak_records(whole, self.peaks),
+                    record(whole, "wall time", "s", [sum(seconds.values())], "run", phases=seconds,
+                           purposes=self.progress.by_purpose(), rest=self.progress.left_over())])
         return self.progress.in_words()
 
     def measure(self, group: Group, keep: bool = False) -> None:
@@ -90,10 +94,12 @@ class Session:
         """
         for case in group.cases:
             self.prepare(case)
-        self.say("peaks of this machine")                 # now: the rounds fill the memory with graphs
+        self.say("calibrating: peaks of this machine")    # now: the rounds fill the memory with graphs
         for entry in self.alive():
             if entry.subject:
                 entry.subject.hold_against_limit(Row(), group.modes[0], self.peaks)
+            if group.sustained and entry.subject and entry.subject.arithmetic and entry.case.config:
+                self.peaks.sustain(entry.case.config, entry.subject.arithmetic)
         for mode in group.modes:
             try:
                 self.time(group, mode)
@@ -109,7 +115,7 @@ class Session:
         """Build and check a case. What went wrong is the status of its result, and its subject is then None."""
         result = Result(case.name, case.config, dtype_name(case.parameter_dtype), self.facts, step=case.step,
                         traits=case.traits, variant=dict(case.variant), study=self.study, run=self.run,
-                        neighbours=self.neighbours)
+                        neighbours=self.neighbours, slowed_percent=self.slow_down)
         if case.config is not None:
             result.matmul = case.traits.arithmetic(case.config, case.parameter_dtype, self.device).matmul
         entry = Entry(case, result)
@@ -143,36 +149,53 @@ class Session:
         if not works:
             return
         clock = group.clock(self.device)
-        calibrations = timing.calibration(self.device) if group.calibrated else {}
-        for name, call in calibrations.items():
-            works[None, name] = Work(call, timing.nothing)
+        if group.calibrated:
+            for name, call in timing.calibration(self.device).items():
+                works[None, name] = Work(call, timing.nothing)
+        for name, sustained in self.peaks.sustained.items():
+            works[None, _PEAK + name] = Work(sustained.work.call, timing.nothing)
         self.say(f"warming up, {mode}")
         expected = self._warm_up(mode, works, clock)
         chosen = self._faster(expected)
+        if self.slow_down:
+            works = self._slowed(works, expected)
         profiler = attribution.Profiled(self.device)
 
-        def look_into(number: int, key: Key) -> None:
+        def visit(number: int, key: Key, take: Callable[[], None]) -> None:
             entry, launch = key
-            if entry is None or chosen.get(entry) != launch:
-                return
+            if entry is None:
+                self.say("calibrating")
+                return take()
             work = works[key]
-            if number == self.rounds - 1:
-                entry.result.state = self._state(work, expected[key])
-                self.say(f"sampling {mode}")
-            if number < group.profiled:
+            looked_into = chosen.get(entry) == launch
+            profiled = looked_into and number < group.profiled
+
+            def profile() -> None:
+                self.say(f"profiling {mode}")
                 profiler.burst(entry, number, work.run, work.between, expected[key])
 
-        samples = self._sample(mode, works, clock, expected, look_into)
+            # The second of two bursts finds the GPU warmer: so each is the second in half of the rounds.
+            if profiled and number % 2:
+                profile()
+            self.say(f"sampling {mode}")
+            take()
+            if profiled and not number % 2:
+                profile()
+            if looked_into and number == self.rounds - 1:
+                self._read_state(entry, mode, launch, work, expected[key], group.metered)
+
+        samples = self._sample(mode, works, clock, expected, visit)
         if samples is None:                                   # something was compiled again: time the others without it
             del works, profiler
             return self.time(group, mode)
+        self.progress.sampled(sum(_timed_seconds(clock, key, samples, expected) for key in works))
         self._fill_rows(mode, works, samples, clock)
         self.write(group.timed([(entry.result, entry.subject) for entry in chosen if entry.subject], mode))
         for entry, launch in chosen.items():
             self._explain(entry, mode, works, profiler, launch, samples)
 
     def _sample(self, mode: str, works: dict[Key, Work], clock: timing.Clock, expected: dict[Key, float],
-                look_into: Callable[[int, Key], None]) -> dict[Key, timing.Samples] | None:
+                visit: Callable[[int, Key, Callable[[], None]], None]) -> dict[Key, timing.Samples] | None:
         """The samples of all rounds. None where a case was compiled again meanwhile: it has failed."""
         self.say(f"sampling {mode}")
 
@@ -183,7 +206,7 @@ class Session:
         calls = [entry.subject.call for entry in self.alive() if entry.subject]
         try:
             with compiler.compiled_for_good(*calls):
-                return rounds.interleaved(runs, clock, self.rounds, between, self.seed, show, expected, look_into)
+                return rounds.interleaved(runs, clock, self.rounds, between, self.seed, show, expected, visit)
         except Failed as error:
             reason = str(error)
         for entry in self._compiled_again(works):
@@ -193,8 +216,13 @@ class Session:
     def _fill_rows(self, mode: str, works: dict[Key, Work], samples: dict[Key, timing.Samples], clock: timing.Clock
                    ) -> None:
         """Put the samples into the rows, per call, and hold the rows against their limits."""
-        self.say("peaks of this machine")
-        calibration = {name: taken for (entry, name), (taken, _) in samples.items() if entry is None}
+        self.say("calibrating: peaks of this machine")
+        calibration: dict[str, list[float]] = {}
+        for (entry, name), (taken, _) in samples.items():
+            if entry is None and name.startswith(_PEAK):
+                self.peaks.took_part(name.removeprefix(_PEAK), taken)
+            elif entry is None:
+                calibration[name] = taken
         for (entry, launch), (taken, offsets) in samples.items():
             if entry is None or entry.subject is None:
                 continue
@@ -313,6 +341,20 @@ class Session:
                 would.append(entry)
         return would or could
 
+    def _slowed(self, works: dict[Key, Work], expected: dict[Key, float]) -> dict[Key, Work]:
+        """The same work, each case's with copies behind it that take `slow_down` percent of its time."""
+        slowed = dict(works)
+        for key, work in works.items():
+            if key[0] is None:
+                continue
+            copy = timing.copying_for(self.device, expected[key] * self.slow_down / 100)
+
+            def run(of: Work = work, copy: Callable = copy) -> None:
+                of.run()
+                copy()
+            slowed[key] = dataclasses.replace(work, run=run)
+        return slowed
+
     def _faster(self, expected: dict[Key, float]) -> dict[Entry, str]:
         """Case -> its faster way of launching."""
         chosen: dict[Entry, str] = {}
@@ -321,11 +363,20 @@ class Session:
                 chosen[entry] = launch
         return chosen
 
-    def _state(self, work: Work, ms: float) -> dict[str, Any]:
-        """The machine's state while it does this work, for 150 ms or three times: clocks follow the work."""
+    def _read_state(self, entry: Entry, mode: str, launch: str, work: Work, ms: float, metered: bool) -> None:
+        """The machine's state while it does this work, for 150 ms or three times: clocks follow the work.
+
+        Where the work is `metered` it runs for a second or two, and a row gets the energy of an iteration.
+        """
+        on_gpu = self.device.type == "cuda"
+        if metered and on_gpu:
+            self.say(f"metering {mode}")
+            measurement.steadily(self.device, work.run, work.between, entry.result.rows[mode, launch], ms)
+            entry.result.state = entry.result.rows[mode, launch].state
+            return
         self.say("reading clocks")
-        count = max(3, math.ceil(150 / ms)) if self.device.type == "cuda" else 0
-        return measurement.under_load(self.device, work.run, work.between, count)
+        count = max(3, math.ceil(150 / ms)) if on_gpu else 0
+        entry.result.state = measurement.under_load(self.device, work.run, work.between, count)
 
     # ------------------------------------------------------------------------------------------------------- letting go
 
@@ -356,6 +407,17 @@ class Session:
         if case.config is not None:
             fits = memory.that_fits(case.config, case.traits, self.device, machine.memory_total(self.device))
         return f"{machine.peak_in_words(self.device)}; {fits}"
+
+
+def _timed_seconds(clock: timing.Clock, key: Key, samples: dict[Key, timing.Samples], expected: dict[Key, float]
+                   ) -> float:
+    """Seconds of the timed iterations of a case; those of a calibration count as calibrating."""
+    entry, _ = key
+    if entry is None:
+        return 0.0
+    timed, _ = rounds.burst(clock, expected[key])
+    taken, _ = samples[key]
+    return timed * sum(taken) / 1e3
 
 
 def _calls(works: dict[Key, Work]) -> tuple[dict[Key, Callable], dict[Key, Callable]]:

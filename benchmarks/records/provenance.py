@@ -12,6 +12,8 @@ def cautions(told: Iterable[Run]) -> list[str]:
     for run in told:
         if run.status != "ok":
             said[f"{run.label}: {run.status}: {run.info['reason']}"] = None
+        if slowed := run.info.get("slowed_percent"):
+            said[f"every row was made {slowed:g} % slower on purpose"] = None
         said |= dict.fromkeys(unproven(run))
         for line in run.lines:
             said |= dict.fromkeys(_cautions_of(line, run.label))
@@ -44,23 +46,24 @@ def unproven(run: Run) -> list[str]:
     return said
 
 
+# The libraries that every record names; those of some cases alone are in `python -m benchmarks records`.
+EVERYWHERE = ("torch", "cuda", "cudnn", "triton")
+
+
 def provenance(lines: list[Record]) -> str:
     """One sentence: the machine, the versions and the commit of a set of records."""
-    libraries: dict[str, set[str]] = {}
-    for line in lines:
-        for name in versions(line):
-            libraries.setdefault(name, set())
-    for line in lines:
-        for name, versions_of_it in libraries.items():
-            versions_of_it.add(versions(line).get(name, "unknown"))
-    engines = sorted(libraries.pop("transformer_engine", set()) - {"unknown"})
-    libraries.pop("python", None)
-    software = ", ".join(f"{name} {' and '.join(sorted(each))}" for name, each in libraries.items())
+    known = {name for line in lines for name in versions(line)}
+    software = ", ".join(f"{name} {_versions_of(name, lines)}" for name in EVERYWHERE if name in known)
+    engines = sorted({versions(line)["transformer_engine"] for line in lines if "transformer_engine" in versions(line)})
     shapes = list(dict.fromkeys(shape(line) for line in lines if metric(line) != "wall time"))
     sizes = shapes[0] if len(shapes) == 1 else f"{len(shapes) or 'no'} shapes"
     driver = runner(lines[0])["extra_info"].get("driver")
     return (f"{runner(lines[0])['name']}, {sizes}; {software}, Transformer Engine {' and '.join(engines) or 'none'}"
             f"{f', driver {driver}' if driver else ''}; commit {commits(lines)}.")
+
+
+def _versions_of(library: str, lines: list[Record]) -> str:
+    return " and ".join(sorted({versions(line).get(library, "unknown") for line in lines}))
 
 
 def commits(lines: Iterable[Record]) -> str:

@@ -6,22 +6,26 @@ A part stands in a page between `<!-- begin NAME -->` and `<!-- end NAME -->`.
 """
 import argparse
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from benchmarks.records import RESULTS, compare
+from benchmarks.records.gains import gain
 from benchmarks.records.provenance import commits, provenance, unproven
-from benchmarks.records.read import BadRecords, Run, latest, metric, paired, read, shape
+from benchmarks.records.read import BadRecords, Run, info, latest, metric, paired, read, shape
 from benchmarks.show import charts
 from benchmarks.show.charts import Charts
+from benchmarks.show.tables import joules, percent_of
 from common import steps
 from common.command_line import Parser, early_ends
 from common.iteration import BOTH, LAUNCHES, MODES
 from common.outcome import EXIT
+from common.peaks import BURST, SUSTAINED
 from common.record import Record
-from common.text import markdown, number, percent, ratio
+from common.text import NOT_AVAILABLE, figures, markdown, number, percent, ratio
 
 ROOT = steps.ROOT
 PAGES = [ROOT / name for name in ("README.md", "common/README.md", "benchmarks/README.md",
@@ -92,6 +96,7 @@ def long_tables(studies: Sequence[Question]) -> dict[Path, str]:
 def parts_of(studies: Sequence[Question]) -> dict[str, Callable[[], str]]:
     """Name -> what makes its Markdown, of every part there is."""
     parts: dict[str, Callable[[], str]] = {"summary": summary, "compare": comparisons, "card": card,
+                                           "sensitivity": sensitivity, "attribution": attribution,
                                            "questions": lambda: questions(studies)}
     for before, after in zip(steps.ALL, steps.ALL[1:], strict=False):
         parts[f"diff {before.number} {after.number}"] = lambda a=before, b=after: diff(a, b)    # type: ignore[misc]
@@ -131,19 +136,24 @@ def scripts_table(lines: list[Record]) -> str:
     rows = []
     for run in runs:
         if not all(runs[0].best(mode) and run.best(mode) for mode in MODES):
-            rows.append([run.label] + ["n/a"] * 9)
+            rows.append([run.label] + ["n/a"] * 11)
             continue
         own_ms, previous_ms = run.best_ms(BOTH), plain.get((run.step or 0) - 1)
         medians = [number(run.median(mode, launch), ".2f") for mode in MODES for launch in LAUNCHES]
         times_first = [f"{(runs[0].best_ms(mode) or 0) / (run.best_ms(mode) or 1):.1f}" for mode in MODES]
-        limits = [percent(run.value(mode, "percent of limit", run.best(mode))) for mode in MODES]
+        limits = [percent(percent_of(run, mode, BURST)) for mode in MODES]
+        sustained = [percent(percent_of(run, mode, SUSTAINED)) for mode in MODES]
+        used = joules(run, BOTH)
         peak = run.value(BOTH, "peak memory", "eager")
         rows.append([run.label, *medians, " / ".join(times_first),
                      f"{previous_ms / own_ms:.2f}" if previous_ms and own_ms and not run.variant else "",
-                     " / ".join(limits), number(None if peak is None else peak / 2**30, ".1f"),
+                     " / ".join(sustained), " / ".join(limits),
+                     NOT_AVAILABLE if used is None else figures(used),
+                     number(None if peak is None else peak / 2**30, ".1f"),
                      number(run.value("check", "branch error"), ".1e")])
     headers = ["step", "forward ms, eager", "graph", "forward+backward ms, eager", "graph", "times the first, f / f+b",
-               "times the previous, f+b", "% of limit, f / f+b", "GiB", "branch error"]
+               "times the previous, f+b", "% of sustained limit, f / f+b", "% of burst limit, f / f+b", "J, f+b", "GiB",
+               "branch error"]
     return markdown(rows, headers)
 
 
@@ -190,11 +200,18 @@ def summary() -> str:
         ms = run.best_ms(BOTH) or 1.0
         times = paired(runs[place - 1], run, BOTH) if place else None
         rows.append([run.label, number(run.best_ms(MODES[0]), ".2f"), f"{ms:.2f}", f"{first_ms / ms:.1f}",
-                     ratio(times) if times else "", percent(run.value(BOTH, "percent of limit", run.best(BOTH))),
+                     ratio(times) if times else "", *_limits_and_energy(run),
                      number(run.value("check", "branch error"), ".0e")])
     headers = ["step", "forward ms", "forward+backward ms", "times the first", "times the previous [95 %]",
-               "% of limit", "error"]
+               "% of sustained", "% of burst", "J", "error"]
     return f"{provenance(lines)}\n\n{markdown(rows, headers)}"
+
+
+def _limits_and_energy(run: Run) -> list[str]:
+    """How much of the limit it reaches, by sustained peaks and by those of a burst, and the joules of an iteration."""
+    used = joules(run, BOTH)
+    return [percent(percent_of(run, BOTH, SUSTAINED)), percent(percent_of(run, BOTH, BURST)),
+            NOT_AVAILABLE if used is None else figures(used)]
 
 
 def comparisons() -> str:
@@ -208,6 +225,52 @@ def comparisons() -> str:
         blocks.append(f"{provenance(new)} Against commit {commits(old)}; noise of five processes of commit "
                       f"{commits(noise)}.\n\n{_folded(compare.summary(seen), compare.text(seen, WIDTH))}")
     return "\n\n".join(blocks) or "Not recorded yet."
+
+
+def sensitivity() -> str:
+    """What compare says of two ladders of one day, and of one whose rows were all made slower on purpose."""
+    said = []
+    for path in sorted(RESULTS.glob("*/second-*.jsonl")) + sorted(RESULTS.glob("*/slowed-*.jsonl")):
+        kind, _, name = path.name.partition("-")
+        first, other = _without_counters(read(path.with_name(name))), read(path)
+        noise = [line for line in compare.recorded_noise(other) if shape(line) == shape(other[0])]
+        rows = [row for row in compare.compare(first, other, noise).rows
+                if not (row.old.launch_bound or row.new.launch_bound)]
+        wanted = "SAME" if kind == "second" else "SLOWER"
+        count = sum(row.verdict == wanted for row in rows)
+        slowed = slowed_by(other)
+        of_what = f"all rows made {slowed:g} % slower on purpose" if slowed else "a second ladder of the same day"
+        said.append([shape(other[0]), of_what, f"{wanted}: {count} of {len(rows)}, {100 * count / len(rows):.0f} %"])
+    if not said:
+        return "Not recorded yet."
+    return markdown(said, ["shape", "held against the ladder", "rows that are not launch-bound"])
+
+
+def attribution() -> str:
+    """How many gains of the recorded GPU ladders have no more unexplained than their bound, and which have."""
+    within, beyond = 0, []
+    for path in recorded("ladder"):
+        lines = _without_counters(read(path))
+        told = [run for run in latest(lines).values() if run.best(BOTH)]
+        if path.parent.name == "cpu":
+            continue
+        for earlier, later in itertools.pairwise(told):
+            for mode in MODES:
+                if earlier.parts(mode) and later.parts(mode):
+                    of_pair = gain(earlier, later, mode)
+                    within += not of_pair.warning
+                    if of_pair.warning:
+                        beyond.append(f"- {earlier.label} -> {later.label}, {mode}, {shape(lines[0])}: "
+                                      f"{of_pair.unexplained:+.3f} ms, the bound is {of_pair.bound:.3f}")
+    if not within + len(beyond):
+        return "Not recorded yet."
+    said = f"Of the {within + len(beyond)} recorded pairs {within} stay within the bound."
+    return said if not beyond else "\n".join([f"{said} These do not:", "", *beyond])
+
+
+def slowed_by(lines: list[Record]) -> float:
+    """By how many percent the rows of these records were made slower on purpose."""
+    return max(info(line).get("slowed_percent", 0.0) for line in lines)
 
 
 def diff(before: steps.Step, after: steps.Step) -> str:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from benchmarks.records.gains import gain
 from benchmarks.records.read import Run, label
 from benchmarks.show.charts import COLOURS, plt
+from benchmarks.show.tables import joules, percent_of
 from common.iteration import BOTH
+from common.peaks import BURST, SUSTAINED
 from common.record import PARTS
 from common.text import figures
 
@@ -19,24 +21,50 @@ def _name(run: Run) -> str:
     return words.replace("transformer engine", "transf.\nengine")
 
 
-def overview(runs: Sequence[Run]):
-    """The time of each step, and beside it how much of its limit it reaches."""
-    names = [_name(run).replace("\n", " ") for run in runs]
-    figure, axes = plt().subplots(1, 2, figsize=(8, 0.8 + 0.32 * len(runs)), layout="constrained", sharey=True)
+def limits(runs: Sequence[Run]):
+    """The time of each step, and beside it how much of its limit it reaches, by sustained and by burst peaks."""
+    figure, axes = _two_panels(runs)
     for place, run in enumerate(runs):
-        ms, share = run.best_ms(BOTH) or 0.0, run.value(BOTH, "percent of limit", run.best(BOTH)) or 0.0
+        of_burst, of_sustained = percent_of(run, BOTH, BURST) or 0.0, percent_of(run, BOTH, SUSTAINED)
+        share = of_burst if of_sustained is None else of_sustained
+        axes[1].barh(place, share, color=COLOURS[4], height=0.6)
+        axes[1].barh(place, of_burst, color=COLOURS[2], height=0.6)
+        axes[1].text(of_burst, place, f"{of_burst:.0f} % ", va="center", ha="right", color="white", fontsize=8)
+        if of_sustained is not None:
+            axes[1].text(of_sustained + 1.5, place, f"{of_sustained:.0f} %", va="center", fontsize=8,
+                         bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+    axes[1].set_xlim(0, 115)
+    axes[1].axvline(100, color="black", linewidth=1.2, zorder=1)
+    axes[1].set_xlabel("% of the limit in the step's own arithmetic:\nby burst peaks (dark), by sustained ones (light)",
+                       fontsize=8)
+    return figure
+
+
+def energy(runs: Sequence[Run]):
+    """The time of each step, and beside it the joules of an iteration."""
+    figure, axes = _two_panels(runs)
+    for place, run in enumerate(runs):
+        used = joules(run, BOTH) or 0.0
+        axes[1].barh(place, used, color=COLOURS[6], height=0.6)
+        axes[1].text(used, place, f" {figures(used)}", va="center", fontsize=8)
+    axes[1].margins(x=0.15)
+    axes[1].set_xlabel("joules an iteration, by the GPU's energy counter", fontsize=8)
+    return figure
+
+
+def _two_panels(runs: Sequence[Run]):
+    """(figure, axes): a row a step; the left panel shows its milliseconds, the right one is empty."""
+    names = [_name(run).replace("\n", " ") for run in runs]
+    figure, axes = plt().subplots(1, 2, figsize=(8, 0.9 + 0.32 * len(runs)), layout="constrained", sharey=True)
+    for place, run in enumerate(runs):
+        ms = run.best_ms(BOTH) or 0.0
         axes[0].barh(place, ms, color=COLOURS[0], height=0.6)
         axes[0].text(ms, place, f" {figures(ms)}", va="center", fontsize=8)
-        axes[1].barh(place, share, color=COLOURS[2], height=0.6)
-        axes[1].text(share, place, f"{share:.0f} % ", va="center", ha="right", color="white", fontsize=8)
     axes[0].margins(x=0.15)
     axes[0].set_xlabel("ms, forward+backward", fontsize=8)
-    axes[1].set_xlim(0, 104)
-    axes[1].axvline(100, color="black", linewidth=1.2)
-    axes[1].set_xlabel("% of the limit of this machine in the step's own arithmetic", fontsize=8)
     axes[0].set_yticks(range(len(runs)), names, fontsize=8)
     axes[0].invert_yaxis()
-    return figure
+    return figure, axes
 
 
 def stacked(runs: Sequence[Run]):
@@ -85,8 +113,6 @@ def _waterfall(axis, before: Run, after: Run, labelled: bool) -> None:
     saved = gain(before, after, BOTH)
     start, end = before.profiled_ms(BOTH), after.profiled_ms(BOTH)
     changes = {part: -ms for part, ms in saved.by_part.items()}
-    if saved.profiling is not None:
-        changes["while profiled"] = -saved.profiling
     changes["unexplained"] = -saved.unexplained
     last = len(changes) + 1
     axis.barh(0, start, color="#444444")

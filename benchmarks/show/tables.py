@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 from benchmarks.records.provenance import cautions, provenance
 from benchmarks.records.read import Run, extra, label, latest, paired, runner, verdict
+from common import iteration
 from common.iteration import MODES
+from common.peaks import BURST, SUSTAINED
 from common.record import Record
-from common.text import figures, number, percent, ratio, table
+from common.text import NOT_AVAILABLE, figures, number, percent, ratio, table
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,27 @@ def _rate(run: Run, context: Context) -> str:
     return "n/a" if rate is None else figures(rate * 1e-12)
 
 
-def _limit(run: Run, context: Context) -> str:
-    return percent(run.value(context.mode, "percent of limit", run.best(context.mode)))
+def percent_of(run: Run, mode: str, yardstick: str) -> float | None:
+    """How much of the limit by that yardstick the faster way of launching reaches; None where it was not measured."""
+    name = "percent of limit" if yardstick == BURST else f"percent of {yardstick} limit"
+    return run.value(mode, name, run.best(mode))
+
+
+def joules(run: Run, mode: str) -> float | None:
+    """Of an iteration, by the way of launching that was metered; None where none was."""
+    for launch in iteration.LAUNCHES:
+        if used := run.value(mode, "energy", launch):
+            return used
+    return None
+
+
+def _limit_by(yardstick: str) -> Callable[[Run, Context], str]:
+    return lambda run, context: percent(percent_of(run, context.mode, yardstick))
+
+
+def _joules(run: Run, context: Context) -> str:
+    used = joules(run, context.mode)
+    return NOT_AVAILABLE if used is None else figures(used)
 
 
 CASE = Column("case", lambda run, _: label(run.lines[-1], engine=False, settings=False), untimed=True)
@@ -121,7 +142,9 @@ QUANTILES = Column("p20 to p80", _quantiles)
 TIMES_FIRST = Column("x first", _times_first)
 PAIRED_WITH_FIRST = Column("x first [95 %]", _paired_with_first)
 RATE = Column("TFLOP/s", _rate)
-LIMIT = Column("% limit", _limit)
+SUSTAINED_LIMIT = Column("% sustained", _limit_by(SUSTAINED))
+LIMIT = Column("% burst", _limit_by(BURST))
+JOULES = Column("J", _joules)
 MHZ = Column("MHz", lambda run, context: str(runner(timing_of(run, context.mode))["extra_info"].get("sm_mhz", "n/a")))
 MEMORY = Column("GiB", _gibibytes)
 LAUNCHES = Column("launches", lambda run, context: number(run.value(context.mode, "launches"), ",.0f"))

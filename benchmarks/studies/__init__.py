@@ -94,7 +94,8 @@ def main(study: Study, argv: list[str] | None = None) -> int:
 def open_session(study: Study, chosen: Options) -> Session:
     """A session of that study on the device that was asked for."""
     compiler.use_private_caches()
-    return Session(study.name, chosen.device, chosen.rounds, chosen.seed, chosen.launches, chosen.file)
+    return Session(study.name, chosen.device, chosen.rounds, chosen.seed, chosen.launches, chosen.file,
+                   getattr(chosen, "slow_down", 0.0))
 
 
 def run_here(study: Study, chosen: Options) -> int:

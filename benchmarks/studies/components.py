@@ -28,6 +28,7 @@ from common.command_line import Parser
 from common.config import LAYER_NORM_EPS, BlockConfig
 from common.iteration import BOTH, MODES
 from common.outcome import Failed
+from common.peaks import MeasuredPeaks
 from common.record import Record
 from common.result import Result, Row
 from common.subject import Subject
@@ -254,7 +255,7 @@ class PartSubject(Subject):
     part: str
     config: BlockConfig
 
-    def hold_against_limit(self, row: Row, mode: str, peaks: limit.MeasuredPeaks) -> None:
+    def hold_against_limit(self, row: Row, mode: str, peaks: MeasuredPeaks) -> None:
         """Set the limit of a row, in the arithmetic that the part has; without one it has no limit."""
         if self.arithmetic is None:
             return

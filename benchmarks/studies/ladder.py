@@ -65,8 +65,9 @@ def cases(config: BlockConfig, device: torch.device, names: tuple[str, ...] = tu
 
 def groups(options: Options) -> list[Group]:
     """All rows together."""
-    profiled = options.profiled or (PROFILED if options.quick else options.rounds)
-    return [Group(cases(options.config, options.device, options.steps), profiled=profiled)]
+    profiled = options.profiled or (1 if options.slow_down else PROFILED if options.quick else options.rounds)
+    return [Group(cases(options.config, options.device, options.steps), profiled=profiled,
+                  metered=True, sustained=True)]
 
 
 # ------------------------------------------------------------------------------------------------------- how it is run
@@ -173,8 +174,8 @@ def bound_by(run: Run, mode: str) -> str:
 
 COLUMNS = [
     Column("step", lambda run, _: run.label, untimed=True), tables.STATUS, tables.LAUNCH, tables.MS, tables.QUANTILES,
-    tables.TIMES_FIRST, Column("x previous [95 %]", _versus_previous), tables.RATE, tables.LIMIT, tables.MHZ,
-    tables.MEMORY, tables.LAUNCHES, tables.COMPILE, tables.ERROR,
+    tables.TIMES_FIRST, Column("x previous [95 %]", _versus_previous), tables.RATE, tables.SUSTAINED_LIMIT,
+    tables.LIMIT, tables.JOULES, tables.MHZ, tables.MEMORY, tables.LAUNCHES, tables.COMPILE, tables.ERROR,
     Column("bound by", lambda run, context: bound_by(run, context.mode)),
 ]
 
@@ -182,22 +183,54 @@ COLUMNS = [
 def gains(lines: list[Record], mode: str) -> tuple[list[list], list[str]]:
     """(rows, headers): for each pair of neighbours, how many ms each part gave; positive: the later step takes less.
 
-    "gained ms" is the difference of the two by the clock, means of the middle three fifths of the samples before the
-    profiled iterations, as the parts are of these: the sum of the parts, of "while profiled" and of "unexplained".
-    "while profiled" is what the difference by the clock changes by while the profiler runs; n/a, and in what is
-    unexplained, in records from before it was taken. "unexplained" is what is then left between clock and kernels. The
-    bound is the larger of 5 % of the gain and 0.5 % of the slower step; EXCEEDED where what is unexplained is beyond
-    it, and "EXCEEDED with profiling" where the two together are. Steps of which fewer than five rounds were profiled
-    have no row.
+    "gained ms" is the difference of the two by the clock without a profiler: the sum of the parts and of "unexplained".
+    Both are means of the middle three fifths, of samples and of the profiled iterations beside them. "by the profiler"
+    is its share in "unexplained": what the same difference changes by, by the clock, while it runs. The bound is the
+    larger of 5 % of the gain and 0.5 % of the slower step; EXCEEDED where what is unexplained is beyond it. Steps of
+    which fewer than five rounds were profiled have no row.
     """
     rows = []
     for before, after in itertools.pairwise(_attributed(lines, mode)):
         saved = gain(before, after, mode)
         rows.append([f"{short(before)} -> {short(after)}", f"{before.profiled(mode)}, {after.profiled(mode)}",
                      figures(saved.whole, "+"), *(figures(saved.by_part[part], "+") for part in PARTS),
+                     figures(saved.unexplained, "+"),
                      "n/a" if saved.profiling is None else figures(saved.profiling, "+"),
-                     figures(saved.unexplained, "+"), f"{figures(saved.bound)} {saved.warning}".rstrip()])
-    return rows, ["pair", "launch", "gained ms", *PARTS, "while profiled", "unexplained", "bound"]
+                     f"{figures(saved.bound)} {saved.warning}".rstrip()])
+    return rows, ["pair", "launch", "gained ms", *PARTS, "unexplained", "by the profiler", "bound"]
+
+
+def beyond_the_limit(lines: list[Record], mode: str) -> tuple[list[list], list[str]]:
+    """(rows, headers): from each step's limit to its time, in ms; a row adds up.
+
+    "burst limit" is the time at the best rates of a moment. "power": what matmuls lose from there to the rates that
+    they can sustain. "matmuls": what they take beyond that. "attention": its kernels, beyond the limit at the matmuls'
+    rate; by hand that is softmax and mask, and its matmuls are with the others. "passes": all other kernels, beyond the
+    one pass of a LayerNorm. "launches": the GPU idles. "unexplained": between the clock and the profiled kernels.
+    """
+    rows = []
+    for run in _attributed(lines, mode):
+        of_burst, of_sustained = _limit_by_kind(run, mode, "limit"), _limit_by_kind(run, mode, "sustained limit")
+        parts = run.parts(mode)
+        if parts is None or of_burst is None or of_sustained is None:
+            continue
+        fused = parts["attention"] > 0
+        attention_limit = of_burst["attention"]
+        attention = parts["attention"] + parts["softmax and mask"] - (attention_limit if fused else 0.0)
+        matmuls = parts["GEMM"] - of_sustained["matmul"] - (0.0 if fused else attention_limit)
+        passes = parts["normalisation and activation"] + parts["casts and copies"] + parts["residual and other"]
+        times = [sum(of_burst.values()), of_sustained["matmul"] - of_burst["matmul"], matmuls, attention,
+                 passes - of_burst["memory"], parts["idle"], run.profiled_ms(mode) - sum(parts.values())]
+        rows.append([short(run), run.profiled(mode), figures(times[0]), *(figures(ms, "+") for ms in times[1:]),
+                     figures(sum(times))])
+    return rows, ["step", "launch", "burst limit", "power", "matmuls", "attention", "passes", "launches", "unexplained",
+                  "ms"]
+
+
+def _limit_by_kind(run: Run, mode: str, name: str) -> dict[str, float] | None:
+    """Kind of operation -> ms; None where that was not recorded."""
+    line = run.find(mode, name, run.profiled(mode))
+    return extra(line).get("by_kind") if line else None
 
 
 def _attributed(lines: list[Record], mode: str) -> list[Run]:
@@ -216,6 +249,9 @@ def text(lines: list[Record], width: int | None = None) -> str:
             blocks.append(f"where the ms of {mode} went, step to step (+ is saved)\n\n{table(rows, headers, width)}")
         elif any(run.status == "ok" and run.parts(mode) and not run.attributed(mode) for run in its_runs):
             blocks.append(f"where the ms of {mode} went: n/a, it takes {PROFILED} profiled rounds (--profiled)")
+        rows, headers = beyond_the_limit(lines, mode)
+        if rows:
+            blocks.append(f"from the limit to the ms of {mode} (+ is beyond it)\n\n{table(rows, headers, width)}")
         blocks.append(traffic(lines, mode, width))
     if len({run.info["run"] for run in its_runs}) > 1:
         blocks.append("Not all of these were timed in the same rounds: ratios between processes are unpaired.")
@@ -229,8 +265,12 @@ def charts(lines: list[Record]) -> Charts:
     if not attributed:
         return {}
     timed = [run for run in latest(lines).values() if run.best(BOTH)]
-    return {"steps": lambda: part_charts.overview(timed), "parts": lambda: part_charts.stacked(attributed),
-            "waterfall": lambda: part_charts.waterfalls(attributed)}
+    drawn = {"steps": lambda: part_charts.limits(timed), "parts": lambda: part_charts.stacked(attributed),
+             "waterfall": lambda: part_charts.waterfalls(attributed)}
+    metered = [run for run in timed if tables.joules(run, BOTH)]
+    if metered:
+        drawn["energy"] = lambda: part_charts.energy(metered)
+    return drawn
 
 
 def answer(lines: list[Record]) -> str:
@@ -262,12 +302,16 @@ def add_arguments(parser: Parser) -> None:
     add("--profiled", type=count, metavar="N",
         help=f"the first N rounds have iterations under the profiler, for where the ms went (default: all; {PROFILED} "
              "with --quick, 1 with --processes)")
+    add("--slow-down", type=float, default=0.0, metavar="PERCENT",
+        help="make every row so much slower, by a copy behind it: does compare find that?")
     add("--counters", action="store_true", help="bytes read and written in DRAM, by ncu (slow)")
     add("--readme", action="store_true", help="the same as `python -m benchmarks pages`")
 
 
 def refine(options: Options) -> None:
     """Raise ValueError for flags that do not go together."""
+    if not 0 <= options.slow_down <= 100:
+        raise ValueError(f"--slow-down {options.slow_down:g}: give a percentage, at most 100")
     if options.readme and len(options.argv) > 1:
         raise ValueError("--readme measures nothing: give it alone")
 

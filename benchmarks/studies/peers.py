@@ -4,21 +4,24 @@
 
 Every peer gets the same parameters, input and causal mask, is checked against FP64 like a step, and is timed in the
 same interleaved rounds: with FP32 parameters under autocast, and with everything in 16 bits. What counts is the ratio
-of the rounds, its time to ours: peers in 16 bits against step 3, FP8 peers against step 4; above 1 ours is faster.
+of the rounds, its time to ours: peers in 16 bits against step 3, FP8 peers against step 4; above 1 ours is faster. One
+column has the best launch each, the next has both launched one by one ("eager"), which most users do.
 Missing packages are rows with their reason. Exit status: 0 ok, 1 failed, 2 usage, 4 nothing was timed, 130 interrupted.
 
 With FP32 parameters te.TransformerLayer returns y in 16 bits; it is timed as it is and with y cast to FP32 as in every
 step. It runs as it comes: LayerNorm and GELU are Transformer Engine's own kernels, where in step 4 the one is cuDNN's
 and the other rides on the matmul, and autograd casts its weights' gradients to FP32, where step 4 has compiled code do
 it. In rows of its own it gets step 4's casts, and its LayerNorm too ("tuned"). Its residual is in 16 bits, as step 4's
-is; torchao's, whose block is step 2's, is in the dtype of the parameters.
+is. torchao's, whose block is step 2's, is in the dtype of the parameters; in rows of its own it is in 16 bits too.
 """
 import ctypes
+import dataclasses
 import functools
 import importlib.util
 import math
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +29,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.measure.cases import Case, Group, block_case, step_case
-from benchmarks.records.read import Run, extra, label, paired, runs, verdict, versions
+from benchmarks.records import RESULTS
+from benchmarks.records.read import Run, extra, label, paired, read, runs, shape, verdict, versions
 from benchmarks.show.charts import Charts, Interval, dots_chart
-from benchmarks.show.tables import CASE, ERROR, LAUNCH, MS, Column, Context, framed, of_runs
+from benchmarks.show.tables import CASE, ERROR, JOULES, LAUNCH, MS, Column, Context, framed, joules, of_runs
 from benchmarks.studies import Options, Study, register
-from common import compiler, engine, parameters, steps
+from common import compiler, engine, parameters, rounds, steps
 from common.command_line import Parser
 from common.config import LAYER_NORM_EPS, BlockConfig, dtype_name
 from common.iteration import BOTH, MODES
@@ -147,6 +151,7 @@ def choose_layer_norm(tuned: bool) -> None:
     Its setting is one of the whole process, taken from environment variables at the first use. So each of its blocks
     here sets it whenever it is called, by the functions that override those variables; its backward finds it so.
     """
+    engine.ask_for_cudnn_layer_norm(torch.device("cuda"))      # in a process without a step 4 nobody else has
     for direction, set_direction in _layer_norm_setters().items():
         set_direction(ctypes.c_bool(tuned and os.environ.get(f"NVTE_NORM_{direction}_USE_CUDNN") == "1"))
 
@@ -163,6 +168,7 @@ def _layer_norm_setters() -> dict:
 IN_16_BITS = Traits(FUSED, tf32=True, autocast=True)
 IN_FP8 = Traits(FUSED, tf32=True, autocast=True, fp8=DELAYED, residual_in_16_bits=True)
 OF_TORCHAO = Traits(FUSED, tf32=True, autocast=True, compiled=True, fp8=DYNAMIC)
+RESIDUAL = "16-bit residual"
 OURS = tuple(step for step in steps.ALL if step.traits.compiled or step.traits.fp8)      # what peers are held against
 
 
@@ -186,12 +192,25 @@ def build(kind: Callable, compiled: bool, config: BlockConfig, values: dict[str,
     return parameters.load(block, values, device)
 
 
-def build_torchao(recipe: str, config: BlockConfig, values: dict[str, Tensor], device) -> nn.Module:
+def keep_residual_in_16_bits(block: nn.Module, config: BlockConfig) -> None:
+    """From here on the block's residual is in autocast's dtype, as step 4's is; y comes back in the dtype of x."""
+    plain = block.forward
+
+    def forward(x: Tensor) -> Tensor:
+        return plain(x.to(config.amp_dtype)).to(x.dtype)
+
+    block.forward = forward
+
+
+def build_torchao(recipe: str, config: BlockConfig, values: dict[str, Tensor], device, residual_in_16_bits: bool = False
+                  ) -> nn.Module:
     """Step 2's block, its linear layers converted to torchao's float8 training, compiled."""
     from torchao import __version__
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     block: Any = steps.load(2).build(config, values, device)
     convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(recipe))
+    if residual_in_16_bits:
+        keep_residual_in_16_bits(block, config)
     compiler.compile_in_place(block)
     block.engine = f"torchao {__version__}"
     return block
@@ -225,9 +244,14 @@ def cases(config: BlockConfig, dtype: torch.dtype, device: torch.device) -> list
         every.append(peer("te.TransformerLayer", {"precision": "FP8", "as": "tuned" if tuned else "casts compiled"},
                           IN_FP8, functools.partial(build, layer, False, casts=True),
                           missing["Transformer Engine"] or missing["FP8"]))
+    no_torchao = missing["torchao"] or missing["FP8"]
     for recipe in ("tensorwise", "rowwise"):
-        every.append(peer("torchao float8", {"recipe": recipe, "compiled": True}, OF_TORCHAO,
-                          functools.partial(build_torchao, recipe), missing["torchao"] or missing["FP8"]))
+        make = functools.partial(build_torchao, recipe)
+        every.append(peer("torchao float8", {"recipe": recipe, "compiled": True}, OF_TORCHAO, make, no_torchao))
+        if dtype == torch.float32:                         # in 16 bits the residual is so already
+            make = functools.partial(build_torchao, recipe, residual_in_16_bits=True)
+            every.append(peer("torchao float8", {"recipe": recipe, "residual": RESIDUAL, "compiled": True},
+                              dataclasses.replace(OF_TORCHAO, residual_in_16_bits=True), make, no_torchao))
     return every
 
 
@@ -250,7 +274,8 @@ def groups(options: Options) -> list[Group]:
     all_groups = []
     for dtype in options.dtypes:
         every = cases(options.config, dtype, options.device)
-        all_groups.append(Group([case for case in every if case.step is not None or _is_wanted(case, options)]))
+        wanted = [case for case in every if case.step is not None or _is_wanted(case, options)]
+        all_groups.append(Group(wanted, metered=True))
     return all_groups
 
 
@@ -279,16 +304,45 @@ def _ratio(run: Run, context: Context) -> str:
     return f"{base.step}: {ratio(times, 3)}{verdict(*times[1:])}" if base and times else ""
 
 
+def eager_ratio(run: Run, its_runs: Sequence[Run], mode: str) -> Interval | None:
+    """Its time to ours, both launched one by one; None where they were not timed so in the same rounds."""
+    base = ours(run, its_runs)
+    if base is None or base is run or run.status != "ok":
+        return None
+    its_samples, our_samples = run.samples(mode, "eager"), base.samples(mode, "eager")
+    if not its_samples or len(its_samples) != len(our_samples):
+        return None
+    return rounds.paired_ratio(its_samples, our_samples)
+
+
+def _eager(run: Run, context: Context) -> str:
+    times = eager_ratio(run, context.runs, context.mode)
+    return f"{times[0]:.3f}" if times else ""
+
+
 def _attention(run: Run, context: Context) -> str:
     launches = run.find(context.mode, "launches")
     return extra(launches)["attention"].removesuffix(" attention") if launches else ""
 
 
 COLUMNS = [
-    CASE, Column("status", lambda run, context: run.status if run.status != "ok" or run.best(context.mode)
-                 else "ok, not timed", untimed=True), ERROR,
-    Column("attn", _attention, untimed=True), LAUNCH, MS, Column("step: its time / ours [95 %]", _ratio),
+    CASE, ERROR, Column("attn", _attention, untimed=True), LAUNCH, MS, JOULES,
+    Column("step: best launch each [95 %]", _ratio), Column("eager", _eager),
 ]
+STATUS_OR_NOT_TIMED = Column("status", lambda run, context: run.status if run.status != "ok" or run.best(context.mode)
+                             else "ok, not timed", untimed=True)
+RATIOS = """Ratios are its time / ours, against the step named; above 1 ours is faster.
+"eager": both launched one by one."""
+
+
+def columns_of(its_runs: Sequence[Run], mode: str) -> list[Column]:
+    """The status stands there only where one is not "ok", the joules where some case was metered."""
+    columns = list(COLUMNS)
+    if not any(joules(run, mode) for run in its_runs):
+        columns.remove(JOULES)
+    if not all(run.status == "ok" and run.best(mode) for run in its_runs):
+        columns.insert(1, STATUS_OR_NOT_TIMED)
+    return columns
 
 
 def text(lines: list[Record], width: int | None = None) -> str:
@@ -301,7 +355,9 @@ def text(lines: list[Record], width: int | None = None) -> str:
         for dtype in dict.fromkeys(run.info["parameter_dtype"] for run in its_runs):
             alike = [run for run in its_runs if run.info["parameter_dtype"] == dtype and _version(run) == version]
             for mode in MODES:
-                blocks.append(f"{mode}, parameters in {dtype}{version}\n\n{of_runs(COLUMNS, alike, mode, width)}")
+                its_table = of_runs(columns_of(alike, mode), alike, mode, width)
+                blocks.append(f"{mode}, parameters in {dtype}{version}\n\n{its_table}")
+    blocks.append(RATIOS)
     published = table(PUBLISHED, ["what", "figure", "shape and hardware", "source"], width)
     return f"{framed(lines, blocks, its_runs)}\n\nas published by others, not measured here\n\n{published}"
 
@@ -330,7 +386,7 @@ def charts(lines: list[Record]) -> Charts:
     ratios = _ratios(lines)
     if not ratios:
         return {}
-    axis = "its time / ours (16-bit against step 3, FP8 against step 4); above 1 ours is faster"
+    axis = "its time / ours, best launch each (16-bit against step 3, FP8 against step 4); above 1 ours is faster"
     return {"ratios": lambda: dots_chart(ratios, axis, 1.0, 1.6)}
 
 
@@ -340,7 +396,35 @@ def answer(lines: list[Record]) -> str:
     for columns in _ratios(lines).values():
         for name, (value, _, _) in columns[BOTH].items():
             nearest = min(nearest, (value, name))
-    return f"the nearest, {nearest[1]}, takes {nearest[0]:.2f} times ours"
+    return f"the nearest, {nearest[1]}, takes {nearest[0]:.2f} times ours, best launch each"
+
+
+def eager_losses(path: Path) -> str:
+    """Which peers are faster than ours where both are launched one by one, with FP32 parameters: a line each."""
+    lines = read(path)
+    its_runs = [run for run in runs(lines) if run.info["parameter_dtype"] == "float32"]
+    said = []
+    for mode in MODES:
+        for run in its_runs:
+            times = eager_ratio(run, its_runs, mode) if run.step is None else None
+            if times and times[2] < 1:
+                said.append(_loss(run, its_runs, mode, times[0]))
+    whose = f"At {shape(lines[0])} with FP32 parameters"
+    if not said:
+        return f"{whose} no peer is faster than ours where both are launched one by one."
+    return "\n".join([f"{whose}, these are faster than ours where both are launched one by one:", "", *said])
+
+
+def _loss(run: Run, its_runs: Sequence[Run], mode: str, of_ours: float) -> str:
+    base = ours(run, its_runs)
+    assert base is not None
+    by_best = paired(run, base, mode)
+    best = f" (best launch each: {by_best[0]:.2f})" if by_best else ""
+    name = label(run.lines[-1], engine=False, settings=False)
+    return f"- {mode}, {name}: {of_ours:.2f} of step {base.step}'s time{best}"
+
+
+PARTS = {"peers eager": lambda: eager_losses(RESULTS / "h200" / "peers-gpt2")}
 
 
 # ------------------------------------------------------------------------------------------------------------ its flags
@@ -378,4 +462,4 @@ def _is_wanted(case: Case, options: Options) -> bool:
 
 
 register(Study("peers", __doc__, groups, text=text, charts=charts, answer=answer, add_arguments=add_arguments,
-               refine=refine, no_chart="no peer was timed beside ours"))
+               refine=refine, parts=PARTS, no_chart="no peer was timed beside ours"))

@@ -20,7 +20,7 @@ from benchmarks.measure.options import numbers
 from benchmarks.measure.session import Session
 from benchmarks.records.read import Run, case, extra, info, metric, paired, read, runner, runs, shape
 from benchmarks.show.charts import Charts, lines_chart
-from benchmarks.show.tables import framed
+from benchmarks.show.tables import framed, joules
 from benchmarks.studies import Options, Study, open_session, register, show
 from common import exclusive, machine, parameters, steps, timing
 from common.command_line import SIZES, Parser, open_records
@@ -29,7 +29,7 @@ from common.iteration import BOTH, MODES
 from common.outcome import EXIT
 from common.record import Record, record
 from common.result import LAUNCH_BOUND, Result
-from common.text import figures, table
+from common.text import NOT_AVAILABLE, figures, table
 
 AXES = {"batch_size": "B", "seq_len": "S", "hidden_size": "E"}
 GPU_SIZES = {"batch_size": (1, 2, 4, 8, 16, 32), "seq_len": (128, 256, 512, 1024, 2048, 4096, 8192, 16384),
@@ -82,7 +82,7 @@ def groups(options: Options) -> list[Group]:
 def _group(config: BlockConfig, options: Options) -> Group:
     profiled = 1 if options.device.type == "cuda" else 0                       # it tells which are bound by launches
     every = [step_case(step, config, options.device) for step in steps.ALL]
-    return Group(every, profiled=profiled, may_not_fit=True)
+    return Group(every, profiled=profiled, may_not_fit=True, metered=True)
 
 
 # ------------------------------------------------------------------------------------------------- going on with a file
@@ -336,7 +336,22 @@ def _of_axis(axis: str, points: Points, mode: str, width: int | None) -> list[st
     headers = ["step", "faster than the one before", "launch-bound, eager", "launch-bound, graph", "time", "memory"]
     pays = (f"{mode} by {axis}: where each step pays, and how it grows over the three largest sizes\n\n"
             + table(rows, headers, width))
-    return [times, pays]
+    return [times, *_energy(axis, points, mode, width), pays]
+
+
+def _energy(axis: str, points: Points, mode: str, width: int | None) -> list[str]:
+    """The table of joules of one axis and pass; none where nothing was metered."""
+    names = names_of(points)
+    rows, any_metered = [], False
+    for size, by_step in points:
+        row: list = [size]
+        for name in names:
+            used = joules(by_step[name], mode) if name in by_step else None
+            any_metered = any_metered or used is not None
+            row.append(NOT_AVAILABLE if used is None else figures(used))
+        rows.append(row)
+    title = f"joules of an iteration, {mode} by {axis}\n\n"
+    return [title + table(rows, [AXES[axis], *names], width)] if any_metered else []
 
 
 def charts(lines: list[Record]) -> Charts:

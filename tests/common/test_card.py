@@ -14,6 +14,7 @@ from common.card import card
 from common.config import dtype_name
 from common.evidence import Evidence
 from common.iteration import BOTH, LAUNCHES, MODES
+from common.peaks import YARDSTICKS
 from common.result import Compilation, Result, Row
 from common.timing import Timing
 from common.traits import amp_default
@@ -30,6 +31,8 @@ from tests.helpers.made_results import (
     row,
 )
 from tests.helpers.said import card_value
+
+RATES_OF_THE_LIMIT = [*(f"{name} limit" for name in YARDSTICKS), *(f"% of {name}" for name in YARDSTICKS)]
 
 pytestmark = pytest.mark.unit
 
@@ -187,7 +190,9 @@ def test_the_upper_part_says_what_was_run_and_where():
     assert card_value(printed, "shape") == "B8 S2048 E4096 H32 D128 F16384, causal, dropout 0"
     assert card_value(printed, "engine") == "PyTorch" and card_value(printed, "attention") == "cuDNN attention"
     assert card_value(printed, "clock") == "CUDA events; caches as the previous iteration left it"
-    assert card_value(printed, "peaks") == "float16 790 TFLOP/s; copy 4.30 TB/s (read + written)"
+    assert card_value(printed, "sustained peaks") == "float16 660 TFLOP/s; copy 4.24 TB/s"
+    assert card_value(printed, "burst peaks") == "float16 790 TFLOP/s; copy 4.30 TB/s (read + written)"
+    assert card_value(printed, "data sheet peaks") == "n/a: not known here"
     assert card_value(card(finished(gpu=False)), "device") == f"CPU: {CPU['name']}, 2 threads"
     assert card_value(card(ended("skipped", NO_COMPILER)), "status") == f"skipped: {NO_COMPILER}"
 
@@ -242,8 +247,11 @@ def test_the_cards_figures_are_those_of_its_rows():
     assert figures["samples"] == ["6"] * 4 and figures["settled"] == ["yes", "yes", "unsettled", "yes"]
     assert figures["tokens/s"] == ["2,275,556", "2,275,556", "468,114", "2,275,556"]
     assert figures["TFLOP/s"] == ["166.67", "166.67", "85.71", "166.67"]
-    assert figures["limit ms"] == ["5.000", "5.000", "7.000", "5.000"]
-    assert figures["% of limit"] == ["69", "69", "20", "69"]
+    assert figures["sustained limit"] == ["6.500"] * 4 and figures["% of sustained"] == ["90", "90", "19", "90"]
+    assert figures["burst limit"] == ["5.000"] * 4 and figures["% of burst"] == ["69", "69", "14", "69"]
+    assert figures["data sheet limit"] == ["3.900"] * 4 and figures["% of data sheet"] == ["54", "54", "11", "54"]
+    assert figures["J/iteration"] == ["4.800"] * 4 and figures["J/1000 tokens"] == ["0.293"] * 4
+    assert figures["mean W"] == ["667"] * 4
     assert figures["peak memory GiB"] == ["3.00", "3.00", "0.50", "3.00"] and figures["launches"] == ["5", "2"]
     assert figures["enqueue ms"][::2] == ["0.90", "1.50"]
 
@@ -259,8 +267,19 @@ def test_a_row_that_was_not_timed_is_not_available():
 def test_more_than_the_limit_is_shown_as_an_error(limit, wrong):
     """Faster than the machine can be: the model of the limit is wrong, not the step good."""
     r = finished(gpu=True)
-    r.rows["forward", "eager"] = row(limit_ms=limit)
-    assert ("ERROR" in line_of(card(r), "% of limit")) == wrong
+    for yardstick in YARDSTICKS:
+        r.rows["forward", "eager"] = row(limits={yardstick: {"matmul": limit}})
+        assert ("ERROR" in line_of(card(r), f"% of {yardstick}")) == wrong
+
+
+def test_energy_that_is_not_known_says_why():
+    r = finished(gpu=True)
+    r.rows["forward", "eager"] = row(energy=None, energy_reason="the energy counter stood still")
+    printed = card(r)
+    assert card_value(printed, "J/iteration") == "n/a 4.800 4.800 4.800"
+    assert card_value(printed, "n/a because") == "the energy counter stood still"
+    assert card_value(card(RESULTS["CPU"]), "mean W") == "n/a n/a n/a n/a"
+    assert "energy" not in card_value(card(RESULTS["CPU"]), "n/a because")
 
 
 def test_an_unsettled_row_says_so():
@@ -295,7 +314,7 @@ def test_of_an_emulation_there_are_times_and_no_rates():
     printed = card(emulated())
     assert card_value(printed, "engine") == EMULATED
     assert card_value(printed, "median ms") == "7.200 n/a 7.200 n/a"
-    for label in ("tokens/s", "TFLOP/s", "limit ms", "% of limit"):
+    for label in ("tokens/s", "TFLOP/s", *RATES_OF_THE_LIMIT):
         assert card_value(printed, label) == "n/a n/a n/a n/a"
     assert card_value(printed, "timing").startswith("means nothing: Transformer Engine is emulated")
     assert card_value(card(RESULTS["H200"]), "timing") == "of the real thing"

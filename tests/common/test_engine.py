@@ -335,3 +335,30 @@ def test_on_a_gpu_step_4_runs_on_transformer_engine():
     block = steps.load(4).build(TE_CONFIG, case(TE_CONFIG, "cuda")[0], "cuda")
     assert block.engine == f"Transformer Engine {engine.version()}"
     assert type(block.mlp).__module__.startswith("transformer_engine.")
+
+
+# ------------------------------------------------------------------------------------------------- what records name
+
+
+@pytest.mark.unit
+def test_an_engine_brings_its_libraries(monkeypatch):
+    assert engine.libraries_of("torchao 0.18.0") == {"torchao": "0.18.0"}
+    assert engine.libraries_of("PyTorch") == engine.libraries_of("emulated (Transformer Engine needs a GPU)") == {}
+    seen = SimpleNamespace(get_cudnn_version=lambda: 91900)
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", seen)
+    assert engine.libraries_of("Transformer Engine 2.9.0") == {"transformer_engine_cudnn": "91900"}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("seen", [SimpleNamespace(), None])
+def test_a_transformer_engine_that_does_not_say_its_cudnn_is_no_error(monkeypatch, seen):
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", seen)          # None: its import fails
+    assert engine.libraries_of("Transformer Engine 2.9.0") == {}
+
+
+@pytest.mark.unit
+@pytest.mark.transformer_engine
+def test_transformer_engine_sees_the_cudnn_of_torch():
+    engine.transformer_engine()
+    name = f"Transformer Engine {engine.version()}"
+    assert engine.libraries_of(name) == {"transformer_engine_cudnn": str(torch.backends.cudnn.version())}

@@ -1,4 +1,5 @@
 """Which machine this is: what can be told of it without one, and what NVML's numbers are called."""
+import contextlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,3 +138,57 @@ def test_a_container_has_the_memory_that_it_may_use(monkeypatch):
     whole = machine.memory_total(CPU)
     found["limit"] = "1048576\n"
     assert machine.memory_total(CPU) == 2**20 < whole
+
+
+# ---------------------------------------------------------------------------------------------------------- power
+
+
+class FakeMeters:
+    """NVML with a counter of millijoules and power readings of milliwatts; what is None is not supported."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, counter=5_000, usage=600_000, instant=650_000, has_fields=True):
+        self.counter, self.usage, self.instant = counter, usage, instant
+        if has_fields:
+            self.nvmlDeviceGetFieldValues = self._fields
+
+    def _supported(self, value):
+        if value is None:
+            raise self.NVMLError("Not Supported")
+        return value
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        return self._supported(self.counter)
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        return self._supported(self.usage)
+
+    def _fields(self, handle, fields):
+        assert fields == [186]                             # NVML_FI_DEV_POWER_INSTANT
+        return [SimpleNamespace(nvmlReturn=0 if self.instant else 3, value=SimpleNamespace(uiVal=self.instant or 7))]
+
+
+@pytest.mark.parametrize("changes, joules, watts, averaged", [
+    ({}, 5.0, 650.0, False), ({"instant": None}, 5.0, 600.0, True), ({"has_fields": False}, 5.0, 600.0, True),
+    ({"usage": None, "instant": None}, 5.0, None, True), ({"counter": None}, None, 650.0, False)])
+def test_a_meter_reads_joules_and_the_power_of_the_moment(changes, joules, watts, averaged):
+    """Or that of the second before, where the GPU has no other."""
+    meter = machine.PowerMeter(FakeMeters(**changes), "handle")
+    assert (meter.joules(), meter.watts(), meter.averaged) == (joules, watts, averaged)
+
+
+@pytest.mark.parametrize("nvml, there", [(FakeMeters(), True), (FakeMeters(counter=None), False), (None, False)])
+def test_a_gpu_without_an_energy_counter_has_no_meter(nvml, there, monkeypatch):
+    @contextlib.contextmanager
+    def reached(device):
+        yield nvml, "handle"
+    monkeypatch.setattr(machine, "_nvml", reached)
+    with machine.power_meter(torch.device("cuda")) as meter:
+        assert (meter is not None) == there
+
+
+def test_a_cpu_has_no_meter():
+    with machine.power_meter(torch.device("cpu")) as meter:
+        assert meter is None

@@ -1,4 +1,5 @@
 """Records: one metric a line, with a case in fields, every sample, and what they were measured on."""
+import dataclasses
 import json
 import math
 from dataclasses import replace
@@ -6,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common import BlockConfig, record, steps
+from common import BlockConfig, limit, record, steps
 from common.iteration import BACKWARD, BOTH, FORWARD, LAUNCHES, MODES
-from common.record import check_records, row_records, status_record
+from common.peaks import BURST, COPY, DATA_SHEET, SUSTAINED, MeasuredPeaks, data_sheet
+from common.record import check_records, peak_records, row_records, status_record
 from common.result import Compilation, Result
 from common.timing import Timing
 from common.traits import Traits
@@ -16,6 +18,7 @@ from tests.helpers.made_results import (
     CPU,
     H200,
     KERNELS,
+    LIMITS,
     OFFSETS,
     RESULTS,
     ROUNDS,
@@ -25,6 +28,7 @@ from tests.helpers.made_results import (
     ended,
     finished,
     row,
+    sustained,
 )
 
 pytestmark = pytest.mark.unit
@@ -96,6 +100,17 @@ def test_a_gpu_is_a_runner_with_its_memory_and_a_cpu_has_none():
 def test_what_is_not_installed_is_no_dependency():
     assert status_record(RESULTS["CPU"])["dependencies"].keys() == {"torch", "triton", "python"}
     assert status_record(RESULTS["H200"])["dependencies"]["cudnn"] == {"version": "91900"}
+
+
+def test_a_library_that_only_this_case_uses_is_a_dependency():
+    r = dataclasses.replace(RESULTS["CPU"], libraries={"torchao": "0.18.0"})
+    assert status_record(r)["dependencies"]["torchao"] == {"version": "0.18.0"}
+
+
+def test_a_record_says_when_its_process_began():
+    r = dataclasses.replace(RESULTS["CPU"], facts=RESULTS["CPU"].facts | {"began": "2026-11-23 10:00:00+00:00"})
+    assert status_record(r)["benchmark"]["extra_info"]["began"] == "2026-11-23 10:00:00+00:00"
+    assert status_record(RESULTS["CPU"])["benchmark"]["extra_info"]["began"] is None
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -195,8 +210,32 @@ def test_the_records_figures_are_those_of_their_rows():
     values = {name: metric["benchmark_values"] for name, metric in found.items() if name != "latency"}
     assert values == {"throughput": [pytest.approx(16384 / 7.2e-3)], "rate": [pytest.approx(1.2e12 / 7.2e-3)],
                       "limit": [5.0], "percent of limit": [pytest.approx(69.44, abs=0.01)],
-                      "peak memory": [3 * 2**30], "enqueue": [0.9]}
+                      "sustained limit": [6.5], "percent of sustained limit": [pytest.approx(90.28, abs=0.01)],
+                      "data sheet limit": [3.9], "percent of data sheet limit": [pytest.approx(54.17, abs=0.01)],
+                      "energy": [4.8], "peak memory": [3 * 2**30], "enqueue": [0.9]}
+    assert found["energy"]["extra_info"] | {"unit": "J", "emulated": False} == {
+        "unit": "J", "emulated": False, "watts": 666.7, "sampled_watts": 670.0, "seconds": 1.1,
+        "joules_per_1000_tokens": pytest.approx(1e3 * 4.8 / 16384)}
+    for name, yardstick in (("limit", BURST), ("sustained limit", SUSTAINED), ("data sheet limit", DATA_SHEET)):
+        assert found[name]["extra_info"]["by_kind"] == LIMITS[yardstick]
     assert found["rate"]["extra_info"]["formula"] == record.FLOPS_FORMULA
+
+
+def test_each_peak_is_a_record_that_says_how_it_came_about():
+    peaks = MeasuredPeaks(torch.device("cpu"))
+    peaks.known = limit.Peaks({"float16": 8e14}, 4e12)
+    peaks.sustained = {name: sustained(name) for name in ("float16", COPY)}
+    peaks.sustained[COPY].in_rounds = [1.0, 2.0]
+    peaks.sheet = data_sheet("NVIDIA H200")
+    lines = peak_records(finished(gpu=True), peaks)
+    told = {(line["metric"]["extra_info"]["yardstick"], line["metric"]["extra_info"]["of"]): line["metric"]
+            for line in lines}
+    assert len(told) == len(lines) == 2 + 2 + 6
+    assert told[BURST, "float16"]["benchmark_values"] == [8e14] and told[BURST, COPY]["benchmark_values"] == [4e12]
+    extra = told[SUSTAINED, COPY]["extra_info"]
+    assert (extra["unit"], extra["work"], extra["seconds"], extra["settled"]) == ("bytes/s", "made-up copy", 1.0, True)
+    assert extra["in_rounds"] == [1.0, 2.0] and told[SUSTAINED, "float16"]["extra_info"]["unit"] == "FLOP/s"
+    assert "data sheet" in told[DATA_SHEET, "tf32"]["extra_info"]["source"]
 
 
 def test_a_limit_says_how_much_of_it_flops_have_set():

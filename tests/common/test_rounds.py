@@ -144,16 +144,25 @@ def test_offsets_of_rounds_are_seconds_of_the_process():
         assert following - offset >= 0.999e-3                          # what the work takes at the least
 
 
-def test_what_comes_behind_a_sample_knows_its_round_and_whose_it_is():
+def test_what_comes_beside_a_sample_knows_its_round_and_whose_it_is():
+    """It may come before the sample or behind it."""
     calls = []
+
+    def visit(number, name, take):
+        if number == 2:
+            calls.append((number, name))
+        take()
+        if number != 2:
+            calls.append((number, name))
 
     def sample(iteration, *_):
         iteration()
         return [1.0]
     work = {name: lambda name=name: calls.append(name) for name in "ab"}
-    rounds.interleaved(work, clock_of(sample), rounds=3, behind=lambda number, name: calls.append((number, name)))
-    assert calls[::2] == [name for _, name in calls[1::2]]
-    assert [number for number, _ in calls[1::2]] == [0, 0, 1, 1, 2, 2]
+    samples = rounds.interleaved(work, clock_of(sample), rounds=3, visit=visit)
+    assert calls[0:8:2] == [name for _, name in calls[1:8:2]] and calls[9::2] == [name for _, name in calls[8::2]]
+    assert [number for number, _ in (*calls[1:8:2], *calls[8::2])] == [0, 0, 1, 1, 2, 2]
+    assert [len(taken) for taken, _ in samples.values()] == [3, 3]
 
 
 def test_progress_tells_each_round_as_it_begins():

@@ -22,6 +22,7 @@ from common import PRESETS, compiler, evidence, limit, machine, memory, oracle, 
 from common.iteration import BOTH, MODES
 from common.record_file import RecordFile, WriteError
 from common.result import Result
+from tests.helpers.made_results import sustained
 from tests.helpers.said import card_value, one_line
 
 pytestmark = pytest.mark.integration
@@ -56,7 +57,8 @@ def few_samples(iteration, clock, between, *_) -> timing.Timing:
 @pytest.fixture
 def quick(monkeypatch):
     """Known peaks and a few real samples: a run in a second."""
-    monkeypatch.setattr(limit, "measure_peaks", lambda *_: PEAKS)
+    monkeypatch.setattr("common.peaks.measure_burst", lambda *_: PEAKS)
+    monkeypatch.setattr("common.peaks.measure_sustained", lambda config, name, device: sustained(name))
     monkeypatch.setattr(timing, "calibration", lambda device: {})
     monkeypatch.setattr(timing, "measure", few_samples)
 
@@ -342,7 +344,7 @@ def test_a_second_compilation_voids_the_run(main, quick, fresh_dynamo, monkeypat
     status, out, err = main(3, *TINY)
     assert status == 1 and "compiled again after warm-up" in one_line(err)
     assert card_value(out, "status").startswith("failed: ")
-    assert card_value(out, "peaks").endswith("copy 0.1 TB/s (read + written)")
+    assert card_value(out, "burst peaks").endswith("copy 0.1 TB/s (read + written)")
 
 
 def test_a_kernel_of_another_mechanism_fails_the_run(main, quick, monkeypatch):
@@ -454,21 +456,24 @@ def test_a_row_beyond_its_limit_has_the_peaks_measured_again(main, quick, monkey
     """What ran beside it had made them too low; where they still are, the card says so."""
     measured = []
     slow, fast = limit.Peaks(dict(PEAKS.flops, float32=1e3), 1e11), PEAKS
+    monkeypatch.setattr("common.peaks.measure_sustained",
+                        lambda config, name, device: sustained(name, rate=measured[-1].flops["float32"]))
 
     def measure(second):
         def peaks(*_):
             measured.append(slow if not measured else second)
             return measured[-1]
         measured.clear()
-        monkeypatch.setattr(limit, "measure_peaks", peaks)
+        monkeypatch.setattr("common.peaks.measure_burst", peaks)
         return main(0, *TINY)
     status, out, _ = measure(fast)
     assert status == 0 and len(measured) == 2 and "ERROR" not in out
-    assert card_value(out, "peaks").startswith("bfloat16 1.00 TFLOP/s, float16 1.00")
+    assert card_value(out, "burst peaks").startswith("bfloat16 1.00 TFLOP/s, float16 1.00")
     status, out, _ = measure(slow)
     assert status == 0 and len(measured) == 2 and "ERROR" in out
-    assert card_value(out, "peaks").endswith(
-        "measured twice, and too low for forward, eager and forward+backward, eager")
+    for yardstick in ("sustained", "burst"):
+        assert card_value(out, f"{yardstick} peaks").endswith(
+            "measured twice, and too low for forward, eager and forward+backward, eager")
 
 
 def test_a_seed_and_the_seconds_are_those_that_were_asked_for(main, quick, monkeypatch):
@@ -682,9 +687,9 @@ def test_a_script_runs(runs):
 def test_of_an_emulation_no_rate_is_told(runs):
     _, out, _ = runs[0][TO_ITS_END]
     assert "means nothing" in card_value(out, "timing") and "emulated" in card_value(out, "engine")
-    for label in ("tokens/s", "TFLOP/s", "limit ms", "% of limit"):
+    for label in ("tokens/s", "TFLOP/s", "sustained limit", "burst limit", "% of sustained", "% of burst"):
         assert card_value(out, label) == "n/a n/a n/a n/a"
-    assert card_value(out, "peaks") == "n/a"                        # nothing is held against them
+    assert card_value(out, "burst peaks") == "n/a"                  # nothing is held against them
     metrics = {record["metric"]["name"] for record in own_records(TO_ITS_END, runs)}
     assert "latency" in metrics and not metrics & {"rate", "throughput", "limit", "percent of limit"}
 

@@ -371,6 +371,9 @@ class FakePeaks:
     def of(self, config, arithmetic):
         return limit.Peaks({arithmetic.matmul: self.flops[0], arithmetic.attention: self.flops[0]}, 1e30)
 
+    def by_yardstick(self, config, arithmetic):
+        return {"burst": self.of(config, arithmetic)}
+
     def again(self, config, arithmetic):
         self.asked += 1
         if len(self.flops) > 1:
@@ -387,6 +390,7 @@ def test_a_row_beyond_its_limit_has_the_peaks_measured_again(flops, asked, below
     row = Row(timing=types.SimpleNamespace(median=1.0))
     prepared_block.hold_against_limit(row, BOTH, peaks)
     assert row.limit_ms == pytest.approx(prepared_block.flops(BOTH) / peaks.flops[0] * 1e3)
+    assert sum(row.limits["burst"].values()) == pytest.approx(row.limit_ms)
     assert (row.percent_of_limit <= 100) == below and row.flop_bound == 1.0 and peaks.asked == asked
 
 

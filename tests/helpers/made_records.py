@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from common import PRESETS, steps
+from common.energy import Energy
 from common.evidence import Evidence
 from common.iteration import LAUNCHES, MODES
 from common.record import check_records, record, row_records, status_record
@@ -22,8 +23,10 @@ STEPS = {step.name: step for step in steps.ALL}
 
 def made(name: str, ms: dict, *, run="one", study="ladder", facts=FACTS, config=CPU_CONFIG, parts=None, status="ok",
          reason="", calibration=None, parameter_dtype="float32", matmul="bfloat16", peak=2**30, enqueue=None,
-         flop_bound=1.0, of="eager", clocked=None, timed=None, engine="PyTorch", variant=None, traits=None):
-    """The records of one case. `ms`: (mode, launch) -> samples; `parts`: mode -> milliseconds by part.
+         flop_bound=1.0, of="eager", limits=None, joules=None, clocked=None, timed=None, engine="PyTorch", variant=None,
+         traits=None):
+    """The records of one case. `ms`: (mode, launch) -> samples; `parts`: mode -> milliseconds by part; `limits`:
+    yardstick -> kind of operation -> ms.
 
     `name` is a step's, or that of any other case.
     """
@@ -39,7 +42,10 @@ def made(name: str, ms: dict, *, run="one", study="ladder", facts=FACTS, config=
                 timing = Timing(list(samples), True, "fake", calibration or {}, list(range(len(samples))),
                                 [0.5 * number for number in range(len(samples))])
                 r.rows[mode, launch] = Row(timing, flops=1e9, tokens=1, peak_bytes=peak, limit_ms=samples[0] / 2,
-                                           flop_bound=flop_bound, enqueue_ms=enqueue if launch == "eager" else None)
+                                           flop_bound=flop_bound, enqueue_ms=enqueue if launch == "eager" else None,
+                                           limits=limits or {})
+                if joules:
+                    r.rows[mode, launch].energy = Energy(joules, 1.0, 1.0, 1.0)
                 r.evidence[mode] = Evidence(Counter({"a kernel": 3}), Counter(), "proven", "fake")
         if mode in r.evidence:
             lines += row_records(r, mode)

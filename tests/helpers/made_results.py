@@ -3,8 +3,10 @@ from collections import Counter
 from dataclasses import replace
 
 from common import PRESETS, steps
+from common.energy import Energy
 from common.evidence import Evidence
 from common.iteration import LAUNCHES, MODES
+from common.peaks import BURST, COPY, DATA_SHEET, SUSTAINED, Sustained, Work
 from common.result import Compilation, Result, Row
 from common.timing import Timing
 
@@ -25,11 +27,26 @@ EMULATED = "emulated (Transformer Engine does not import: FileNotFoundError: Cou
 NO_COMPILER = "no C++ compiler found (g++, clang++): install g++, or name one in the variable CXX"
 
 
+LIMITS = {SUSTAINED: {"matmul": 5.0, "attention": 1.0, "memory": 0.5},
+          BURST: {"matmul": 4.0, "attention": 0.5, "memory": 0.5},
+          DATA_SHEET: {"matmul": 3.0, "attention": 0.5, "memory": 0.4}}
+ENERGY = Energy(joules=4.8, watts=666.7, sampled_watts=670.0, seconds=1.1)
+
+
 def row(**changes) -> Row:
     """Of a GPU, eager: a median of 7.2 ms, 1.2 TFLOP, 16384 tokens."""
     timed = Timing(SAMPLES, True, "CUDA events", {"copy": [0.5, 0.6]}, ROUNDS, OFFSETS)
-    return replace(Row(timed, flops=1.2e12, tokens=16384, limit_ms=5.0, peak_bytes=3 * 2**30, enqueue_ms=0.9),
-                   **changes)
+    return replace(Row(timed, flops=1.2e12, tokens=16384, limit_ms=5.0, limits=dict(LIMITS), peak_bytes=3 * 2**30,
+                       enqueue_ms=0.9, energy=ENERGY), **changes)
+
+
+def sustained(name: str, call=None, rate: float = 1e12) -> Sustained:
+    """That rate of FLOPs, or 0.1 TB/s; in rounds such work is never faster."""
+    return Sustained(1e11 if name == COPY else rate, Work(f"made-up {name}", call, 1e-9), 1.0, True)
+
+
+PEAKS = {SUSTAINED: "float16 660 TFLOP/s; copy 4.24 TB/s", DATA_SHEET: "n/a: not known here",
+         BURST: "float16 790 TFLOP/s; copy 4.30 TB/s (read + written)"}
 
 
 def finished(gpu: bool, **changes) -> Result:
@@ -40,7 +57,7 @@ def finished(gpu: bool, **changes) -> Result:
             if gpu:
                 rows[mode, launch] = row()
             elif launch == "eager":
-                rows[mode, launch] = row(enqueue_ms=None)
+                rows[mode, launch] = row(enqueue_ms=None, energy=None)
             else:
                 rows[mode, launch] = Row(reason="CUDA graphs need a GPU", limit_ms=5.0)
     kinds = Counter({"16-bit matmul": 4, "cuDNN attention": 1})
@@ -48,7 +65,7 @@ def finished(gpu: bool, **changes) -> Result:
     step = steps.load(2)
     result = Result(
         step.name, PRESETS["te-tutorial" if gpu else "cpu"], "float32", H200 if gpu else CPU, step=step.number,
-        traits=step.traits, matmul="float16", peaks="float16 790 TFLOP/s; copy 4.30 TB/s (read + written)",
+        traits=step.traits, matmul="float16", peaks=PEAKS,
         errors={"output": (3e-4, None), "branch": (5e-4, 1e-3), "input gradient": (5e-4, 3e-3),
                 "parameter gradient": (9e-4, 3e-3)},
         worst_parameter="attn.proj.weight", rows=rows, evidence=dict.fromkeys(MODES, seen),
@@ -60,9 +77,9 @@ def emulated() -> Result:
     """A run of step 4 on a CPU: there are times, and no rates."""
     step, result = steps.load(4), finished(gpu=False)
     for timed in result.rows.values():
-        timed.flops, timed.tokens, timed.limit_ms = 0.0, 0, None
+        timed.flops, timed.tokens, timed.limit_ms, timed.limits = 0.0, 0, None, {}
     return replace(result, name=step.name, step=step.number, traits=step.traits, matmul="float8", engine=EMULATED,
-                   emulated=True, residual="bfloat16", peaks="n/a")
+                   emulated=True, residual="bfloat16", peaks={})
 
 
 def ended(status: str, reason: str, gpu: bool = True) -> Result:

@@ -9,10 +9,11 @@ deprecates), torch.compile, Triton and CUDA C++, beside what libraries have. Eac
 size are timed in shared rounds, forward and backward, launched one by one and by graph replay, from a few rows to all
 tokens of the shape. An iteration takes turns over so many copies of its tensors that no cache holds them; times are of
 one copy. GB/s count the bytes that the operation must move at the least, TFLOP/s attention's FLOPs under its mask. The
-row "copy" copies as many bytes, in the same rounds: percent are of its speed (of attention's, of the matmul rate that
-the machine reached), and left out where the copies do not go beyond four times the last cache. More than 100 is no
-error: memory reads faster than it writes, and a copy does as much of either. By hand, softmax and attention make their
-causal mask at every call, which costs most where there are few rows.
+row "copy" copies as many bytes, in the same rounds. Percent are of its speed ("% same") and of the best copy of any
+size ("% best"); attention's are of the matmul rate that the machine reached. They are left out where the copies do not
+go beyond four times the last cache. More than 100 is no error: memory reads faster than it writes, and a copy does as
+much of either. By hand, softmax and attention make their causal mask at every call, which costs most where rows are
+few.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 import functools

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.operations import Experiment, least_bytes, least_flops
-from common import iteration, limit, replay, timing
+from common import iteration, replay, timing
 from common.config import BlockConfig
 from common.iteration import BACKWARD, FORWARD, Iteration
+from common.peaks import MeasuredPeaks
 from common.record import Record, record
 from common.result import Result, Row
 from common.subject import Subject
@@ -68,7 +69,7 @@ class OperationSubject(Subject):
             iterate = self.iteration(mode)
         return replay.verified(iterate, self.proof(), stream, captured)
 
-    def hold_against_limit(self, row: Row, mode: str, peaks: limit.MeasuredPeaks) -> None:
+    def hold_against_limit(self, row: Row, mode: str, peaks: MeasuredPeaks) -> None:
         """Attention's is the matmul rate of a GPU; that of all others is the copy's time, see `finish`."""
         flops = least_flops(self.experiment, mode, self.x)
         if flops and self.x.is_cuda and self.arithmetic:

@@ -15,8 +15,11 @@ from common.text import figures, only, table
 PASSES = (FORWARD, BACKWARD)
 UNSETTLED = "~"                        # beside a median that is not known to 0.5 %
 OWN = ("eager", TORCHSCRIPT, "torch.compile", "Triton", "CUDA C++")        # levels; the others are libraries
-SUMMARY = """Percent of a copy of as many bytes (attention: of the matmul rate) at the largest size, forward / backward,
-each level by its faster way of launching, and the compiler's time over that of the Triton kernel"""
+SAME_SIZE = "% of same-size copy"       # timed in the same rounds
+BEST = "% of best copy"                # the fastest copy of any size in these records
+SUMMARY = """{} at the largest size (attention: % of the matmul rate), forward / backward, each level by
+its faster way of launching, and the compiler's time over that of the Triton kernel."""
+OF_THE_BEST = """{} at the largest size, the same rows. The best copy of this machine, of any size, ran at {} GB/s."""
 
 
 def by_operation(lines: list[Record]) -> dict[str, list[Run]]:
@@ -38,7 +41,15 @@ def at_the_largest_size(its_runs: list[Run]) -> dict[str, Run]:
 
 
 def summary(lines: list[Record], width: int | None = None) -> str:
-    """How near each level comes to the memory's speed, a row for each operation; empty where no percents are known."""
+    """How near each level comes to the memory's speed, by both yardsticks, a row for each operation; empty where no
+    percents are known.
+    """
+    of_same_size = _of_same_size(lines, width)
+    of_best = _of_best(lines, width)
+    return "\n\n".join(filter(None, [of_same_size, of_best]))
+
+
+def _of_same_size(lines: list[Record], width: int | None) -> str:
     rows = []
     for name, its_runs in by_operation(lines).items():
         levels = at_the_largest_size(its_runs)
@@ -56,21 +67,55 @@ def summary(lines: list[Record], width: int | None = None) -> str:
         return ""
     headers = ["experiment", "eager", "TorchScript", "compile", "Triton", "CUDA C++", "Triton vs compile", "libraries",
                "Triton vs these"]
-    return f"{SUMMARY}.{_fastest_copy(lines)}\n\n{table(rows, headers, width)}"
+    return f"{SUMMARY.format(SAME_SIZE)}\n\n{table(rows, headers, width)}"
 
 
-def _fastest_copy(lines: list[Record]) -> str:
-    rates = [values(line)[0] for line in lines
-             if metric(line) == "work rate" and info(line)["case"]["variant"]["level"] == COPY]
-    return f" The fastest copy here, of any size, ran at {figures(max(rates))} GB/s." if rates else ""
+def _of_best(lines: list[Record], width: int | None) -> str:
+    best = best_copy(lines)
+    if best is None:
+        return ""
+    rows = []
+    for name, its_runs in by_operation(lines).items():
+        levels = at_the_largest_size(its_runs)
+        if _percents(levels.get(COPY), best):
+            libraries = [f"{level} {_percents(run, best)}" for level, run in levels.items()
+                         if level not in (*OWN, COPY) and _percents(run, best)]
+            rows.append([name, *(_percents(levels.get(level), best) for level in (*OWN, COPY)), ", ".join(libraries)])
+    headers = ["experiment", "eager", "TorchScript", "compile", "Triton", "CUDA C++", "copy", "libraries"]
+    return f"{OF_THE_BEST.format(BEST, figures(best))}\n\n{table(rows, headers, width)}" if rows else ""
 
 
-def _percents(run: Run | None) -> str:
-    """Forward / backward, of the faster way of launching; empty without a forward."""
+def best_copy(lines: list[Record]) -> float | None:
+    """GB/s of the fastest copy of any size in these records; None where no copy went beyond the caches."""
+    rates = []
+    for its_runs in by_operation(lines).values():
+        beyond_the_cache = {tuple(run.variant["size"]) for run in its_runs
+                            if run.variant["size"] and any(_percent(run, mode) for mode in PASSES)}
+        for run in its_runs:
+            if run.variant["level"] == COPY and tuple(run.variant["size"]) in beyond_the_cache:
+                rates += [values(line)[0] for line in run.lines if metric(line) == "work rate"]
+    return max(rates, default=None)
+
+
+def _percents(run: Run | None, best: float | None = None) -> str:
+    """Forward / backward, of the faster way of launching: of the same-size copy, or of `best` GB/s. Empty without a
+    forward.
+    """
     if run is None:
         return ""
-    percents = [run.value(mode, "percent of limit", run.best(mode)) if run.best(mode) else None for mode in PASSES]
+    percents = [_percent(run, mode, best) for mode in PASSES]
     return "" if percents[0] is None else " / ".join(f"{percent:.0f}" for percent in percents if percent is not None)
+
+
+def _percent(run: Run, mode: str, best: float | None = None) -> float | None:
+    """Of the limit in its record (the same-size copy, attention's matmul rate), or of a rate of `best` GB/s."""
+    launch = run.best(mode)
+    if launch is None:
+        return None
+    if best is None:
+        return run.value(mode, "percent of limit", launch)
+    line = run.find(mode, "work rate", launch)
+    return 100 * values(line)[0] / best if line and extra(line)["unit"] == "GB/s" else None
 
 
 def _over(slow: Run | None, fast: Run | None) -> str:
@@ -88,15 +133,18 @@ def text(lines: list[Record], width: int | None = None) -> str:
     blocks = [summary(lines, width)]
     several_processes = len({info(line)["run"] for line in lines}) > 1
     without_percent = False
+    best = best_copy(lines)
     for name, its_runs in by_operation(lines).items():
         of = ""
         if several_processes:
             of = f" (commit {commits(itertools.chain.from_iterable(run.lines for run in its_runs))})"
         for mode in PASSES:
             if mode == FORWARD or any(run.best(mode) for run in its_runs):
-                blocks.append(f"{name}, {mode}{of}\n\n{_of_pass(its_runs, mode, on_gpu, width)}")
+                blocks.append(f"{name}, {mode}{of}\n\n{_of_pass(its_runs, mode, on_gpu, best, width)}")
             without_percent = without_percent or any(
                 run.best(mode) and run.value(mode, "percent of limit", run.best(mode)) is None for run in its_runs)
+    if best is not None:
+        blocks.append(f"% same: {SAME_SIZE}. % best: {BEST}, of any size, which ran at {figures(best)} GB/s.")
     if without_percent:
         blocks.append("No percentage where the tensors may stay in a cache (of a CPU's caches nothing is known).")
     if any(UNSETTLED in block for block in blocks):
@@ -119,30 +167,35 @@ def _skipped(lines: list[Record]) -> list[str]:
     return said
 
 
-def _of_pass(its_runs: list[Run], mode: str, on_gpu: bool, width: int | None) -> str:
-    """A row a size and level; columns in which nothing stands are left out."""
+def _of_pass(its_runs: list[Run], mode: str, on_gpu: bool, best: float | None, width: int | None) -> str:
+    """A row a size and level; columns in which nothing stands, or only "ok", are left out."""
     unit = _unit(its_runs)
     headers = ["size", "level", "status", "error", "us, eager", "us, graph", unit,
-               "% of copy" if unit == "GB/s" else "% of matmul", "kernels" if on_gpu else "operators"]
-    rows = [_row(run, mode) for run in its_runs if run.variant["size"]]
+               "% same" if unit == "GB/s" else "% of matmul", "% best", "kernels" if on_gpu else "operators"]
+    rows = [_row(run, mode, best) for run in its_runs if run.variant["size"]]
     told = [0, 1]
     for place in range(2, len(headers)):
-        if not {row[place] for row in rows} <= {"", "n/a"}:
+        if not {row[place] for row in rows} <= {"", "n/a", "ok"}:
             told.append(place)
     return table([only(row, told) for row in rows], only(headers, told), width, keys=2)
 
 
-def _row(run: Run, mode: str) -> list[str]:
+def _row(run: Run, mode: str, best_of_all: float | None) -> list[str]:
     kind = "output" if mode == FORWARD else "gradient"
     errors = [values(line)[0] for line in run.lines
               if metric(line).startswith(kind) and metric(line).endswith(" error")]
-    best = run.best(mode)
-    rate, percent = run.value(mode, "work rate", best), run.value(mode, "percent of limit", best)
+    launch = run.best(mode)
+    rate = run.value(mode, "work rate", launch)
+    of_best = _percent(run, mode, best_of_all) if best_of_all else None
     kernels = run.value(mode, "launches")
     return [size_in_words(run.variant["size"]), run.variant["level"], run.status,
-            f"{max(errors):.1e}" if errors else "", *(_microseconds(run, mode, launch) for launch in LAUNCHES),
-            "" if rate is None else figures(rate), "" if percent is None or best is None else f"{percent:.0f}",
+            f"{max(errors):.1e}" if errors else "", *(_microseconds(run, mode, each) for each in LAUNCHES),
+            "" if rate is None else figures(rate), _rounded(_percent(run, mode)), _rounded(of_best),
             "" if kernels is None else f"{kernels / _copies(run, mode):.0f}"]
+
+
+def _rounded(percent: float | None) -> str:
+    return "" if percent is None else f"{percent:.0f}"
 
 
 def _microseconds(run: Run, mode: str, launch: str) -> str:

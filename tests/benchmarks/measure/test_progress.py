@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from benchmarks.measure.progress import Progress
+from benchmarks.measure.progress import PURPOSES, Progress
 from common import exclusive
 
 pytestmark = pytest.mark.unit
@@ -20,14 +20,35 @@ def at(monkeypatch):
     return read_at
 
 
-def test_the_time_outside_of_measuring_is_known(at):
-    """What the run is not there for: a phase counts under its first word."""
+def test_the_wall_time_is_told_by_what_it_was_for(at):
+    """A phase counts under its first word. What has no purpose is left over."""
     progress = at(0.0, 0.5, 3.5, 9.5, 11.5)
-    for phase in ("building: 0", "sampling forward", "peaks of this machine"):
+    for phase in ("building: 0", "sampling forward", "calibrating: peaks of this machine"):
         progress.say(phase)
-    assert progress.finish() == {"starting": 1.0, "building": 3.0, "sampling": 6.0, "peaks": 2.0}
-    assert progress.overhead() == 3.0
-    assert progress.in_words() == "12 s: sampling 6, building 3;\noverhead 25 %: peaks 2, starting 1"
+    assert progress.finish() == {"starting": 1.0, "building": 3.0, "sampling": 6.0, "calibrating": 2.0}
+    assert progress.left_over() == 1.0
+    assert progress.in_words() == ("wall time 12 s: warm-up 6, building 3, calibrating 2;\n"
+                                   "left over 8 %: starting 1")
+
+
+def test_timed_samples_are_told_apart_from_the_warm_up_before_them(at):
+    """They can't be more than the time in which they were taken."""
+    progress = at(0.0, 0.0, 6.0, 6.0, 8.0, 8.0)
+    progress.say("sampling forward")
+    progress.sampled(4.0)
+    progress.say("sampling forward+backward")
+    progress.sampled(9.0)
+    seconds = progress.finish()
+    assert seconds["timed"] == 4.0 + 4.0 and seconds["sampling"] == 0.0
+    assert progress.by_purpose()["timed samples"] == 8.0 and sum(seconds.values()) == 8.5
+
+
+def test_what_it_was_for_and_what_is_left_over_are_the_whole(at):
+    progress = at(0.0, 0.0)
+    names = [name for phases in PURPOSES.values() for name in phases]
+    progress.seconds = {name: 1.0 for name in (*names, "waiting", "starting")}
+    progress.finish()
+    assert sum(progress.by_purpose().values()) == len(names) == len(set(names)) and progress.left_over() == 2.0
 
 
 def test_a_phase_that_comes_again_goes_on(at):
@@ -42,7 +63,7 @@ def test_a_run_with_nothing_left_to_do_says_so(at):
     progress = at(0.0, 0.0)
     progress.seconds = {"starting": 0.3}
     progress.finish()
-    assert progress.in_words() == "0 s: nothing was left to measure;\noverhead 100 %: less than a second"
+    assert progress.in_words() == "wall time 0 s: nothing was left to measure;\nleft over 100 %: less than a second"
 
 
 def test_nothing_is_shown_where_stderr_is_no_terminal(capsys):

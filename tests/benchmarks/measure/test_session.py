@@ -8,13 +8,14 @@ import torch
 
 from benchmarks.measure import attribution, session
 from benchmarks.measure.cases import Case, Group, block_case, step_case
-from benchmarks.measure.progress import MEASURING
+from benchmarks.measure.progress import PURPOSES
 from benchmarks.measure.session import Entry, Session, Work
 from benchmarks.records.read import Run, extra, latest, paired, runner
-from common import PRESETS, compiler, evidence, limit, machine, measurement, rounds, steps, subject, timing
+from common import PRESETS, compiler, evidence, limit, machine, measurement, peaks, rounds, steps, subject, timing
 from common.evidence import Evidence
 from common.iteration import BOTH, FORWARD, LAUNCHES, MODES, Iteration
 from common.outcome import Failed
+from common.peaks import MeasuredPeaks
 from common.record_file import RecordFile
 from common.result import Compilation, Result, Row
 from common.traits import Traits
@@ -214,6 +215,61 @@ def test_a_row_is_profiled_right_behind_its_samples(some, monkeypatch):
 
 
 @integration
+def test_a_row_is_profiled_before_its_sample_in_every_other_round(some, monkeypatch):
+    """The second of two bursts finds a GPU warmer: so each is the second in half of the rounds."""
+    order, sample = [], timing.HostClock.sample
+
+    class Burst(attribution.CpuBurst):
+        def __init__(self, *work):
+            super().__init__(*work)
+            order.append("profile")
+
+    def sampled(*arguments):
+        order.append("sample")
+        return sample(*arguments)
+    monkeypatch.setattr(attribution, "CpuBurst", Burst)
+    monkeypatch.setattr(some, "_warm_up", lambda mode, works, clock: dict.fromkeys(works, 1.0))
+    monkeypatch.setattr(timing.HostClock, "sample", sampled)
+    some.measure(group_of(0, profiled=3, modes=[FORWARD], calibrated=False))
+    one_of_its_own = ["sample", "profile"]                       # a burst has a sample beside the profiler, too
+    assert order == ["sample", *one_of_its_own, *one_of_its_own, "sample", "sample", *one_of_its_own, *["sample"] * 3]
+
+
+@integration
+def test_sustained_work_takes_part_in_the_rounds(some):
+    """Beside the calibrations, and it is none: what compare holds against holds no peaks."""
+    some.measure(group_of(0, sustained=True, modes=[FORWARD]))
+    assert {name: len(sustained.in_rounds) for name, sustained in some.peaks.sustained.items()} == {
+        "float32": 6, "copy": 6}
+    run = runs_of(some)["0_baseline"]
+    assert set(extra(run.find(FORWARD, "latency", "eager"))["calibration"]) == {"gemm", "copy"}
+    assert run.value(FORWARD, "percent of sustained limit", "eager") > 0
+    some.finish(CPU_CONFIG)
+    told = {(extra(line)["yardstick"], extra(line)["of"]) for line in some.lines
+            if line["metric"]["name"] == "peak"}
+    assert {("sustained", "float32"), ("sustained", "copy"), ("burst", "float32"), ("burst", "copy")} <= told
+
+
+@integration
+def test_a_group_that_asks_for_none_has_no_sustained_limit(some):
+    some.measure(group_of(0, modes=[FORWARD]))
+    run = runs_of(some)["0_baseline"]
+    assert not some.peaks.sustained and run.value(FORWARD, "percent of sustained limit", "eager") is None
+
+
+@integration
+def test_every_case_can_be_made_slower_on_purpose(some, monkeypatch):
+    """By copies that take that share of its time. The calibrations stay as they are, and the records say so."""
+    asked = []
+    monkeypatch.setattr(timing, "copying_for", lambda device, ms: asked.append(ms) or (lambda: asked.append("copy")))
+    monkeypatch.setattr(some, "_warm_up", lambda mode, works, clock: dict.fromkeys(works, 40.0))
+    some.slow_down = 5.0
+    some.measure(group_of(0, modes=[FORWARD]))
+    assert asked[0] == 2.0 and asked.count("copy") == 6 == len(asked) - 1
+    assert runs_of(some)["0_baseline"].info["slowed_percent"] == 5.0
+
+
+@integration
 def test_the_parts_of_a_row_are_of_its_own_profiled_rounds(some):
     some.measure(group_of(0, 2, profiled=4))
     for run in runs_of(some).values():
@@ -275,8 +331,29 @@ def test_clocks_are_read_in_150_ms_of_work_on_a_gpu(ms, count, monkeypatch):
     counts = []
     monkeypatch.setattr(measurement, "under_load", lambda device, run, between, count: counts.append(count))
     for device in (GPU, CPU):
-        Session._state(SimpleNamespace(device=device, say=lambda what: None), Work(None, None), ms)
+        some = SimpleNamespace(device=device, say=lambda what: None)
+        Session._read_state(some, entry_of("a case"), FORWARD, "eager", Work(None, None), ms, metered=False)
     assert counts == [count, 0]
+
+
+@unit
+def test_a_row_is_metered_on_a_gpu_alone(monkeypatch):
+    """What was read of the machine meanwhile is the state of the case."""
+    metered = []
+
+    def steadily(device, run, between, row, ms):
+        metered.append((device, ms))
+        row.state = {"sm_mhz": 1400}
+    monkeypatch.setattr(measurement, "steadily", steadily)
+    monkeypatch.setattr(measurement, "under_load", lambda *_: {"load_average": 1.0})
+    states = []
+    for device in (GPU, CPU):
+        entry = entry_of("a case")
+        entry.result.rows[FORWARD, "graph"] = Row()
+        some = SimpleNamespace(device=device, say=lambda what: None)
+        Session._read_state(some, entry, FORWARD, "graph", Work(None, None), 3.5, metered=True)
+        states.append(entry.result.state)
+    assert metered == [(GPU, 3.5)] and states == [{"sm_mhz": 1400}, {"load_average": 1.0}]
 
 
 @integration
@@ -488,15 +565,15 @@ def test_of_two_compiled_blocks_that_one_fails_which_is_compiled_again(some, mon
 
 
 @integration
-def test_peaks_are_measured_apart_from_what_a_run_is_for(some, monkeypatch):
-    phases, peaks = [], limit.measure_peaks()
+def test_peaks_are_measured_while_calibrating(some, monkeypatch):
+    phases, known = [], peaks.measure_burst()
 
-    def measure_peaks(*_):
+    def measure_burst(*_):
         phases.append(some.progress._phase)
-        return peaks
-    monkeypatch.setattr(limit, "measure_peaks", measure_peaks)
+        return known
+    monkeypatch.setattr(peaks, "measure_burst", measure_burst)
     some.measure(group_of(0))
-    assert set(phases) == {"peaks"} and "peaks" not in MEASURING
+    assert set(phases) == {"calibrating"} and "calibrating" in PURPOSES["calibrating"]
 
 
 class HeldAgainstBandwidth:
@@ -508,7 +585,7 @@ class HeldAgainstBandwidth:
     def calls(self, mode: str) -> int:
         return 1
 
-    def hold_against_limit(self, row: Row, mode: str, peaks: limit.MeasuredPeaks) -> None:
+    def hold_against_limit(self, row: Row, mode: str, peaks: MeasuredPeaks) -> None:
         if self.better:
             peaks.known = limit.Peaks({}, self.better)
         row.limit_ms = peaks.known.bandwidth
@@ -534,6 +611,7 @@ def test_the_wall_time_is_a_record_of_no_case(some, monkeypatch):
     line = some.lines[-1]
     assert line["metric"]["name"] == "wall time" and line["benchmark"]["extra_info"]["case"]["name"] is None
     assert extra(line)["phases"]["building"] == 5.0 and 2.0 <= extra(line)["rest"] < sum(extra(line)["phases"].values())
+    assert set(extra(line)["purposes"]) == set(PURPOSES)
 
 
 # ---------------------------------------------------------------------------------------------------------------- GPUs

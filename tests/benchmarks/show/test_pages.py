@@ -68,7 +68,8 @@ def test_the_scripts_are_told_in_ratios():
     lines += made("1_cublas", both([4.0], [20.0]), run=None, study="step", parameter_dtype="bfloat16")
     lines += made("2_sdpa", both([2.5], [5.0]), run=None, study="step")
     first, second, in_16_bits, third = cells(pages.scripts_table(lines))
-    assert first == ["0_baseline", "10.00", "n/a", "40.00", "n/a", "1.0 / 1.0", "", "50 / 50", "1.0", "2.0e-07"]
+    assert first == ["0_baseline", "10.00", "n/a", "40.00", "n/a", "1.0 / 1.0", "", "n/a / n/a",
+                     "50 / 50", "n/a", "1.0", "2.0e-07"]
     assert second[0] == "1_cublas" and second[5:7] == ["2.0 / 4.0", "4.00"]
     assert in_16_bits[0] == "1_cublas, all 16-bit" and in_16_bits[5:7] == ["2.5 / 2.0", ""]
     assert third[0] == "2_sdpa" and third[5:7] == ["4.0 / 8.0", "2.00"]
@@ -78,7 +79,7 @@ def test_the_scripts_are_told_in_ratios():
 def test_a_run_that_failed_is_a_row_of_the_scripts_table():
     lines = made("0_baseline", both([1.0], [2.0])) + made("1_cublas", {}, status="failed", reason="why")
     _, failed = cells(pages.scripts_table(lines))
-    assert failed == ["1_cublas"] + ["n/a"] * 9
+    assert failed == ["1_cublas"] + ["n/a"] * 11
 
 
 @unit
@@ -90,8 +91,9 @@ def test_the_first_table_is_the_ladders_by_the_faster_launch(tmp_path, monkeypat
     monkeypatch.setattr(pages, "recorded", lambda name: [path])
     told, table = pages.summary().split("\n\n")
     assert told.startswith("a CPU, ")
-    assert cells(table) == [["0_baseline", "8.00", "24.00", "1.0", "", "50", "2e-07"],
-                            ["2_sdpa", "3.00", "8.00", "3.0", "3.00 [3.00, 3.00]", "50", "2e-07"]]
+    assert cells(table) == [["0_baseline", "8.00", "24.00", "1.0", "", "n/a", "50", "n/a", "2e-07"],
+                            ["2_sdpa", "3.00", "8.00", "3.0", "3.00 [3.00, 3.00]", "n/a", "50", "n/a",
+                             "2e-07"]]
 
 
 @unit

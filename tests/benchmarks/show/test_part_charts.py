@@ -34,9 +34,9 @@ def lengths(axis) -> list[float]:
 
 
 def test_the_steps_at_a_glance_have_a_bar_each_for_time_and_limit():
-    figure = part_charts.overview([run_of("0_baseline", 8.0), run_of("2_sdpa", 4.0)])
+    figure = part_charts.limits([run_of("0_baseline", 8.0), run_of("2_sdpa", 4.0)])
     time, limit = figure.axes
-    assert lengths(time) == [8.0, 4.0] and lengths(limit) == [50.0, 50.0]
+    assert lengths(time) == [8.0, 4.0] and lengths(limit) == [50.0] * 4
     assert [label.get_text() for label in time.get_yticklabels()] == ["0 baseline", "2 sdpa"]
     assert {"8.00", "4.00"} <= {text.get_text().strip() for text in time.texts}
 
@@ -67,7 +67,7 @@ def test_a_waterfall_goes_from_one_step_to_the_next_part_by_part():
     first, *changes, last = lengths(axis)
     saved = gain(before, after, BOTH)
     assert (first, last) == (8.0, 4.0) and sum(changes) == pytest.approx(last - first)
-    assert changes == [*(-saved.by_part[part] for part in PARTS), -saved.profiling, -saved.unexplained]
+    assert changes == [*(-saved.by_part[part] for part in PARTS), -saved.unexplained]
 
 
 def test_there_is_a_panel_for_each_pair_and_no_empty_one():
@@ -88,3 +88,15 @@ def test_a_waterfall_warns_of_parts_beyond_their_bound(clocked, title):
     after = run_of("1_cublas", 4.0, parts(GEMM=gemm), clocked=clocked and 4.0)
     figure = part_charts.waterfalls([before, after])
     assert figure.axes[0].get_title() == title
+
+
+def test_time_and_joules_stand_side_by_side():
+    figure = part_charts.energy([run_of("0_baseline", 8.0, joules=5.0), run_of("2_sdpa", 4.0, joules=2.5)])
+    time, used = figure.axes
+    assert lengths(time) == [8.0, 4.0] and lengths(used) == [5.0, 2.5]
+
+
+def test_the_sustained_limit_lies_behind_that_of_a_burst():
+    run = run_of("0_baseline", 8.0, limits={"sustained": {"matmul": 6.0}})
+    _, limit = part_charts.limits([run]).axes
+    assert lengths(limit) == [75.0, 50.0] and {text.get_text().strip() for text in limit.texts} == {"75 %", "50 %"}

@@ -12,7 +12,8 @@ from tests.helpers.made_records import CPU_CONFIG, GPU, both, made
 
 pytestmark = pytest.mark.unit
 READY_MADE = [tables.CASE, tables.STATUS, tables.ERROR, tables.WORST_ERROR, tables.LAUNCH, tables.MS, tables.QUANTILES,
-              tables.TIMES_FIRST, tables.PAIRED_WITH_FIRST, tables.RATE, tables.LIMIT, tables.MHZ, tables.MEMORY,
+              tables.TIMES_FIRST, tables.PAIRED_WITH_FIRST, tables.RATE, tables.SUSTAINED_LIMIT, tables.LIMIT,
+              tables.JOULES, tables.MHZ, tables.MEMORY,
               tables.LAUNCHES, tables.COMPILE]
 
 
@@ -25,14 +26,16 @@ def cells(lines: list[dict], *columns: Column, mode: str = FORWARD) -> list[list
 
 
 def test_a_run_that_was_timed_has_all_its_figures():
-    lines = made("0_baseline", both([8.0] * 6, [9.0] * 6), facts=GPU)
+    lines = made("0_baseline", both([8.0] * 6, [9.0] * 6), facts=GPU, joules=2.0,
+                 limits={"sustained": {"matmul": 4.0, "memory": 1.0}})
     lines += made("2_sdpa", both([4.0, 3.0, 4.0, 4.0, 5.0, 4.0], [9.0] * 6), facts=GPU, matmul="float16")
     headers = [column.header for column in READY_MADE]
     first, second = (dict(zip(headers, row, strict=True)) for row in cells(lines, *READY_MADE))
     assert first == {
         "case": "0_baseline", "status": "ok", "error": "2.0e-07", "launch": "eager", "ms": "8.00",
-        "p20 to p80": "8.00 to 8.00", "x first": "1.00", "x first [95 %]": "", "TFLOP/s": "0.125", "% limit": "50",
-        "MHz": "n/a", "GiB": "1.0", "launches": "3", "compile s": "n/a"}
+        "p20 to p80": "8.00 to 8.00", "x first": "1.00", "x first [95 %]": "", "TFLOP/s": "0.125",
+        "% sustained": "62", "% burst": "50", "J": "2.00", "MHz": "n/a", "GiB": "1.0", "launches": "3",
+        "compile s": "n/a"}
     assert (second["case"], second["ms"], second["x first"]) == ("2_sdpa", "4.00", "2.00")
     assert second["x first [95 %]"].startswith("2.00 [") and second["p20 to p80"] == "4.00 to 4.00"
 

@@ -1,4 +1,5 @@
 """The ladder: its tables and charts from made-up records, and the command on shapes of a second."""
+import contextlib
 import functools
 import io
 import itertools
@@ -20,6 +21,7 @@ from common.iteration import BOTH, FORWARD, LAUNCHES, MODES
 from common.record import PARTS
 from common.record_file import RecordFile
 from tests.helpers.made_records import CPU_CONFIG, FACTS, GPU, both, made
+from tests.helpers.said import one_line
 
 unit, integration = pytest.mark.unit, pytest.mark.integration
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a machine without a GPU says")
@@ -71,7 +73,7 @@ def test_the_table_tells_times_the_first_and_the_previous_by_rounds():
     noisy = [4 * d * (1.2 if number % 2 else 0.8) for number, d in enumerate(drift)]
     lines += on_gpu("3_compile", both(noisy, []))
     assert rows_of(lines)[-1]["x previous [95 %]"].endswith(" UNSURE")
-    assert [first[name] for name in ("GiB", "% limit", "error", "launches")] == ["1.0", "34", "2.0e-07", "3"]
+    assert [first[name] for name in ("GiB", "% burst", "error", "launches")] == ["1.0", "34", "2.0e-07", "3"]
 
 
 @unit
@@ -155,21 +157,21 @@ def test_attribution_adds_up_and_shows_what_it_can_not_explain():
     assert [row[name] for name in ("pair", "launch", "gained ms", "GEMM", "attention", "idle")] == [
         "1 -> 2", "eager, graph", "+5.00", "+3.00", "-1.90", "+4.00"]
     assert (row["unexplained"], row["bound"]) == ("-0.100", "0.250")        # 5 % of the 5 ms gained
-    assert row["while profiled"] == "n/a"
+    assert row["by the profiler"] == "n/a"
     (row,) = gains_of(first + made("2_sdpa", both([9.9] * 6, []), parts={FORWARD: before}))
     assert row["bound"] == "0.050 EXCEEDED"                                 # 0.5 % of the slower step
 
 
 @unit
-def test_what_profiling_changes_is_told_apart_from_what_is_unexplained():
+def test_what_profiling_changes_is_told_beside_what_is_unexplained():
     first = functools.partial(made, "1_cublas", both([10.0] * 6, []), parts={FORWARD: parts(GEMM=10.4)})
     second = functools.partial(made, "2_sdpa", both([9.0] * 6, []))
     (row,) = gains_of(first(clocked=10.5) + second(parts={FORWARD: parts(GEMM=9.19)}, clocked=9.2))
-    assert [row[name] for name in ("gained ms", "GEMM", "while profiled", "unexplained", "bound")] == [
-        "+1.00", "+1.21", "-0.300", "+0.090", "0.050 EXCEEDED"]
+    assert [row[name] for name in ("gained ms", "GEMM", "unexplained", "by the profiler", "bound")] == [
+        "+1.00", "+1.21", "-0.210", "-0.300", "0.050 EXCEEDED"]
     (row,) = gains_of(first(clocked=10.4) + second(parts={FORWARD: parts(GEMM=9.3)}, clocked=9.3))
-    assert [row[name] for name in ("while profiled", "unexplained", "bound")] == [
-        "-0.100", "+0.000", "0.050 EXCEEDED with profiling"]
+    assert [row[name] for name in ("unexplained", "by the profiler", "bound")] == [
+        "-0.100", "-0.100", "0.050 EXCEEDED"]
 
 
 @unit
@@ -178,7 +180,7 @@ def test_the_parts_are_held_against_the_samples_right_before_them():
     lines = made("1_cublas", both([10.0] * 6, []), parts={FORWARD: parts(GEMM=10.5)}, clocked=10.5, timed=10.25)
     lines += made("2_sdpa", both([9.5] * 6, []), parts={FORWARD: parts(GEMM=9.25)}, clocked=9.25, timed=9.0)
     (row,) = gains_of(lines)
-    assert [row[name] for name in ("gained ms", "while profiled", "unexplained", "bound")] == [
+    assert [row[name] for name in ("gained ms", "by the profiler", "unexplained", "bound")] == [
         "+1.25", "+0.000", "+0.000", "0.062"]
 
 
@@ -327,7 +329,7 @@ def test_a_step_that_fails_its_check_is_a_row_and_the_others_are_timed(main, mon
 @integration
 def test_a_study_that_timed_nothing_is_no_success(main):
     status, out, err = main("--steps", "4")
-    assert status == 4 and "4_transformer_engine: skipped" in out and "\noverhead " in err
+    assert status == 4 and "4_transformer_engine: skipped" in out and "\nleft over " in err
 
 
 @integration
@@ -485,3 +487,56 @@ def test_on_a_gpu_a_graph_and_its_eager_run_share_their_rounds(tmp_path, studies
             assert all(len(run.samples(mode, launch)) == 10 for launch in LAUNCHES)
             assert run.value(mode, "peak memory", "eager") > 0
             assert run.parts(mode)["GEMM"] > 0
+
+
+# ------------------------------------------------------------------------------------------------------ from the limit
+
+
+LIMITS = {"burst": {"matmul": 4.0, "attention": 1.0, "memory": 0.5},
+          "sustained": {"matmul": 5.0, "attention": 2.0, "memory": 0.5}}
+
+
+def beyond(its_parts: dict, **more) -> list[dict]:
+    lines = made("2_sdpa", both([10.0] * 6, []), parts={FORWARD: its_parts}, **more)
+    rows, headers = ladder.beyond_the_limit(lines, FORWARD)
+    return [dict(zip(headers, row, strict=True)) for row in rows]
+
+
+@unit
+def test_from_its_limit_to_its_time_a_row_adds_up():
+    (row,) = beyond(parts(GEMM=5.5, attention=2.5, idle=0.3) | {"casts and copies": 1.2}, limits=LIMITS)
+    assert row == {"step": "2", "launch": "eager", "burst limit": "5.50", "power": "+1.00", "matmuls": "+0.500",
+                   "attention": "+1.50", "passes": "+0.700", "launches": "+0.300", "unexplained": "+0.500",
+                   "ms": "10.0"}
+
+
+@unit
+def test_attention_by_hand_is_softmax_and_mask_its_matmuls_are_with_the_others():
+    (row,) = beyond(parts(GEMM=7.0) | {"softmax and mask": 1.5, "residual and other": 1.0}, limits=LIMITS)
+    assert [row[name] for name in ("matmuls", "attention", "passes", "ms")] == ["+1.00", "+1.50", "+0.500", "10.0"]
+    times = [float(row[name]) for name in ("burst limit", "power", "matmuls", "attention", "passes", "launches",
+                                           "unexplained")]
+    assert sum(times) == pytest.approx(10.0)
+
+
+@unit
+def test_records_without_a_sustained_limit_have_no_way_from_it():
+    assert beyond(parts(GEMM=9.0)) == []
+    assert beyond(parts(GEMM=9.0), limits={"burst": LIMITS["burst"]}) == []
+    told = STUDY.told(made("2_sdpa", both([10.0] * 6, []), parts={FORWARD: parts(GEMM=9.0)}, limits=LIMITS))
+    assert "from the limit to the ms of forward (+ is beyond it)" in told
+
+
+@unit
+@pytest.mark.parametrize("percent, fits", [("-1", False), ("101", False), ("nan", False), ("0", True), ("5", True)])
+def test_rows_are_slowed_down_by_a_percentage(percent, fits, capsys):
+    with contextlib.nullcontext() if fits else pytest.raises(SystemExit):
+        assert parsed("--slow-down", percent).slow_down == float(percent)
+    assert fits or f"--slow-down {percent}: give a percentage" in one_line(capsys.readouterr().err)
+
+
+@unit
+def test_there_is_a_chart_of_energy_where_it_was_metered():
+    metered = made("0_baseline", both([], [10.0] * 6), parts={BOTH: parts(GEMM=9.0)}, joules=7.0)
+    without = made("0_baseline", both([], [10.0] * 6), parts={BOTH: parts(GEMM=9.0)})
+    assert "energy" in STUDY.charts(metered) and "energy" not in STUDY.charts(without)

@@ -1,5 +1,6 @@
 """Other libraries' layers are the same block, and are compared with their like."""
 import functools
+import json
 import os
 import re
 
@@ -127,12 +128,13 @@ def test_transformer_layer_normalises_by_its_own_kernels_or_tuned():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("residual_in_16_bits", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_torchao_is_the_same_block(recipe, uncompiled):
+def test_torchao_is_the_same_block(recipe, residual_in_16_bits, uncompiled):
     pytest.importorskip("torchao")
     config = BlockConfig(2, 128, 256, 4, amp_dtype=torch.bfloat16)
     values, x, dy = case(config, "cuda")
-    block = peers.build_torchao(recipe, config, values, "cuda")
+    block = peers.build_torchao(recipe, config, values, "cuda", residual_in_16_bits)
     assert max(worst(errors(block, values, x, dy))) < 1.8e-1 and block.engine.startswith("torchao ")
 
 
@@ -149,7 +151,7 @@ def test_fp8_is_compared_with_step_4_and_the_rest_with_step_3():
     told = {}
     for row in STUDY.told(lines).splitlines():
         if "[" in row and "]" in row:
-            told[row.split("  ")[0]] = row.split()[-4:]
+            told[row.split("  ")[0]] = row.split()[-5:-1]
     assert told["GPT2Block"] == ["3:", "1.500", "[1.500,", "1.500]"]
     assert told["te.TransformerLayer, FP8, y in float32"] == ["4:", "1.100", "[1.100,", "1.100]"]
     assert told["torchao float8, rowwise, compiled"][:2] == ["4:", "1.500"]
@@ -164,7 +166,57 @@ def test_fp8_is_compared_with_step_4_and_the_rest_with_step_3():
 def test_what_is_as_fast_as_ours_says_whether_that_is_sure():
     lines = recorded("3_compile", 1.0, 1.0) + recorded("GPT2Block", 1.0, 1.2)
     forward, both_passes = STUDY.told(lines).split("forward+backward, parameters")
-    assert "3: 1.000 [1.000, 1.000] SAME" in forward and "3: 1.200 [1.200, 1.200]\n" in both_passes
+    assert "3: 1.000 [1.000, 1.000] SAME" in forward and re.search(r"3: 1.200 \[1.200, 1.200\] +1.200\n", both_passes)
+
+
+def test_the_best_launch_each_and_both_launched_one_by_one_stand_side_by_side():
+    """Ours is faster by graph, and slower eager."""
+    lines = []
+    for name, eager, graph in (("4_transformer_engine", 4.0, 1.0), ("torchao float8", 2.0, 1.5)):
+        ms = {(mode, launch): [time] * 6 for mode in (FORWARD, BOTH) for launch, time in (("eager", eager),
+                                                                                       ("graph", graph))}
+        variant = {} if name.startswith("4") else {"recipe": "rowwise", "compiled": True}
+        lines += made(name, ms, study="peers", matmul="float8", variant=variant)
+    text = STUDY.told(lines)
+    assert "step: best launch each [95 %]    eager" in text
+    assert re.search(r"torchao float8, rowwise, compiled .*4: 1.500 \[1.500, 1.500\] +0.500\n", text)
+    assert '"eager": both launched one by one' in text
+
+
+def test_eager_losses_are_said_in_a_line_each(tmp_path):
+    lines = []
+    for name, eager, graph in (("4_transformer_engine", 4.0, 1.0), ("torchao float8", 2.0, 1.5),
+                               ("te.TransformerLayer", 8.0, 0.5)):
+        ms = {(FORWARD, "eager"): [eager] * 6, (FORWARD, "graph"): [graph] * 6}
+        variant = {} if name.startswith("4") else {"as": "tuned"}
+        lines += made(name, ms, study="peers", matmul="float8", variant=variant)
+    path = tmp_path / "peers.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    said = peers.eager_losses(path).splitlines()
+    assert said[0].endswith("these are faster than ours where both are launched one by one:")
+    assert said[2:] == ["- forward, torchao float8, tuned: 0.50 of step 4's time (best launch each: 1.50)"]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines if line["model"]["backend"][0] != "t"))
+    assert peers.eager_losses(path).endswith("no peer is faster than ours where both are launched one by one.")
+
+
+def test_columns_that_say_nothing_are_left_out():
+    lines = recorded("3_compile", 1.0, 1.0) + recorded("GPT2Block", 1.0, 1.2)
+    assert "  status" not in STUDY.told(lines) and "  J " not in STUDY.told(lines)
+    lines += made("torchao float8", {}, study="peers", status="skipped", reason="torchao is not installed")
+    assert "  status" in STUDY.told(lines)
+
+
+@pytest.mark.parametrize("amp_dtype", [torch.bfloat16, torch.float16])
+def test_a_residual_in_16_bits_is_the_same_block_and_gives_back_the_dtype_of_x(amp_dtype, uncompiled):
+    config = BlockConfig(2, 16, 32, 2, amp_dtype=amp_dtype)
+    values, x, dy = case(config)
+    block, plain = (steps.load(2).build(config, values, "cpu") for _ in range(2))
+    peers.keep_residual_in_16_bits(block, config)
+    seen = []
+    block.ln_2.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    forward, gradient = worst(errors(block, values, x, dy))
+    assert forward < 1e-2 and gradient < 3e-2 and block(x).dtype == torch.float32
+    assert set(seen) == {amp_dtype} and not torch.equal(block(x), plain(x))
 
 
 def test_there_is_a_table_for_each_dtype_and_each_transformer_engine():
@@ -201,7 +253,8 @@ def test_the_answer_is_the_peer_that_comes_nearest():
     """Forward+backward, whatever its dtype."""
     lines = recorded("3_compile", 1.0, 2.0) + recorded("4_transformer_engine", 1.0, 2.0)
     lines += recorded("GPT2Block", 0.5, 3.0) + recorded("te.TransformerLayer", 3.0, 2.5)
-    assert STUDY.answer(lines) == "the nearest, te.TransformerLayer, FP8, y in float32, takes 1.25 times ours"
+    assert STUDY.answer(lines) == ("the nearest, te.TransformerLayer, FP8, y in float32, takes 1.25 times ours, "
+                                   "best launch each")
 
 
 def test_published_figures_stand_beside_as_published():
@@ -235,7 +288,7 @@ def test_missing_packages_are_rows_with_their_reason(monkeypatch):
     assert missing["gpt2block"] == missing["gpt2block, compiled"] == "transformers is not installed"
     assert "GPU" in missing["torchao float8, rowwise, compiled"]
     assert missing["te.transformerlayer, fp8, y in float32"] and missing["nn.transformerencoderlayer"] == ""
-    assert len(missing) == 14
+    assert len(missing) == 16
 
 
 def test_a_shape_that_fp8_does_not_take_leaves_out_what_is_in_fp8(monkeypatch):
@@ -291,7 +344,7 @@ def test_both_settings_are_groups_of_their_own(prepared):
     dtypes = [dtype for _, dtype in found]
     in_fp32 = dtypes.count(torch.float32)
     assert dtypes == in_fp32 * [torch.float32] + (len(dtypes) - in_fp32) * [torch.bfloat16]
-    assert in_fp32 == 14 and 0 < len(dtypes) - in_fp32 < 14      # in 16 bits there is nothing to cast
+    assert in_fp32 == 16 and 0 < len(dtypes) - in_fp32 < 14      # in 16 bits there is nothing to cast
 
 
 def test_a_cpu_without_16_bit_matmuls_has_one_setting(prepared, a_cpu_without_bfloat16):

@@ -201,7 +201,7 @@ def test_a_study_runs_group_by_group_and_shows_all_of_it(run_made_up, tmp_path, 
     assert is_of(tmp_path / "chart-speed", lines)
     assert status == 0 and private == [0] and list(latest(lines)) == ["0_baseline", "2_sdpa"]
     assert out.strip() == tables.text([tables.CASE, tables.MS], lines)
-    assert len(err.splitlines()) == 2 and "\noverhead " in err
+    assert len(err.splitlines()) == 2 and "\nleft over " in err
 
 
 @integration

@@ -1,0 +1,409 @@
+"""A machine's peaks by three yardsticks: what it sustains, what it reaches in a burst, what its data sheet says.
+
+`SUSTAINED`: the block's own work, back to back until the clocks have settled. A GPU at its power cap stays there.
+`BURST`: the best short sample after a rest. No work of a second keeps that up where power is short.
+`DATA_SHEET`: the vendor's dense figures, for the GPUs named below.
+"""
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from . import machine
+from .config import BlockConfig
+from .limit import Arithmetic, Peaks
+from .timing import clock_for, nothing
+
+SUSTAINED, BURST, DATA_SHEET = YARDSTICKS = ("sustained", "burst", "data sheet")
+COPY = "copy"
+_FUSED = ("float16", "bfloat16")           # dtypes in which fused attention is measured apart
+_PASSES = ("attention", "attention backward")
+_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+
+# ------------------------------------------------------------------------------------------------------- the data sheet
+
+# Dense rates in TFLOP/s, half of what a data sheet gives with sparsity, and TB/s. By the name that torch gives the GPU.
+_HOPPER_SXM = {"float32": 66.9, "tf32": 494.7, "float16": 989.4, "bfloat16": 989.4, "float8": 1978.9}
+_AMPERE = {"float32": 19.5, "tf32": 156.0, "float16": 312.0, "bfloat16": 312.0}
+_SHEETS: dict[str, tuple[dict[str, float], float, str]] = {
+    "NVIDIA H200": (_HOPPER_SXM, 4.8, "NVIDIA H200 Tensor Core GPU data sheet, SXM"),
+    "NVIDIA H100 80GB HBM3": (_HOPPER_SXM, 3.35, "NVIDIA H100 Tensor Core GPU data sheet, SXM"),
+    "NVIDIA H100 PCIe": ({"float32": 51.2, "tf32": 378.0, "float16": 756.5, "bfloat16": 756.5, "float8": 1513.0}, 2.0,
+                         "NVIDIA H100 Tensor Core GPU data sheet, PCIe"),
+    "NVIDIA A100-SXM4-80GB": (_AMPERE, 2.039, "NVIDIA A100 Tensor Core GPU data sheet, 80 GB SXM"),
+    "NVIDIA A100-SXM4-40GB": (_AMPERE, 1.555, "NVIDIA A100 Tensor Core GPU data sheet, 40 GB SXM"),
+    "NVIDIA A100 80GB PCIe": (_AMPERE, 1.935, "NVIDIA A100 Tensor Core GPU data sheet, 80 GB PCIe"),
+    "NVIDIA L40S": ({"float32": 91.6, "tf32": 183.0, "float16": 362.0, "bfloat16": 362.0, "float8": 733.0}, 0.864,
+                    "NVIDIA L40S data sheet"),
+    "NVIDIA L4": ({"float32": 30.3, "tf32": 60.0, "float16": 121.0, "bfloat16": 121.0, "float8": 242.5}, 0.3,
+                  "NVIDIA L4 Tensor Core GPU data sheet"),
+}
+
+
+def data_sheet(name: str) -> tuple[Peaks, str] | None:
+    """(dense peaks, the source) of the GPU that torch gives that name; None for one that is not known here."""
+    if name not in _SHEETS:
+        return None
+    rates, terabytes, source = _SHEETS[name]
+    return Peaks({dtype: 1e12 * rate for dtype, rate in rates.items()}, 1e12 * terabytes), source
+
+
+# ----------------------------------------------------------------------------------------------------------- in a burst
+
+
+def measure_burst(config: BlockConfig, a: Arithmetic, device: torch.device, known: Peaks | None = None) -> Peaks:
+    """The best matmul rate per dtype over the block's own shapes and a large square, and the copy bandwidth.
+
+    What `known` holds already is taken from there. Best rates, each after a short rest: a GPU at its power limit
+    multiplies slower, and how warm the last matmul left it must not decide what the next one is credited with. Random
+    operands: zeros run faster than data.
+    """
+    side = 8192 if device.type == "cuda" else 1024
+    E, F = config.hidden_size, config.ffn_hidden_size
+    shapes = sorted({(config.tokens, E, 3 * E), (config.tokens, E, F), (config.tokens, F, E), (side, side, side)})
+    rates = dict(known.flops) if known else {}
+    for name in sorted({a.matmul, a.attention} - rates.keys()):
+        rates[name] = max(_matmul_rate(*shape, name, device) for shape in shapes)
+    if known and known.bandwidth:
+        return Peaks(rates, known.bandwidth)
+    copy, moved = copy_work(device)
+    return Peaks(rates, moved / _best_seconds(copy, device))
+
+
+def _matmul_rate(m: int, k: int, n: int, dtype: str, device: torch.device) -> float:
+    """FLOP/s of an [m, k] x [k, n] matmul."""
+    return 2 * m * k * n / _best_seconds(matmul_work("forward", m, k, n, dtype, device), device)
+
+
+def _best_seconds(work: Callable, device: torch.device) -> float:
+    """The best of the samples that fit into about a tenth of a second, after a rest and a warm-up."""
+    clock = clock_for(device)
+    time.sleep(0.2 if device.type == "cuda" else 0)
+    first = min(clock.sample(work, nothing, 2))
+    return min(clock.sample(work, nothing, max(3, min(50, int(100 / first))))) / 1e3
+
+
+# ------------------------------------------------------------------------------------------------------------- the work
+
+
+def own_matmuls(config: BlockConfig) -> list[tuple[str, str, int, int, int]]:
+    """(name, layout, m, k, n) of all matmuls [m, k] x [k, n] of one forward+backward of the block."""
+    N, E, F = config.tokens, config.hidden_size, config.ffn_hidden_size
+    matmuls = []
+    for name, inner, outer in (("qkv", E, 3 * E), ("attention projection", E, E), ("fc", E, F),
+                               ("mlp projection", F, E)):
+        matmuls.append((name, "forward", N, inner, outer))
+        matmuls.append((name, "input gradient", N, outer, inner))
+        matmuls.append((name, "weight gradient", outer, N, inner))
+    return matmuls
+
+
+def matmul_work(layout: str, m: int, k: int, n: int, dtype: str, device: torch.device) -> Callable[[], Any]:
+    """A matmul [m, k] x [k, n] of normal random operands, which lie in memory as they do in that pass of the block.
+
+    FP8 reads both operands along k, whatever the pass; they fill its range, as scaling has them do.
+    """
+    if dtype == "float8":
+        a = _in_float8(torch.randn(m, k, device=device))
+        b = _in_float8(torch.randn(n, k, device=device)).t()
+        scale = torch.ones((), device=device)
+
+        def multiply_float8() -> None:
+            torch._scaled_mm(a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return multiply_float8
+    kind = getattr(torch, "float32" if dtype == "tf32" else dtype)
+    precision = "high" if dtype == "tf32" else "highest"
+    transposed = layout == "weight gradient"
+    a = torch.randn((k, m) if transposed else (m, k), device=device, dtype=kind)
+    b = torch.randn((n, k) if layout == "forward" else (k, n), device=device, dtype=kind)
+    left = a.t() if transposed else a
+    right = b.t() if layout == "forward" else b
+
+    def multiply() -> None:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(precision)
+        torch.mm(left, right)
+        torch.set_float32_matmul_precision(before)
+    return multiply
+
+
+def _in_float8(values: torch.Tensor) -> torch.Tensor:
+    """Scaled so that four standard deviations are the largest number of e4m3."""
+    return (values * 112).clamp_(-448, 448).to(torch.float8_e4m3fn)
+
+
+def attention_work(config: BlockConfig, dtype: str, backward: bool, backend: SDPBackend | None,
+                   device: torch.device) -> Callable[[], Any]:
+    """Causal fused attention of the block's shape, [B, S, H, D] in memory, or its backward alone.
+
+    Without a backend torch chooses. Raises RuntimeError where the backend can't do it.
+    """
+    B, S, H = config.batch_size, config.seq_len, config.num_heads
+    packed = torch.randn(B, S, 3, H, config.hidden_size // H, device=device, dtype=getattr(torch, dtype))
+    q, k, v = (part.detach().requires_grad_() for part in packed.permute(2, 0, 3, 1, 4))
+    backends = [backend] if backend else list(SDPBackend.__members__.values())[1:]
+
+    def forward() -> torch.Tensor:
+        with sdpa_kernel(backends):
+            return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward_alone() -> None:
+        with torch.no_grad():
+            forward()
+
+    if not backward:
+        forward_alone()
+        return forward_alone
+    y = forward()
+    dy = torch.randn_like(y)
+
+    def backward_alone() -> None:
+        torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
+    backward_alone()
+    return backward_alone
+
+
+def copy_work(device: torch.device) -> tuple[Callable[[], Any], float]:
+    """(a copy far beyond any cache, the bytes that it reads and writes)."""
+    source = torch.randn(2**28 if device.type == "cuda" else 2**26, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source), 2.0 * source.nbytes
+
+
+# ------------------------------------------------------------------------------------------------------------ sustained
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a sustained rate is measured, in seconds: fixed before anything is compared with it."""
+    look: float                    # a look is that much work with nothing in between
+    trial: float                   # of each piece of work; those within `close` of the best are looked at
+    elements: int                  # of x at the least: a smaller shape gets more sequences
+    close: float = 0.95
+    finalists: int = 2             # at most
+    agree: float = 0.01            # looks that differ by no more have settled
+    most_looks: int = 3            # the rate is the mean of the last two
+
+
+# The power controller of an H200 swings with a period of about a second: a look takes all of it in.
+METHODS = {"cuda": Method(look=1.0, trial=0.1, elements=2**24), "cpu": Method(look=0.05, trial=0.01, elements=2**18)}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something to repeat, and what one repetition amounts to: FLOPs, or bytes read and written."""
+    what: str
+    call: Callable[[], Any]
+    amount: float
+
+
+@dataclass
+class Sustained:
+    """A sustained rate, in FLOP/s or bytes/s, and how it came about."""
+    rate: float
+    work: Work
+    seconds: float                                               # of the last two looks
+    settled: bool
+    state: dict[str, Any] = field(default_factory=dict)          # the machine's in the last look
+    in_rounds: list[float] = field(default_factory=list)         # rates in the same rounds as the steps'
+
+
+def filling(config: BlockConfig, device: torch.device) -> BlockConfig:
+    """The block's shape with so many sequences that launching its work takes no time beside it."""
+    elements = config.tokens * config.hidden_size
+    times = math.ceil(METHODS[device.type].elements / elements)
+    return config.replace(batch_size=config.batch_size * max(1, times))
+
+
+def measure_sustained(config: BlockConfig, name: str, device: torch.device) -> Sustained:
+    """The sustained rate of `name`, as `Peaks.flops` has it, or of a copy. The best of all work of that kind counts."""
+    method = METHODS[device.type]
+    trials = []
+    for work in _work(filling(config, device), name, device):
+        seconds, _ = _look(work, method.trial, device)
+        trials.append((work.amount / seconds, work))
+    trials.sort(key=lambda trial: -trial[0])
+    best_rate, _ = trials[0]
+    finals = [steady(work, device) for rate, work in trials[:method.finalists] if rate >= method.close * best_rate]
+    return max(finals, key=lambda sustained: sustained.rate)
+
+
+def _work(config: BlockConfig, name: str, device: torch.device) -> Iterator[Work]:
+    if name == COPY:
+        call, moved = copy_work(device)
+        yield Work(f"copy of {moved / 2**31:g} GiB", call, moved)
+        return
+    dtype, _, pass_ = name.partition(" ")
+    if not pass_:
+        for matmul, layout, m, k, n in own_matmuls(config):
+            yield Work(f"{matmul}, {layout}: [{m}, {k}] x [{k}, {n}]", matmul_work(layout, m, k, n, dtype, device),
+                       2.0 * m * k * n)
+        return
+    backward = pass_ == _PASSES[1]
+    flops = 2.0 * config.batch_size * config.seq_len**2 * config.hidden_size * (2 if backward else 1)
+    for backend in _BACKENDS if device.type == "cuda" else (None,):
+        try:
+            call = attention_work(config, dtype, backward, backend, device)
+        except RuntimeError:                                     # that backend has no kernel for it
+            continue
+        kind = backend.name.lower() if backend else "torch's choice"
+        yield Work(f"{pass_}, {kind}: {config}", call, flops)
+
+
+def steady(work: Work, device: torch.device) -> Sustained:
+    """Repeat it with nothing in between, look by look, until two looks in a row agree; the rate of those two."""
+    method = METHODS[device.type]
+    looks: list[float] = []
+    while True:
+        seconds, state = _look(work, method.look, device)
+        looks.append(seconds)
+        settled = len(looks) > 1 and abs(looks[-1] - looks[-2]) <= method.agree * looks[-2]
+        if settled or len(looks) == method.most_looks:
+            rate = work.amount / statistics.mean(looks[-2:])
+            return Sustained(rate, work, 2 * method.look, settled, state)
+
+
+def _look(work: Work, seconds: float, device: torch.device) -> tuple[float, dict[str, Any]]:
+    """(seconds of a repetition over about that long, the machine's state meanwhile)."""
+    clock = clock_for(device)
+    first = min(clock.sample(work.call, nothing, 2)) / 1e3
+    count = max(1, round(seconds / max(first, 1e-6)))
+    state: dict[str, Any] = {}
+    total_ms = clock.together(work.call, count, lambda: state.update(machine.state(device)))
+    return total_ms / 1e3 / count, state
+
+
+# ------------------------------------------------------------------------------------------------------ of this machine
+
+
+class MeasuredPeaks:
+    """This machine's peaks, each measured when it is first asked for, and once more where a row passes it.
+
+    Whatever else ran meanwhile made them too low: the better of two measurements counts. Sustained ones are those of
+    one shape, and there once `sustain` was called.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.known = Peaks({}, 0.0)                              # in a burst
+        self.sustained: dict[str, Sustained] = {}                # as `Peaks.flops` has the names, and COPY
+        name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else ""
+        self.sheet = data_sheet(name)
+        self._twice: set[Arithmetic] = set()
+
+    def of(self, config: BlockConfig, a: Arithmetic) -> Peaks:
+        """Those in a burst that are known so far, with those of this arithmetic."""
+        if not {a.matmul, a.attention} <= self.known.flops.keys():
+            self.known = measure_burst(config, a, self.device, self.known)
+        return self.known
+
+    def sustain(self, config: BlockConfig, a: Arithmetic) -> None:
+        """Measure what of this arithmetic is not known yet to be sustained."""
+        for name in _names(a):
+            if name not in self.sustained:
+                self.sustained[name] = measure_sustained(config, name, self.device)
+                self._is_a_peak(name)
+
+    def release(self) -> None:
+        """Free the tensors of the sustained work, where nothing runs it again: they would count as the block's."""
+        for sustained in self.sustained.values():
+            sustained.work = dataclasses.replace(sustained.work, call=nothing)
+
+    def by_yardstick(self, config: BlockConfig, a: Arithmetic) -> dict[str, Peaks]:
+        """Yardstick -> peaks, of those that know this arithmetic."""
+        yardsticks = {BURST: self.of(config, a)}
+        if _names(a) <= self.sustained.keys():
+            rates = {name: sustained.rate for name, sustained in self.sustained.items()}
+            yardsticks[SUSTAINED] = Peaks(rates, rates.pop(COPY))
+        if self.sheet and {a.matmul, a.attention} <= self.sheet[0].flops.keys():
+            yardsticks[DATA_SHEET] = self.sheet[0]
+        return yardsticks
+
+    def again(self, config: BlockConfig, a: Arithmetic) -> bool:
+        """Measure those of this arithmetic once more. False where that has been done."""
+        if a in self._twice:
+            return False
+        self._twice.add(a)
+        second = measure_burst(config, a, self.device)
+        rates = dict(self.known.flops)
+        for name, rate in second.flops.items():
+            rates[name] = max(rate, rates.get(name, 0.0))
+        self.known = Peaks(rates, max(self.known.bandwidth, second.bandwidth))
+        for name in _names(a) & self.sustained.keys():
+            self.raise_to(name, measure_sustained(config, name, self.device))
+        return True
+
+    def raise_to(self, name: str, second: Sustained) -> None:
+        """The better of two counts."""
+        if second.rate > self.sustained[name].rate:
+            second.in_rounds = self.sustained[name].in_rounds
+            self.sustained[name] = second
+            self._is_a_peak(name)
+
+    def took_part(self, name: str, milliseconds: list[float]) -> None:
+        """What a sustained piece of work took in the same rounds as the steps. Were it faster there, that counts."""
+        sustained = self.sustained[name]
+        sustained.in_rounds += [1e3 * sustained.work.amount / ms for ms in milliseconds]
+        sustained.rate = max(sustained.rate, statistics.median(sustained.in_rounds))
+        self._is_a_peak(name)
+
+    def _is_a_peak(self, name: str) -> None:
+        """What is sustained can be had in a burst, too: it looked at more shapes."""
+        rate = self.sustained[name].rate
+        if name == COPY:
+            self.known = Peaks(self.known.flops, max(self.known.bandwidth, rate))
+        elif name in self.known.flops:
+            self.known = Peaks(self.known.flops | {name: max(self.known.flops[name], rate)}, self.known.bandwidth)
+
+    def until_they_stay(self, hold: Callable[[], None]) -> None:
+        """Hold rows against these peaks; all of them again where one had the peaks measured once more."""
+        held_against = None
+        while held_against != self._rates():
+            held_against = self._rates()
+            hold()
+
+    def _rates(self) -> tuple[Peaks, dict[str, float]]:
+        return self.known, {name: sustained.rate for name, sustained in self.sustained.items()}
+
+    def in_words(self, yardstick: str = BURST) -> str:
+        """float16 812 TFLOP/s; copy 4.1 TB/s (read + written)."""
+        if yardstick == DATA_SHEET:
+            return f"{_in_words(self.sheet[0])}; {self.sheet[1]}" if self.sheet else "n/a: not known here"
+        if yardstick == BURST:
+            return _in_words(self.known)
+        if not self.sustained:
+            return "n/a"
+        rates: list[str] = []
+        for name, sustained in sorted(self.sustained.items()):
+            if name.endswith(_PASSES[1]):                        # stands beside its forward
+                rates[-1] += f" and {_terascale(sustained.rate)} (backward)"
+            elif name != COPY:
+                rates.append(f"{name} {_terascale(sustained.rate)}")
+        return f"{', '.join(rates)} TFLOP/s; copy {self.sustained[COPY].rate / 1e12:.3g} TB/s"
+
+
+def _names(a: Arithmetic) -> set[str]:
+    """The sustained rates that an arithmetic asks for."""
+    names = {a.matmul, COPY}
+    if a.attention in _FUSED:
+        return names | {f"{a.attention} {pass_}" for pass_ in _PASSES}
+    return names | {a.attention}
+
+
+def _terascale(rate: float) -> str:
+    """In units of 1e12."""
+    return f"{rate / 1e12:.0f}" if rate > 1e13 else f"{rate / 1e12:.2f}"
+
+
+def _in_words(peaks: Peaks) -> str:
+    rates = []
+    for name, rate in sorted(peaks.flops.items()):
+        rates.append(f"{name} {_terascale(rate)} TFLOP/s")
+    return f"{', '.join(rates)}; copy {peaks.bandwidth / 1e12:.3g} TB/s (read + written)"
