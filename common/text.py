@@ -2,6 +2,7 @@
 import math
 import shutil
 import sys
+from html import escape
 
 from tabulate import tabulate
 
@@ -78,3 +79,9 @@ def only(row: list, columns: list[int]) -> list:
 def markdown(rows: list[list], headers: list[str]) -> str:
     """A table in Markdown."""
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+
+
+def html(rows: list[list], headers: list[str], lines: list[str]) -> str:
+    """A table as a notebook shows it, with lines of text below."""
+    below = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    return tabulate(rows, headers, tablefmt="html", disable_numparse=True) + below

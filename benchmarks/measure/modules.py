@@ -1,172 +1,217 @@
 """Is it the same function, and which is faster? Any modules against a reference: checked, then timed in shared rounds.
 
-    from benchmarks.study import compare
+    from benchmarks.study import compare, validate
     print(compare({"eager": norm, "compiled": torch.compile(norm)}, (x,), reference=norm))
+    print(validate(candidate, reference, (x,)))                    # the check alone, tensor by tensor
 """
-import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from benchmarks.measure.bounds import BOUNDS, LESS_ACCURATELY
+from benchmarks.measure.calls import Inputs, named_parameters, outputs_of
 from benchmarks.measure.cases import Case, Group, Setting
+from benchmarks.measure.checks import Judgement
+from benchmarks.measure.judge import Judge, validate
+from benchmarks.measure.keeping import kept
+from benchmarks.measure.observing import Loss, Work, cotangent
 from benchmarks.measure.session import Session
-from benchmarks.records.read import Run, paired, runs
-from common import oracle, parameters
+from benchmarks.measure.truth import Truth
+from benchmarks.records.read import Run, paired, runs, verdict
+from common import oracle
 from common.command_line import hush
-from common.iteration import MODES
+from common.config import dtype_name
+from common.iteration import FORWARD, MODES
 from common.outcome import Failed
 from common.result import Result
-from common.subject import Subject, require
-from common.text import figures, number, ratio, table
+from common.subject import Subject
+from common.text import figures, html, number, ratio, table
+
+__all__ = ["Comparison", "compare", "validate"]
 
 
-@dataclass(frozen=True)
-class Truth:
-    """What a reference gives in FP64: its output, every gradient by name, and the cotangent they belong to."""
-    tensors: dict[str, Tensor]
-    dy: Tensor
+class Flat:
+    """A call on tensors alone, that returns tensors alone: of whatever structure a module takes and gives."""
+
+    def __init__(self, module: Callable, inputs: Inputs, loss: Loss | None, wanted: Sequence[str]):
+        self.module, self.loss, self.wanted = module, loss, wanted
+        leaves, self.structure = pytree.tree_flatten((inputs.args, dict(inputs.kwargs)))
+        self.rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        leaves = list(self.rest)
+        for place, t in zip(self.places, tensors, strict=True):
+            leaves[place] = t
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        returned = self.module(*args, **kwargs)
+        if self.loss:
+            return [self.loss(returned)]
+        outputs = outputs_of(returned)
+        return [outputs[name] for name in self.wanted]
 
 
-def truth_of(reference: Callable, inputs: Sequence[Tensor], seed: int) -> Truth:
-    """Call the reference on FP64 copies of the inputs, a module as an FP64 copy of itself."""
-    if isinstance(reference, nn.Module):
-        reference = copy.deepcopy(reference).double()
-    leaves = leaves_of([t.double() if t.is_floating_point() else t for t in inputs])
-    y = reference(*leaves)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(y.device)
-    tensors = _output_and_gradients(reference, leaves, y, dy)
-    return Truth({what: tensor for what, tensor in tensors.items() if tensor is not None}, dy)
+@dataclass
+class Checked(Subject):
+    """What passed, as it is timed. Without a gradient it has a forward alone."""
+    takes_gradient: bool = field(default=True, kw_only=True)
+
+    def has(self, mode: str) -> bool:
+        return self.takes_gradient or mode == FORWARD
 
 
-def leaves_of(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of the inputs, of which the floating ones take gradients."""
-    return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs]
+def record_checks(judgement: Judgement, result: Result) -> None:
+    """Put errors and bounds into a result, by tensor; raise Failed where a check failed."""
+    for check in judgement:
+        if check.error == check.error and check.question in ("meaning", "precision"):      # no NaN: it was compared
+            result.errors[check.name] = check.error, check.bound
+    if not judgement.passed:
+        raise Failed(judgement.failure)
 
 
-def named_parameters(module: Callable) -> dict[str, Tensor]:
-    """Name -> parameter; of a block with names of its own the canonical ones, of a compiled module those it had."""
-    if hasattr(module, "parameter_names"):                           # step 4's block
-        return dict(parameters.named(module))                        # type: ignore[arg-type]
-    if isinstance(module, nn.Module):
-        return {name.removeprefix("_orig_mod."): parameter for name, parameter in module.named_parameters()}
-    return {}
+def subject_of(module: Callable, work: Work, gates: tuple[float, float], kind: type[Checked] = Checked) -> Checked:
+    """A module that was checked, on copies of the inputs. `gates` are those of a replay."""
+    inputs = work.inputs.copies()
+    with torch.enable_grad():
+        returned = inputs.call(module)
+        outputs = outputs_of(work.loss(returned) if work.loss else returned)
+    taking = [name for name, output in outputs.items() if output.requires_grad]
+    plain = isinstance(returned, Tensor) and not work.loss and not inputs.kwargs
+    direct = plain and all(isinstance(value, Tensor) for value in inputs.args)
+    call = module if direct else Flat(module, inputs, work.loss, taking or list(outputs))
+    given = [cotangent(outputs[name], place, 0, work.seed) for place, name in enumerate(taking)]
+    if work.loss:
+        given = [torch.ones_like(outputs[name]) for name in taking]
+    leaves = [t.detach() for t in inputs.named().values()]
+    parameters = {name: t for name, t in named_parameters(module).items() if t.requires_grad}
+    return kind(call, leaves, given, parameters, gates, takes_gradient=bool(taking))
 
 
-def _output_and_gradients(module: Callable, leaves: Sequence[Tensor], y: Tensor, dy: Tensor
-                          ) -> dict[str, Tensor | None]:
-    """Run the backward; output and gradients by name. The parameters' are cleared again."""
-    y.backward(dy)
-    tensors: dict[str, Tensor | None] = {"output": y.detach()}
-    for place, leaf in enumerate(leaves):
-        if leaf.requires_grad:
-            tensors[f"gradient of input {place}"] = leaf.grad
-    for name, parameter in named_parameters(module).items():
-        tensors[f"gradient of {name}"] = parameter.grad
-        parameter.grad = None
-    return tensors
-
-
-def check(module: Callable, inputs: Sequence[Tensor], truth: Truth, gate: float, result: Result) -> torch.dtype:
-    """Record the errors of output and gradients; raise Failed where one is over its gate. The dtype of the output.
-
-    `gate` is of the output; a gradient passes through more roundings, and may have three times as much.
-    """
-    leaves = leaves_of(inputs)
-    expected = tuple(truth.tensors["output"].shape)
-    y = module(*leaves)
-    if not isinstance(y, Tensor) or y.shape != expected:
-        given = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-        raise Failed(f"it returns {given}, the reference a tensor {expected}")
-    tensors = _output_and_gradients(module, leaves, y, truth.dy.to(y.dtype))
-    with torch.no_grad():                                            # as the forward is timed
-        without_gradients = oracle.relative_error(module(*leaves_of(inputs)), truth.tensors["output"])
-    for what, exact in truth.tensors.items():
-        if what in tensors:
-            error = oracle.relative_error(tensors[what], exact)
-            if what == "output":
-                error = max(error, without_gradients)
-            result.errors[what] = error, gate if what == "output" else 3 * gate
-    for what, (error, its_gate) in result.errors.items():
-        require(what, error, its_gate)
-    return y.dtype
-
-
-def checked_subject(module: Callable, inputs: Sequence[Tensor], truth: Truth, gate: float, result: Result,
-                    subject: Callable[..., Subject] = Subject) -> Subject:
-    """What is timed of a module that passed `check`: it, on copies of `inputs`. `subject` makes it, a class of them."""
-    y_dtype = check(module, inputs, truth, gate, result)
-    leaves = [t.detach().clone() for t in inputs]
-    return subject(module, leaves, [truth.dy.to(y_dtype)], named_parameters(module), (3 * gate, 3 * gate))
+# ------------------------------------------------------------------------------------------------------------ comparing
 
 
 @dataclass
 class Comparison:
-    """What `compare` found, a run of records for each module; printed, it is a table."""
+    """What `compare` found: a run of records and a judgement for each module; printed, a table."""
     results: dict[str, Run]
+    judgements: dict[str, Judgement]
 
-    def table(self, width: int | None = None) -> str:
-        """Status, error, launches and ms of every module, and how many times faster than the first it is."""
-        headers = ["module", "status", "error"]
+    def rows(self) -> tuple[list[list[str]], list[str]]:
+        """(the rows, their headers): how each was judged, its time, and the first one's time over it."""
+        headers = ["module", "status", "worst error", "of", "held against", "told"]
         for mode in ("forward", "f+b"):
             headers += [f"{mode} ms", "x first [95 %]", "launches"]
-        first = next(iter(self.results.values()))
-        rows, said = [], []
+        timed = [run for run in self.results.values() if run.best(FORWARD)]
+        rows = []
         for name, run in self.results.items():
-            row = [name, run.status, number(run.value("check", "output error"), ".1e")]
+            row = [name, self._status(name), *self._judged(name)]
             for mode in MODES:
-                times, launches = paired(first, run, mode), run.value(mode, "launches")
+                times = paired(timed[0], run, mode) if timed and run is not timed[0] else None
                 row += [figures(run.best_ms(mode) or 0.0) if run.best(mode) else "n/a",
-                        ratio(times) if times and run is not first else "", number(launches, ".0f")]
+                        ratio(times) + verdict(*times[1:]) if times else "",
+                        number(run.value(mode, "launches"), ".0f")]
             rows.append(row)
+        return rows, headers
+
+    def _status(self, name: str) -> str:
+        run, judgement = self.results[name], self.judgements.get(name)
+        if run.status != "ok" or judgement is None:
+            return run.status
+        if not judgement.outputs_proven:
+            return "unproven"
+        return "ok, different numerics" if judgement.numerics else "ok"
+
+    def _judged(self, name: str) -> list[str]:
+        judgement = self.judgements.get(name)
+        if judgement is None:
+            return ["", "", "", ""]
+        worst = judgement.worst
+        error = f"{worst.error:.1e}" if worst and worst.error == worst.error else ""
+        return [error, worst.name if worst else "", judgement.truth.partition(",")[0], judgement.counted()]
+
+    def lines(self) -> list[str]:
+        """What is to be said below the table."""
+        said = []
+        for name, run in self.results.items():
             if run.status != "ok":
                 said.append(f"{name}: {run.status}: {run.info['reason']}")
-        return "\n".join([table(rows, headers, width), *said])
+            judgement = self.judgements.get(name)
+            if judgement is None:
+                continue
+            said += [f"{name}: {note}" for note in judgement.notes]
+            said += [f"{name}: {check}" for check in judgement if check.reason.startswith(LESS_ACCURATELY)]
+            if "no oracle" in judgement.truth:
+                said.append(f"{name}: held against {judgement.truth}")
+        return said
+
+    def table(self, width: int | None = None) -> str:
+        """A row a module, and a line for everything that has to be said of one."""
+        return "\n".join([table(*self.rows(), width), *self.lines()])
 
     __str__ = table
 
+    def _repr_html_(self) -> str:
+        return html(*self.rows(), self.lines())
 
-def compare(modules: dict[str, Callable], inputs: tuple[Tensor, ...], reference: Callable, rounds: int = 20,
-            gates: dict[str, float] | None = None, seed: int = 0) -> Comparison:
-    """Check every module against `reference` in FP64, then time those that passed, forward and forward+backward.
 
-    `modules` (name -> module or function) take `inputs`, tensors of any shape on one device, and return one tensor;
-    floating inputs get gradients. `reference` is called on FP64 copies of the inputs, a module as an FP64 copy of
-    itself; gradients of parameters are compared where both have one of that name. `gates` (name -> relative L2 error)
-    replaces what `oracle.MODULE_GATES` has for the dtype of the inputs. On a GPU each is timed eager and as a captured
-    graph. Where a module fails or does not fit, that is its status. Raises ValueError where modules or inputs can't be
-    compared.
+def compare(modules: Mapping[str, Callable], inputs: Any, reference: Callable, rounds: int = 20,
+            gates: Mapping[str, float] | None = None, seed: int = 0, *, loss: Loss | None = None,
+            numerics: str | Mapping[str, str] | None = None, parameters: Mapping[str, str] | None = None,
+            overwrites_output: Collection[str] = (), cotangents: int = 3) -> Comparison:
+    """Hold every module against `reference` by `validate`, then time those that passed, forward and forward+backward.
+
+    `modules` go from a name to a module or function. `inputs` is a tensor, a tuple of positional values or a dict of
+    values by keyword, on one device. `numerics` declares what modules multiply in, all or by name; `parameters` pairs
+    theirs with the reference's where names do not; `overwrites_output` names the modules whose output lives until the
+    next call. `gates` (name -> relative L2 error) replaces the judge's bounds; a gradient may have three times as much.
+    With `loss` that is what is timed, too. On a GPU each is timed eager and as a captured graph. Where a module fails
+    or does not fit, that is its status. All modules are afterwards as they were. Raises ValueError where modules or
+    inputs can't be compared.
     """
     hush()
-    device = _device(modules, inputs)
-    dtype = next((t.dtype for t in inputs if t.is_floating_point()), torch.float32)
-    if dtype not in oracle.MODULE_GATES:
-        raise ValueError(f"inputs in {dtype}: give float64, float32, float16 or bfloat16")
-    truth = truth_of(reference, inputs, seed)
+    given = Inputs.of(inputs)
+    declared = numerics if isinstance(numerics, Mapping) else dict.fromkeys(modules, numerics)
+    for name in (*(gates or {}), *overwrites_output, *declared):
+        if name not in modules:
+            raise ValueError(f"{name}: there is no such module; there are {', '.join(modules) or 'none'}")
+    device = _device(modules, reference, given)
+    work = Work(given, loss, cotangents, seed)
+    judgements: dict[str, Judgement] = {}
+    with kept(reference, *modules.values()):
+        session = Session("compare", device, rounds, seed)
+        session.say("checking: the reference")
+        truth = Truth(reference, work, session.say)
 
-    def prepare(setting: Setting, result: Result) -> Subject:
-        setting.say("checking")
-        gate = (gates or {}).get(result.name, oracle.MODULE_GATES[dtype])
-        return checked_subject(modules[result.name], inputs, truth, gate, result)
+        def prepare(setting: Setting, result: Result) -> Subject:
+            module, name = modules[result.name], result.name
+            names = named_parameters(module)
+            pairs = {their: our for their, our in (parameters or {}).items() if their in names}
+            judge = Judge(module, truth, declared.get(name), pairs, name in overwrites_output, (gates or {}).get(name))
+            judgements[name] = judge.judge()
+            record_checks(judgements[name], result)
+            gate = 3 * oracle.MODULE_GATES[judge.dtype]
+            return subject_of(module, work, (gate, gate))
 
-    cases = [Case(name, prepare, parameter_dtype=dtype) for name in modules]
-    session = Session("compare", device, rounds, seed)
-    session.measure(Group(cases, calibrated=False, watched=False))
-    session.progress.finish()
-    return Comparison({run.case["name"]: run for run in runs(session.lines)})
+        cases = [Case(name, prepare, parameter_dtype=truth.dtype) for name in modules]
+        session.measure(Group(cases, calibrated=False, watched=False))
+        session.progress.finish()
+    return Comparison({run.case["name"]: run for run in runs(session.lines)}, judgements)
 
 
-def _device(modules: dict[str, Callable], inputs: tuple[Tensor, ...]) -> torch.device:
+def _device(modules: Mapping[str, Callable], reference: Callable, inputs: Inputs) -> torch.device:
     """The one device of all. Raises ValueError."""
     if not modules:
         raise ValueError("no modules: give at least one, name -> module")
-    if not inputs or not all(isinstance(t, Tensor) for t in inputs):
-        raise ValueError("inputs: give a tuple of tensors")
-    devices = {t.device for t in inputs}
-    for module in modules.values():
-        if isinstance(module, nn.Module):
-            devices |= {parameter.device for parameter in module.parameters()}
+    dtype = inputs.dtype
+    if dtype not in (*BOUNDS, None):
+        raise ValueError(f"inputs in {dtype_name(dtype)}: give float64, float32, float16 or bfloat16")
+    devices = {t.device for t in inputs.named().values()}
+    for module in (reference, *modules.values()):
+        devices |= {parameter.device for parameter in named_parameters(module).values()}
     if len(devices) > 1:
         raise ValueError(f"modules and inputs are on {', '.join(sorted(map(str, devices)))}: move them to one device")
     return devices.pop()

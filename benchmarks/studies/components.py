@@ -17,8 +17,12 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
+from benchmarks.measure.calls import Inputs
 from benchmarks.measure.cases import Case, Group, Setting
-from benchmarks.measure.modules import Truth, checked_subject, truth_of
+from benchmarks.measure.judge import Judge
+from benchmarks.measure.modules import Checked, record_checks, subject_of
+from benchmarks.measure.observing import Work
+from benchmarks.measure.truth import Truth
 from benchmarks.records.read import Run, paired, runs
 from benchmarks.show.charts import Charts, Interval, bars_chart
 from benchmarks.show.tables import STATUS, WORST_ERROR, Column, Context, framed, of_runs
@@ -244,13 +248,14 @@ class Given:
         self.x = x.to(device, config.amp_dtype or torch.float32)
         own = {name: value.to(device, torch.float64) for name, value in values_of(part, self.values).items()}
         exact = load(uninitialised(part, "tuned", config.replace(amp_dtype=None)).to(device, torch.float64), own)
-        self.truth: Truth = truth_of(exact, (self.x,), seed)
+        self.work = Work(Inputs.of(self.x), cotangents=1, seed=seed)
+        self.truth = Truth(exact, self.work)
 
 
 _given = functools.lru_cache(maxsize=1)(Given)             # of the part that is measured; the one before is let go of
 
 
-class PartSubject(Subject):
+class PartSubject(Checked):
     """A part of the block, whose limit is that of its own operations."""
     part: str
     config: BlockConfig
@@ -278,7 +283,8 @@ def part_case(part: str, way: str, config: BlockConfig, device: torch.device, se
             calibrate(module, given.x)
         setting.say("checking")
         graphs = counters["stats"]["unique_graphs"]
-        subject = checked_subject(module, (given.x,), given.truth, gate, result, PartSubject)
+        record_checks(Judge(module, given.truth, gate=gate if traits.fp8 else None).judge(), result)
+        subject = subject_of(module, given.work, (3 * gate, 3 * gate), PartSubject)
         if traits.compiled and counters["stats"]["unique_graphs"] == graphs:
             raise Failed("torch.compile compiled nothing")
         assert isinstance(subject, PartSubject)

@@ -104,10 +104,11 @@ class GPT2(Peer):
         from transformers import GPT2Config, __version__  # optional, as all other libraries here
         from transformers.models.gpt2.modeling_gpt2 import GPT2Block
         self.engine = f"transformers {__version__}"
-        self.layer = GPT2Block(GPT2Config(
-            n_positions=config.seq_len, n_embd=config.hidden_size, n_head=config.num_heads,
-            n_inner=config.ffn_hidden_size, layer_norm_epsilon=LAYER_NORM_EPS, attn_pdrop=config.dropout,
-            resid_pdrop=0.0, attn_implementation="sdpa"), layer_idx=0)
+        settings: dict[str, Any] = {                   # it takes more than its signature names
+            "n_positions": config.seq_len, "n_embd": config.hidden_size, "n_head": config.num_heads,
+            "n_inner": config.ffn_hidden_size, "layer_norm_epsilon": LAYER_NORM_EPS, "attn_pdrop": config.dropout,
+            "resid_pdrop": 0.0, "attn_implementation": "sdpa"}
+        self.layer = GPT2Block(GPT2Config(**settings), layer_idx=0)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)

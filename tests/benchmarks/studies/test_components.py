@@ -80,12 +80,12 @@ def test_a_case_has_the_traits_of_its_way_and_no_step(way):
 @unit
 def test_all_ways_of_a_part_share_what_fp64_says_of_it(monkeypatch):
     components._given.cache_clear()
-    made_of, truth_of = [], components.truth_of
+    made_of, truth_of = [], components.Truth
 
     def counted(*arguments):
         made_of.append(arguments)
         return truth_of(*arguments)
-    monkeypatch.setattr(components, "truth_of", counted)
+    monkeypatch.setattr(components, "Truth", counted)
     setting = Setting(CPU, 0, lambda what: None, time_compiler=False)
     for way in ("naive", "tuned"):
         case_ = components.part_case("MLP", way, CONFIG, CPU, 0)

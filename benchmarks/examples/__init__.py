@@ -1,0 +1,1 @@
+"""Models and pairs of modules that the suite is shown on."""

@@ -1,0 +1,116 @@
+"""How far a tensor may be from the truth, and why so far: the bounds of both questions, for one tensor at a time."""
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure.checks import Check
+from benchmarks.measure.observing import distance, norm
+from common.config import dtype_name
+
+# How far a right callable may be off, in FP64 and by the dtype that it computes in: (share of the tensor's own norm,
+# share of the norm of all gradients). Found by experiment, on models of many kinds.
+BOUNDS = {torch.float64: (1e-9, 1e-12), torch.float32: (2e-6, 1.2e-7), torch.float16: (4e-3, 5e-4),
+          torch.bfloat16: (3e-2, 4e-3)}
+WITH_FP32_INSIDE = 3e-6, 1e-8              # in FP64, of code that computes something in FP32
+TIMES_THE_REFERENCE = 4                    # its own error
+LESS_ACCURATE = 0.1                        # of the tensor: beyond it, what is timed is another function than its copy
+NOTHING_TOLD = 0.5                         # a bound of so much of the tensor tells nothing
+NUMERICS = {"tf32": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
+FP8_OUTPUT, FP8_GRADIENT = 10 ** (-20 / 20), 10 ** (-17 / 20)          # 20 and 17 dB
+FP64, FP32 = torch.float64, torch.float32
+NOT_TWICE = "the reference does not give the same twice"
+DRAWS_OTHERS = "the reference draws random numbers, and it draws others"
+LESS_ACCURATELY = "less accurate"
+
+
+@dataclass(frozen=True)
+class Standard:
+    """By what tensors are compared: which question, in which dtype, and what is known of the reference."""
+    question: str                          # "meaning" or "precision"
+    dtype: torch.dtype                     # that the candidate computes in
+    outputs_norm: float                    # of all outputs of the truth together
+    gradients_norm: float                  # of all gradients of parameters
+    fp32_inside: bool = False              # in FP64, something is computed in FP32
+    numerics: str | None = None            # declared
+    gate: float | None = None              # relative error that a caller allows instead
+    meaning_told: bool = False             # the meaning was compared in FP64
+    unreliable: str = ""                   # why the reference itself tells nothing
+
+    def gradient(self, name: str, seen: Sequence[Tensor] | None, truth: Sequence[Tensor] | None,
+                 own: Sequence[Tensor] | None) -> Check | None:
+        """The check of a gradient, from one tensor a cotangent; None where neither has one. None is not 0."""
+        if seen is None and truth is None:
+            return None
+        if seen is None or truth is None or own is None:
+            reason = "it has none, the reference has one" if seen is None else "it has one, the reference has none"
+            return Check(name, self.question, False, True, math.nan, math.nan, reason)
+        return self.tensor(name, seen, truth, own)
+
+    def tensor(self, name: str, seen: Sequence[Tensor], truth: Sequence[Tensor], own: Sequence[Tensor]) -> Check:
+        """The check of a tensor: what was seen, the truth, and what the reference gives at its own dtype."""
+        if seen[0].shape != truth[0].shape:
+            reason = f"its shape is {tuple(seen[0].shape)}, not {tuple(truth[0].shape)}"
+            return Check(name, self.question, False, True, math.nan, math.nan, reason)
+        if truth[0].is_floating_point() or truth[0].is_complex():
+            return self._floating(name, seen, truth, own)
+        return self._exact(name, seen[0], truth[0], own[0])
+
+    def _exact(self, name: str, seen: Tensor, truth: Tensor, own: Tensor) -> Check:
+        """Integers: exact where the reference is; else at most three times its own mismatches."""
+        count = max(1, truth.numel())
+        differ = int((seen.to(truth.device) != truth).sum())
+        may = 0 if self.question == "meaning" else 3 * int((own.to(truth.device) != truth).sum())
+        passed, proven, reason = differ <= may, may < NOTHING_TOLD * count, f"{differ} of {count} differ, {may} may"
+        if not passed and self.unreliable:
+            passed, proven, reason = True, False, self.unreliable
+        return Check(name, self.question, passed, proven, differ / count, may / count, reason)
+
+    def _floating(self, name: str, seen: Sequence[Tensor], truth: Sequence[Tensor], own: Sequence[Tensor]) -> Check:
+        is_gradient = name.startswith("gradient")
+        whole = self.gradients_norm if is_gradient else self.outputs_norm
+        size, error = norm(truth), distance(seen, truth)
+        bound, reason = self._bound(is_gradient, size, whole, distance(own, truth))
+        counts_as_zero = size <= (WITH_FP32_INSIDE if self.fp32_inside else BOUNDS[FP64])[1] * whole
+        unit = whole if counts_as_zero else size
+        if counts_as_zero:
+            reason += ", of the norm of all: its true value is zero"
+        passed, proven = error <= bound, bound < NOTHING_TOLD * unit or not unit
+        if self.unreliable and (not passed or self.unreliable == NOT_TWICE):
+            passed, proven, reason = True, False, self.unreliable
+        elif not passed and self._is_less_accurate(error, size):
+            passed, reason = True, f"{LESS_ACCURATELY}: {reason}"
+        elif not counts_as_zero and not norm(seen):
+            passed, reason = False, "it is all zero, the reference's is not"
+        elif passed and not proven:
+            reason = f"the bound is as large as the tensor: {reason}"
+        unit = unit or 1.0                                             # the truth is exactly zero
+        return Check(name, self.question, passed, proven, error / unit, bound / unit, reason)
+
+    def _is_less_accurate(self, error: float, size: float) -> bool:
+        """Beyond its bound, and so near that what is timed is the function that its copy was found to be."""
+        return self.question == "precision" and self.meaning_told and error <= LESS_ACCURATE * size
+
+    def _bound(self, is_gradient: bool, size: float, whole: float, of_the_reference: float) -> tuple[float, str]:
+        """(how far it may be off, why so far)."""
+        if self.gate is not None:
+            gate = self.gate * (3 if is_gradient else 1)               # a gradient passes through more roundings
+            return gate * max(size, BOUNDS[FP64][1] * whole), "a gate of your own"
+        if self.dtype == FP64:
+            share, of_all = WITH_FP32_INSIDE if self.fp32_inside else BOUNDS[FP64]
+            reason = "in FP64, something computed in FP32" if self.fp32_inside else "in FP64"
+            return share * size + of_all * whole, reason
+        if self.numerics == "float8":
+            share = FP8_GRADIENT if is_gradient else FP8_OUTPUT
+            return max(share * size, BOUNDS[torch.bfloat16][1] * whole), f"FP8, {17 if is_gradient else 20} dB"
+        share, of_all = BOUNDS[NUMERICS[self.numerics] if self.numerics else self.dtype]
+        kind = self.numerics or dtype_name(self.dtype)
+        reasons = {f"rounding of {kind}": share * size}
+        if math.isfinite(of_the_reference):
+            reasons[f"{TIMES_THE_REFERENCE} times the reference's own"] = TIMES_THE_REFERENCE * of_the_reference
+        if is_gradient:
+            reasons[f"rounding of {kind}, of all gradients"] = of_all * whole
+        reason = max(reasons, key=lambda each: reasons[each])
+        return reasons[reason], reason

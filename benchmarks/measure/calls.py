@@ -1,0 +1,251 @@
+"""What a person passes, taken apart: inputs and outputs of any structure, and the tensors behind any callable."""
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from common.outcome import Failed
+
+# --------------------------------------------------------------------------------------------------- inputs and outputs
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a module is called with: positional values and values by keyword, of any structure that holds tensors."""
+    args: tuple = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: Any) -> "Inputs":
+        """From one tensor, a tuple or list of positional values, or a dict of values by keyword.
+
+        Raises ValueError where it is something else, or holds no tensor.
+        """
+        if isinstance(given, Inputs):
+            return given
+        if isinstance(given, Tensor):
+            inputs = cls((given,))
+        elif isinstance(given, Mapping):
+            inputs = cls((), dict(given))
+        elif isinstance(given, (tuple, list)):
+            inputs = cls(tuple(given))
+        else:
+            raise ValueError(f"inputs: a {type(given).__name__} was given; give a tensor, a tuple of them, or a dict")
+        if not inputs.named():
+            raise ValueError("inputs: they hold no tensor; give a tensor, a tuple of tensors, or a dict by keyword")
+        return inputs
+
+    def named(self) -> dict[str, Tensor]:
+        """Name -> tensor: "input 0", "input attention_mask", "input 1[0]"."""
+        named = {}
+        for place, value in (*enumerate(self.args), *self.kwargs.items()):
+            for path, leaf in leaves_of(value):
+                if isinstance(leaf, Tensor):
+                    named[f"input {place}{path}"] = leaf
+        return named
+
+    def copies(self, dtype: torch.dtype | None = None) -> "Inputs":
+        """Copies of which the floating ones take gradients; in `dtype`, where that is given."""
+        def copied(t: Tensor) -> Tensor:
+            t = t.detach().clone()
+            if not t.is_floating_point():
+                return t
+            return t.to(dtype or t.dtype).requires_grad_()
+        args, kwargs = pytree.tree_map_only(Tensor, copied, (self.args, dict(self.kwargs)))
+        return Inputs(args, kwargs)
+
+    def call(self, module: Callable) -> Any:
+        """module(*args, **kwargs)."""
+        return module(*self.args, **self.kwargs)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the first floating tensor; None where there is none."""
+        return next((t.dtype for t in self.named().values() if t.is_floating_point()), None)
+
+
+def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of tuples, lists, dicts, dataclasses and whatever else pytree knows, in order: ("[0].loss", ...)."""
+    leaves, _ = pytree.tree_flatten_with_path(value)
+    for keys, leaf in leaves:
+        path = pytree.keystr(keys)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for of_it in dataclasses.fields(leaf):
+                for below, inner in leaves_of(getattr(leaf, of_it.name)):
+                    yield f"{path}.{of_it.name}{below}", inner
+        else:
+            yield path, leaf
+
+
+def outputs_of(returned: Any) -> dict[str, Tensor]:
+    """Name -> tensor of what a call returned: "output", "output[0]", "output['logits']", "output.loss".
+
+    A number counts as a tensor, None and text as nothing. Raises Failed where something in it can't be compared.
+    """
+    outputs = {}
+    for path, leaf in leaves_of(returned):
+        if isinstance(leaf, Tensor):
+            outputs[f"output{path}"] = leaf
+        elif isinstance(leaf, (bool, int, float)):
+            outputs[f"output{path}"] = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
+        elif leaf is not None and not isinstance(leaf, str):
+            raise Failed(f"the output{path} is a {type(leaf).__name__}, which can't be compared: return tensors")
+    if not outputs:
+        raise Failed("it returns no tensor")
+    return outputs
+
+
+# -------------------------------------------------------------------------------------------- what is behind a callable
+
+
+def uncompiled(call: Callable) -> Callable:
+    """The function that torch.compile was given; a module as it is."""
+    while not isinstance(call, nn.Module) and hasattr(call, "_torchdynamo_orig_callable"):
+        call = call._torchdynamo_orig_callable
+    return call
+
+
+def held_by(call: Callable, seen: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """Name -> module or tensor that a callable holds: of a module itself, of a function what it closes over.
+
+    `seen` are the callables on the way to it: functions may refer to each other.
+    """
+    call = uncompiled(call)
+    if isinstance(call, nn.Module):
+        return {"": call}
+    held = {}
+    for name, value in _names_in(call).items():
+        for path, leaf in _held_leaves(value):
+            if isinstance(leaf, (nn.Module, Tensor)):
+                held[f"{name}{path}"] = leaf
+            elif isinstance(leaf, _HOLDERS) and not any(leaf is one for one in (call, *seen)):
+                below = held_by(leaf, (*seen, call))
+                held |= {f"{name}{path}.{inner}".rstrip("."): value for inner, value in below.items()}
+    return held
+
+
+_HOLDERS = types.FunctionType, types.MethodType, functools.partial         # callables that may hold tensors
+_LONGEST = 1000                                                            # longer lists hold data, not layers
+
+
+def _held_leaves(value: Any) -> list[tuple[str, Any]]:
+    """(path, leaf) of a list, tuple or dict of what may hold tensors; of anything else itself."""
+    if not isinstance(value, (list, tuple, dict)) or len(value) > _LONGEST:
+        return [("", value)]
+    paths = value.items() if isinstance(value, dict) else enumerate(value)
+    return [(f".{key}", leaf) for key, leaf in paths]
+
+
+def _names_in(call: Callable) -> dict[str, Any]:
+    """Name -> value of everything that a function, a method, a partial or a callable object refers to."""
+    if isinstance(call, functools.partial):
+        return {"func": call.func, **{str(place): value for place, value in enumerate(call.args)}, **call.keywords}
+    if isinstance(call, types.MethodType):
+        of_it = call.__self__
+        return {"self": of_it} if isinstance(of_it, nn.Module) else dict(getattr(of_it, "__dict__", {}))
+    if not isinstance(call, types.FunctionType):
+        return dict(getattr(call, "__dict__", {}))
+    with_cells = inspect.getclosurevars(call) if _is_whole(call) else None
+    return {**with_cells.nonlocals, **with_cells.globals} if with_cells else {}
+
+
+def _is_whole(function: types.FunctionType) -> bool:
+    """Whether all that it closes over has a value by now."""
+    try:
+        return all(cell.cell_contents is not cell for cell in function.__closure__ or ())
+    except ValueError:
+        return False
+
+
+def modules_of(call: Callable) -> list[nn.Module]:
+    """Every module behind a callable, each once."""
+    found: dict[int, nn.Module] = {}
+    for value in held_by(call).values():
+        if isinstance(value, nn.Module):
+            found |= {id(module): module for module in value.modules()}
+    return list(found.values())
+
+
+def named_parameters(call: Callable) -> dict[str, Tensor]:
+    """Name -> parameter behind a callable. A tied one stands there under each of its names.
+
+    A module may say in `parameter_names` which names others have for its own: other name -> own.
+    """
+    named: dict[str, Tensor] = {}
+    for name, value in held_by(call).items():
+        if isinstance(value, nn.Module):
+            others = {own: other for other, own in getattr(value, "parameter_names", {}).items()}
+            for below, parameter in value.named_parameters(remove_duplicate=False):
+                named[clean(f"{name}.{others.get(below, below)}")] = parameter
+        elif value.requires_grad and value.is_leaf:
+            named[name] = value
+    return named
+
+
+def named_buffers(call: Callable) -> dict[str, Tensor]:
+    """Name -> buffer behind a callable."""
+    named = {}
+    for name, value in held_by(call).items():
+        if isinstance(value, nn.Module):
+            for below, buffer in value.named_buffers(remove_duplicate=False):
+                named[clean(f"{name}.{below}")] = buffer
+    return named
+
+
+def clean(name: str) -> str:
+    """The name without what torch.compile and data-parallel wrappers put into it."""
+    parts = [part for part in name.strip(".").split(".") if part != "_orig_mod"]
+    while parts[1:] and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+# ------------------------------------------------------------------------------------------------------------- partners
+
+
+def partners(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], given: Mapping[str, str]) -> dict[str, str]:
+    """Their name -> our name: as `given`, else by name, with or without a wrapper's prefix, else by identity.
+
+    Raises ValueError where `given` names a tensor that is not there.
+    """
+    for their, our in given.items():
+        if their not in theirs or our not in ours:
+            missing, side = (their, theirs) if their not in theirs else (our, ours)
+            raise ValueError(f"parameters: there is no {missing}; there are {', '.join(list(side)[:20])}")
+    by_name = max((_with_prefixes(ours, theirs, *prefixes) for prefixes in _prefixes(ours, theirs)), key=len)
+    by_identity: dict[int, str] = {}
+    for name, t in ours.items():
+        by_identity.setdefault(id(t), name)
+    found = {}
+    for their, t in theirs.items():
+        if partner := given.get(their) or by_name.get(their) or by_identity.get(id(t)):
+            found[their] = partner
+    return found
+
+
+def _prefixes(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """(of ours, of theirs): none first, then what a wrapper around either may have put before its names."""
+    every = [("", "")]
+    for names, place in ((theirs, 1), (ours, 0)):
+        prefixes = dict.fromkeys(name.rsplit(".", name.count(".") - depth)[0] + "."
+                                 for name in names for depth in range(2) if name.count(".") > depth)
+        every += [("", prefix) if place else (prefix, "") for prefix in prefixes]
+    return every
+
+
+def _with_prefixes(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], our_prefix: str, their_prefix: str
+                   ) -> dict[str, str]:
+    """Their name -> our name, both without a prefix."""
+    short = {name.removeprefix(our_prefix): name for name in ours}
+    found = {}
+    for name in theirs:
+        if name.removeprefix(their_prefix) in short:
+            found[name] = short[name.removeprefix(their_prefix)]
+    return found

@@ -1,0 +1,98 @@
+"""What a judge says: a check for each tensor and question, and all of them together."""
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from common.text import table
+
+WITHOUT_GRADIENTS = " without gradients"   # behind an output's name: of a forward under no_grad
+
+
+@dataclass(frozen=True)
+class Check:
+    """One tensor and one question. Error and bound are shares of the tensor's norm, or of that of all gradients."""
+    name: str
+    question: str                          # "form", "meaning", "precision" or "chance"
+    passed: bool                           # nothing speaks against it
+    proven: bool                           # it could be told
+    error: float
+    bound: float
+    reason: str                            # for the bound; where it failed or could not be told, for that
+
+    def __str__(self) -> str:
+        if math.isnan(self.error) or not self.bound:
+            return f"the {self.name}: {self.reason}"
+        if math.isinf(self.error):
+            return f"the {self.name} is not finite, or not where the reference is ({self.reason})"
+        return f"the {self.name} is off by {self.error:.1e}, the bound is {self.bound:.1e} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """All checks of one callable; printed, a table of them."""
+    checks: list[Check]
+    truth: str                             # what it was held against
+    notes: list[str] = field(default_factory=list)
+    numerics: str | None = None            # that were declared
+    hint: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Nothing speaks against it."""
+        return all(check.passed for check in self.checks)
+
+    @property
+    def proven(self) -> bool:
+        """It passed, and every tensor could be told."""
+        return self.passed and all(check.proven for check in self.checks)
+
+    @property
+    def outputs_proven(self) -> bool:
+        """It passed, and every output could be told, and some gradient where there are any."""
+        outputs = [check.proven for check in self.checks if check.name.startswith("output")]
+        gradients = [check.proven for check in self.checks if check.name.startswith("gradient")]
+        return self.passed and all(outputs) and (any(gradients) or not gradients)
+
+    @property
+    def worst(self) -> Check | None:
+        """The output that failed, or the check furthest beyond its bound; else the one nearest to it."""
+        def nearness(check: Check) -> float:
+            return math.inf if math.isnan(check.error) else check.error / check.bound if check.bound else 0.0
+        failed = [check for check in self.checks if not check.passed]
+        compared = failed or [check for check in self.checks if check.proven and not math.isnan(check.error)]
+        outputs = [check for check in failed if check.name.startswith("output")]
+        return max(outputs or compared, key=nearness, default=None)
+
+    @property
+    def failure(self) -> str:
+        """What failed, in a line; "" where nothing did."""
+        if self.passed or self.worst is None:
+            return ""
+        return f"{self.worst}{f': {self.hint}' if self.hint else ''}"
+
+    def counted(self) -> str:
+        """How many tensors were told, and of what: 1 output, 14 of 16 gradients."""
+        words = []
+        for kind in ("output", "gradient", "buffer"):
+            of_kind = [check for check in self.checks if check.name.startswith(kind) and check.question != "chance"]
+            names = {check.name.removesuffix(WITHOUT_GRADIENTS) for check in of_kind}
+            untold = {check.name.removesuffix(WITHOUT_GRADIENTS) for check in of_kind if not check.proven}
+            told = f"{len(names) - len(untold)} of {len(names)}" if untold else str(len(names))
+            if names:
+                words.append(f"{told} {kind}{'s' if len(names) > 1 else ''}")
+        return ", ".join(words)
+
+    def __iter__(self) -> Iterator[Check]:
+        return iter(self.checks)
+
+    def __len__(self) -> int:
+        return len(self.checks)
+
+    def __str__(self) -> str:
+        rows = []
+        for check in self.checks:
+            verdict = "FAILED" if not check.passed else "ok" if check.proven else "unproven"
+            shown = ["" if math.isnan(value) else f"{value:.1e}" for value in (check.error, check.bound)]
+            rows.append([check.name, check.question, verdict, *shown, check.reason])
+        head = [f"held against {self.truth}; {self.counted()}", *self.notes, *filter(None, [self.hint])]
+        return "\n".join([*head, "", table(rows, ["tensor", "question", "verdict", "error", "bound", "why"])])

@@ -1,0 +1,112 @@
+"""Deep copies of any callable, in another dtype: a module, or a function with all that it closes over."""
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.measure.calls import held_by, uncompiled
+
+
+def deep_copy(call: Callable, dtype: torch.dtype | None = None) -> Callable:
+    """A copy with tensors of its own, in `dtype` where that is given. Ties stay ties; tensor hooks are lost.
+
+    A function is made anew over copies of what it closes over; one that holds no tensor is returned as it is.
+    Raises whatever a module's deepcopy raises.
+    """
+    return _Copies(dtype).of(call)
+
+
+class _Copies:
+    """Everything that was copied so far, so that what was shared is shared again."""
+
+    def __init__(self, dtype: torch.dtype | None):
+        self.dtype = dtype
+        self.memo: dict[int, Any] = {}                   # of copy.deepcopy
+        self.made: dict[int, Any] = {}                   # id -> copy, of what is made here
+        self.kept: list[Any] = []                        # while these live, their ids stay theirs
+
+    def of(self, value: Any) -> Any:
+        """The copy of a value; itself where it holds no tensor."""
+        inner: Any = uncompiled(value) if callable(value) else value
+        if id(inner) in self.made:
+            return self.made[id(inner)]
+        if isinstance(inner, nn.Module):
+            return self._module(inner)
+        if isinstance(inner, Tensor):
+            return self._keep(inner, self._tensor(inner))
+        if type(inner) in (list, tuple):
+            return type(inner)(map(self.of, inner))
+        if type(inner) is dict:
+            return {key: self.of(of_it) for key, of_it in inner.items()}
+        if not callable(inner) or isinstance(inner, type) or not held_by(inner):
+            return value
+        if isinstance(inner, types.FunctionType):
+            return self._function(inner)
+        if isinstance(inner, functools.partial):
+            return functools.partial(self.of(inner.func), *self.of(inner.args), **self.of(inner.keywords))
+        if isinstance(inner, types.MethodType):
+            of_it = inner.__self__
+            return types.MethodType(inner.__func__, self.of(of_it) if callable(of_it) else self._object(of_it))
+        return self._object(inner)
+
+    def _keep(self, value: Any, copied: Any) -> Any:
+        self.made[id(value)] = copied
+        self.kept.append(value)
+        return copied
+
+    def _tensor(self, t: Tensor) -> Tensor:
+        return _tensor_in(copy.deepcopy(t, self.memo) if t.is_leaf else t.detach().clone(), self.dtype)
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        """Functions that were set on it, as a `forward` of its own, refer to the copy too."""
+        if id(module) in self.memo:                      # inside one that was copied
+            return self.memo[id(module)]
+        copied = converted(copy.deepcopy(module, self.memo), self.dtype)
+        self._keep(module, copied)
+        for inner in copied.modules():
+            for name, value in list(vars(inner).items()):
+                if isinstance(value, types.FunctionType) and uncompiled(value) is value:      # the others are made anew
+                    setattr(inner, name, self.of(value))
+        return copied
+
+    def _function(self, function: types.FunctionType) -> Callable:
+        cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        names = dict(function.__globals__)
+        made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
+        made.__kwdefaults__ = function.__kwdefaults__
+        self._keep(function, made)                       # before what it refers to: that may refer to it
+        for cell, own in zip(cells, function.__closure__ or (), strict=True):
+            cell.cell_contents = self.of(own.cell_contents)
+        for name in inspect.getclosurevars(function).globals:
+            names[name] = self.of(names[name])
+        return made
+
+    def _object(self, value: Any) -> Any:
+        """A callable object, or one whose method it is, with copies of what it holds."""
+        made = self._keep(value, copy.copy(value))
+        for name, inner in vars(value).items():
+            setattr(made, name, self.of(inner))
+        return made
+
+
+def converted(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The module with everything floating in `dtype`, tensors that are no buffers too."""
+    if dtype is None:
+        return module
+    module.to(dtype)
+    for inner in module.modules():
+        for name, value in vars(inner).items():
+            if isinstance(value, Tensor):
+                setattr(inner, name, _tensor_in(value, dtype))
+    return module
+
+
+def _tensor_in(t: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None or not t.is_floating_point() or t.dtype == dtype:
+        return t
+    return t.detach().to(dtype).requires_grad_(t.requires_grad)

@@ -1,0 +1,275 @@
+"""Is it the same function? Any callable against a reference, tensor by tensor: two questions, two answers.
+
+    from benchmarks.study import validate
+    print(validate(candidate, reference, (x,)))
+
+*Meaning*: deep copies of both in FP64. Right and wrong are many orders of magnitude apart there, so nothing is tuned.
+*Precision*: the very object that would be timed, at its own dtype, as a multiple of what the reference itself loses.
+What can't be told is `unproven`, with the reason.
+"""
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import chance, hints
+from benchmarks.measure.bounds import DRAWS_OTHERS, FP32, FP64, NOT_TWICE, NUMERICS, Standard
+from benchmarks.measure.calls import Inputs, named_buffers, named_parameters, partners
+from benchmarks.measure.checks import WITHOUT_GRADIENTS, Check, Judgement
+from benchmarks.measure.copying import deep_copy
+from benchmarks.measure.keeping import compiled_inside, kept, loaded, without_dropout
+from benchmarks.measure.observing import Loss, Observation, Work, observe, rounding_in
+from benchmarks.measure.truth import Truth, error_in_words, working_dtype
+from common.config import dtype_name
+from common.outcome import Failed, in_a_line, is_out_of_memory
+
+
+class Judge:
+    """Holds one candidate against a truth."""
+
+    def __init__(self, candidate: Callable, truth: Truth, numerics: str | None = None,
+                 parameters: Mapping[str, str] | None = None, overwrites_output: bool = False,
+                 gate: float | None = None):
+        if numerics is not None and numerics not in NUMERICS:
+            raise ValueError(f"numerics {numerics!r}: give one of {', '.join(NUMERICS)}, or None")
+        self.candidate, self.truth, self.numerics, self.gate = candidate, truth, numerics, gate
+        self.overwrites_output = overwrites_output
+        self.parameters, self.buffers = named_parameters(candidate), named_buffers(candidate)
+        self.partners = partners(truth.parameters, self.parameters, parameters or {})
+        self.buffer_partners = partners(truth.buffers, self.buffers, {})
+        self.dtype = working_dtype(candidate, truth.work.inputs)
+        self.checks: list[Check] = []
+        self.notes: list[str] = []
+        self.meaning_told = False
+
+    def judge(self) -> Judgement:
+        """All checks. Whatever the candidate raises passes, but for a Failed: that is a check that failed."""
+        hint = ""
+        with kept(self.candidate, self.truth.plain):
+            try:
+                with loaded(self.parameters | self.buffers, self._values()) as others:
+                    self._note_values(others)
+                    with without_dropout(self.candidate):
+                        self._ask()
+                        if self._failed():
+                            hint = hints.hint(self.candidate, self.truth, self.checks)
+                    if not self._failed():
+                        truth = self.truth
+                        self.checks += chance.checks(self.candidate, truth.plain, truth.has_dropout, truth.work,
+                                                     truth.say)
+            except Failed as error:
+                self._wrong("call", str(error))
+        return Judgement(self.checks, self._truth_in_words(), self.notes, self.numerics, hint)
+
+    def _ask(self) -> None:
+        truth = self.truth
+        if self.gate is None:
+            truth.say("checking: the meaning")
+            self._ask_meaning()
+        if self._failed():
+            return
+        truth.say("checking: the precision")
+        seen = observe(self.candidate, truth.work, overwrites_output=self.overwrites_output)
+        own = truth.own(self.numerics)
+        self._check_form(seen, own)
+        if not self._failed():
+            self._compare(seen, own, self._standard("precision", self.dtype, self.truth.rounds_to == FP32))
+
+    def _failed(self) -> bool:
+        return any(not check.passed for check in self.checks)
+
+    # ------------------------------------------------------------------------------------------------- values and names
+
+    def _values(self) -> dict[str, Tensor]:
+        """Their name -> the reference's value, where it has the same shape."""
+        values = {}
+        tensors = self.parameters | self.buffers
+        for their, our in (self.partners | self.buffer_partners).items():
+            value = self.truth.values.get(our)
+            if value is not None and value.shape == tensors[their].shape:
+                values[their] = value
+        return values
+
+    def _note_values(self, others: Sequence[str]) -> None:
+        if others:
+            self.notes.append(f"{len(others)} of its parameters started from other values: judged with the reference's")
+        for their, our in self.partners.items():
+            shapes = tuple(self.parameters[their].shape), tuple(self.truth.values[our].shape)
+            if shapes[0] != shapes[1]:
+                self.notes.append(f"{their} is {shapes[0]}, the reference's {shapes[1]}: it keeps its own values")
+        without = [name for name in self.parameters if name not in self.partners]
+        if without:
+            self.notes.append(f"{len(without)} of its parameters have no partner in the reference "
+                              f"({', '.join(without[:3])}{', ...' if len(without) > 3 else ''})")
+
+    def _truth_in_words(self) -> str:
+        if self.gate is not None:
+            return f"{self.truth.in_words}, by a gate of your own"
+        return self.truth.in_words
+
+    # --------------------------------------------------------------------------------------------------------- meaning
+
+    def _ask_meaning(self) -> None:
+        """In FP64 where both run there; what computes in 16 bits by default is tried in FP32 too."""
+        if not self.truth.has_meaning:
+            return self._no_fp64(self.truth.why_not_fp64)
+        for dtype in (FP64, FP32)[:2 if self.dtype in (torch.float16, torch.bfloat16) else 1]:
+            try:
+                copy = deep_copy(self.candidate, dtype)
+                with without_dropout(copy), loaded(named_parameters(copy) | named_buffers(copy), self._values()):
+                    rounds_to = rounding_in(copy, self.truth.work) if dtype == FP64 else None
+                    if rounds_to not in (None, FP32):
+                        self._no_fp64(f"it rounds to {dtype_name(rounds_to)} on its way")
+                        return
+                    alone = not compiled_inside(copy)                  # that would be compiled once more
+                    seen = observe(copy, self.truth.work, dtype, self.overwrites_output, alone)
+                    own = self.truth.exact if dtype == FP64 else self.truth.in_dtype(dtype)
+            except Failed:
+                raise
+            except Exception as error:
+                self._no_fp64(error_in_words(error))
+                continue
+            self._check_form(seen, own, dtypes=False)
+            if not self._failed():
+                self.meaning_told = dtype == FP64
+                fp32_inside = FP32 in (rounds_to, self.truth.rounds_to)
+                self._compare(seen, own, self._standard("meaning", dtype, fp32_inside))
+            return
+
+    def _no_fp64(self, why: str) -> None:
+        if not any(note.startswith("no FP64") for note in self.notes):
+            self.notes.append(f"no FP64 ({why}): small differences can't be told")
+
+    # ------------------------------------------------------------------------------------------------------------ form
+
+    def _check_form(self, seen: Observation, own: Observation, dtypes: bool = True) -> None:
+        """What must be so before any figure is compared."""
+        for name in own.outputs:
+            if name not in seen.outputs:
+                self._wrong(name, f"it is missing; it returns {', '.join(seen.outputs)}")
+        for name, output in seen.outputs.items():
+            expected = own.outputs.get(name)
+            if expected is None:
+                self._wrong(name, f"the reference returns none; it returns {', '.join(own.outputs)}")
+            elif output.shape != expected.shape:
+                self._wrong(name, f"its shape is {tuple(output.shape)}, the reference's {tuple(expected.shape)}")
+            elif dtypes and not self._may_have(output.dtype, expected.dtype):
+                self._wrong(name, f"it is {dtype_name(output.dtype)}, the reference's {dtype_name(expected.dtype)}: "
+                            "declare that by numerics")
+            elif name in own.takes_gradient and name not in seen.takes_gradient:
+                self._wrong(name, "it takes no gradient, the reference's does")
+        for name in sorted({*seen.changed_inputs} - {*own.changed_inputs}):
+            reason = f"it is changed in place; backward then raises {seen.backward_raises}"
+            self._wrong(name, reason if seen.backward_raises else "it is changed in place")
+        for name in sorted({*seen.overwritten} - {*own.overwritten}):
+            self._wrong(name, "a later call writes over it: declare that by overwrites_output=True")
+        if not own.takes_gradient:
+            note = "the reference's outputs take no gradient: forward alone is compared"
+            self.notes += [] if note in self.notes else [note]
+
+    def _may_have(self, dtype: torch.dtype, expected: torch.dtype) -> bool:
+        """Whether an output may be so: as the reference's, or another where numerics are declared. A reference that
+        answers in FP64 whatever it is given says nothing of dtypes."""
+        if dtype == expected:
+            return True
+        floating = dtype.is_floating_point and expected.is_floating_point
+        return floating and (self.numerics is not None or expected == FP64 != self.truth.work.inputs.dtype)
+
+    # --------------------------------------------------------------------------------------------------------- figures
+
+    def _standard(self, question: str, dtype: torch.dtype, fp32_inside: bool) -> Standard:
+        truth = self.truth
+        unreliable = "" if truth.same_twice else NOT_TWICE
+        if truth.draws and not unreliable:
+            unreliable = DRAWS_OTHERS
+        numerics = self.numerics if question == "precision" else None
+        return Standard(question, dtype, *truth.norms, fp32_inside, numerics, self.gate, self.meaning_told, unreliable)
+
+    def _compare(self, seen: Observation, own: Observation, standard: Standard) -> None:
+        exact = self.truth.exact
+        for name, truth in exact.outputs.items():
+            self.checks.append(standard.tensor(name, [seen.outputs[name]], [truth], [own.outputs[name]]))
+            if name in seen.forward_alone and name in own.forward_alone:
+                alone = [[given.forward_alone[name]] for given in (seen, exact, own)]
+                self.checks.append(standard.tensor(name + WITHOUT_GRADIENTS, *alone))
+        for name, gradient in exact.gradients.items():
+            if name.startswith("gradient of input "):
+                self._keep(standard.gradient(name, seen.gradients.get(name), gradient, own.gradients.get(name)))
+        self._compare_parameters(standard, seen, own)
+        self._compare_buffers(standard, seen, own)
+
+    def _compare_parameters(self, standard: Standard, seen: Observation, own: Observation) -> None:
+        """Each pair once; a tied one stands under its first name."""
+        ours_first, theirs_first = _first_names(self.truth.parameters), _first_names(self.parameters)
+        pairs = dict.fromkeys((ours_first[our], theirs_first[their]) for their, our in self.partners.items())
+        exact = self.truth.exact.gradients
+        for our, their in pairs:
+            name = f"gradient of {our}"
+            if self.truth.values[our].shape != self.parameters[their].shape:
+                self._untold(name, standard.question, f"its {their} has another shape")
+                continue
+            theirs = seen.gradients.get(f"gradient of {their}")
+            self._keep(standard.gradient(name, theirs, exact.get(name), own.gradients.get(name)))
+        for our in dict.fromkeys(ours_first.values()):
+            if our not in {our for our, _ in pairs} and exact.get(f"gradient of {our}") is not None:
+                self._untold(f"gradient of {our}", standard.question, "it has no parameter of that name")
+        for their in dict.fromkeys(theirs_first.values()):
+            if their not in {their for _, their in pairs} and seen.gradients.get(f"gradient of {their}") is not None:
+                self._untold(f"gradient of {their}", standard.question, "the reference has no parameter of that name")
+
+    def _compare_buffers(self, standard: Standard, seen: Observation, own: Observation) -> None:
+        """Those that a call changes, of either: constants may be kept in any way."""
+        exact = self.truth.exact
+        for their, our in self.buffer_partners.items():
+            changed = our in exact.changed_buffers or their in seen.changed_buffers
+            if changed and seen.buffers[their].shape == own.buffers[our].shape:
+                tensors = [seen.buffers[their]], [exact.buffers[our]], [own.buffers[our]]
+                self.checks.append(standard.tensor(f"buffer {our}", *tensors))
+        for our in exact.changed_buffers:
+            if our not in self.buffer_partners.values():
+                self._untold(f"buffer {our}", standard.question, "it has no buffer of that name")
+
+    def _keep(self, check: Check | None) -> None:
+        if check is not None:
+            self.checks.append(check)
+
+    def _untold(self, name: str, question: str, reason: str) -> None:
+        self.checks.append(Check(name, question, True, False, math.nan, math.nan, reason))
+
+    def _wrong(self, name: str, reason: str) -> None:
+        self.checks.append(Check(name, "form", False, True, math.nan, math.nan, reason))
+
+
+def _first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    for name, t in tensors.items():
+        first.setdefault(id(t), name)
+    return {name: first[id(t)] for name, t in tensors.items()}
+
+
+# --------------------------------------------------------------------------------------------------------- for a person
+
+
+def validate(candidate: Callable, reference: Callable, inputs: Any, loss: Loss | None = None,
+             numerics: str | None = None, cotangents: int = 3, *, parameters: Mapping[str, str] | None = None,
+             overwrites_output: bool = False, seed: int = 0) -> Judgement:
+    """Whether a module or function gives what a reference gives: outputs, gradients and buffers, tensor by tensor.
+
+    `inputs` is a tensor, a tuple of positional values or a dict of values by keyword, of any shapes and dtypes. Both
+    are judged in the mode that they are in, train or eval. `loss` maps an output to a scalar; without it outputs get
+    `cotangents` random ones. `numerics` ("tf32", "float16", "bfloat16", "float8") declares what a candidate multiplies
+    in. `parameters` (its name -> the reference's) pairs what names do not. Both are afterwards as they were. Raises
+    ValueError where the reference or the arguments can't be used; what the candidate raises is a failed check.
+    """
+    truth = Truth(reference, Work(Inputs.of(inputs), loss, cotangents, seed))
+    judge = Judge(candidate, truth, numerics, parameters, overwrites_output)
+    try:
+        return judge.judge()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return Judgement([Check("call", "form", False, True, math.nan, math.nan, f"it raises {in_a_line(error)}")],
+                         truth.in_words, [], numerics)

@@ -1,0 +1,117 @@
+"""A caller's modules stay as they were, whatever a check does with them; dropout is off while they are compared."""
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.measure.calls import modules_of, named_parameters
+from common import compiler
+
+_PLAIN = (bool, int, float, str, type(None))           # attributes that can be put back
+_DROPOUT_P = {                                         # function -> place of its rate among the arguments
+    F.dropout: 1, torch.dropout: 1, F.alpha_dropout: 1, F.dropout1d: 1, F.dropout2d: 1, F.dropout3d: 1,
+    F.feature_alpha_dropout: 1, F.scaled_dot_product_attention: 4}
+
+
+@contextlib.contextmanager
+def kept(*calls: Callable) -> Iterator[None]:
+    """Afterwards every module behind these is as it was, after an error and Ctrl-C too; so are torch's random numbers.
+
+    That is: mode, plain attributes, buffers, gradients, and which parameters take one.
+    """
+    modules = list({id(module): module for call in calls for module in modules_of(call)}.values())
+    parameters = list({id(t): t for call in calls for t in named_parameters(call).values()}.values())
+    attributes = [(module, _plain(module)) for module in modules]
+    buffers = [(module, name, t, t.detach().clone())
+               for module in modules for name, t in module._buffers.items() if t is not None]
+    gradients = [(t, t.grad, t.requires_grad) for t in parameters]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        for module, plain in attributes:
+            for name, value in plain.items():
+                if vars(module).get(name, plain) is not value:
+                    vars(module)[name] = value
+        for module, name, t, value in buffers:
+            module._buffers[name] = t
+            with torch.no_grad():
+                t.copy_(value)
+        for t, gradient, wanted in gradients:
+            t.grad = gradient
+            if t.is_leaf:
+                t.requires_grad_(wanted)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
+
+
+@contextlib.contextmanager
+def loaded(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Meanwhile these parameters have those values, by name; gives the names of those whose own were others."""
+    own = {}
+    with torch.no_grad():
+        for name, value in values.items():
+            value = value.to(parameters[name].device, parameters[name].dtype)
+            if not torch.equal(parameters[name], value):
+                own[name] = parameters[name].detach().clone()
+                parameters[name].copy_(value)
+    try:
+        yield list(own)
+    finally:
+        with torch.no_grad():
+            for name, value in own.items():
+                parameters[name].copy_(value)
+
+
+# ------------------------------------------------------------------------------------------------------------- dropout
+
+
+def compiled_inside(call: Callable) -> bool:
+    """Whether anything in it went through torch.compile."""
+    return compiler.holds_compiled(call) or any(map(compiler.is_compiled, modules_of(call)))
+
+
+@contextlib.contextmanager
+def without_dropout(call: Callable) -> Iterator[None]:
+    """Meanwhile it drops nothing, in train mode too: neither its modules nor the functions that it calls.
+
+    Compiled code does not see the functions; there the rate must be an attribute whose name holds "drop", of a module
+    or of its config.
+    """
+    changed: list[tuple[Any, str, float]] = []
+    for module in modules_of(call):
+        for holder in (module, getattr(module, "config", None)):
+            for name, value in list(getattr(holder, "__dict__", {}).items()):
+                is_rate = isinstance(value, float) and 0 < value <= 1
+                if is_rate and ("drop" in name or isinstance(module, nn.modules.dropout._DropoutNd)):
+                    with contextlib.suppress(AttributeError):            # a frozen config: functions are seen below
+                        setattr(holder, name, 0.0)
+                        changed.append((holder, name, value))
+    try:
+        with contextlib.nullcontext() if compiled_inside(call) else _NoDropout():
+            yield
+    finally:
+        for holder, name, value in changed:
+            setattr(holder, name, value)
+
+
+class _NoDropout(TorchFunctionMode):
+    """Every rate of dropout that a function is called with becomes 0."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUT_P:
+            name = "dropout_p" if func is F.scaled_dot_product_attention else "p"
+            place = _DROPOUT_P[func]
+            if len(args) > place:
+                args = (*args[:place], 0.0, *args[place + 1:])
+            else:
+                kwargs[name] = 0.0
+        return func(*args, **kwargs)

@@ -1,0 +1,251 @@
+"""One look at what a callable gives: outputs, gradients, buffers, and what it did to inputs and earlier outputs."""
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.measure.calls import Inputs, named_buffers, named_parameters, outputs_of
+from common.outcome import Failed, in_a_line
+
+Loss = Callable[[Any], Tensor]
+SMALL = 2**16                              # elements: of a larger gradient only the first cotangent's is kept
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is run to look at a callable: the same for a reference and its candidates."""
+    inputs: Inputs
+    loss: Loss | None = None               # maps what it returns to a scalar; else outputs get random cotangents
+    cotangents: int = 3
+    seed: int = 0
+
+
+@dataclass
+class Observation:
+    """What some runs of a callable gave, by name. A gradient is None where there is none."""
+    outputs: dict[str, Tensor]                                                 # with gradients recorded
+    forward_alone: dict[str, Tensor] = field(default_factory=dict)             # without
+    takes_gradient: list[str] = field(default_factory=list)                    # the outputs that do
+    gradients: dict[str, list[Tensor] | None] = field(default_factory=dict)    # one a cotangent
+    buffers: dict[str, Tensor] = field(default_factory=dict)                   # after one call
+    changed_buffers: list[str] = field(default_factory=list)
+    changed_inputs: list[str] = field(default_factory=list)
+    overwritten: list[str] = field(default_factory=list)                       # outputs that a later call wrote to
+    backward_raises: str = ""                                                  # what, where its inputs were changed
+
+
+def observe(call: Callable, work: Work, dtype: torch.dtype | None = None, overwrites_output: bool = False,
+            alone: bool = True) -> Observation:
+    """Run a callable a few times, each from the same state, on copies of its inputs, in `dtype` where that is given.
+
+    `alone`: without gradients, too. Its buffers and gradients change: `keeping.kept` puts them back.
+    """
+    parameters = _unique(named_parameters(call))
+    buffers = named_buffers(call)
+    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    seen = Observation({})
+    for number in range(1 if work.loss else work.cotangents):
+        with from_a_state(buffers, before, parameters, work.seed), torch.enable_grad():
+            inputs = work.inputs.copies(dtype)
+            returned = inputs.call(call)
+            outputs = outputs_of(returned)
+            if number == 0:
+                _look_at(seen, outputs, inputs, work, dtype, buffers, before)
+            if not seen.takes_gradient:
+                break
+            loss = work.loss(returned) if work.loss else None
+            try:
+                _run_backward(outputs, seen.takes_gradient, loss, work.seed, number)
+            except RuntimeError as error:
+                if not seen.changed_inputs:
+                    raise
+                seen.backward_raises = in_a_line(error)
+                break
+            _add(seen.gradients, inputs, parameters, number)
+    if alone:
+        with from_a_state(buffers, before, parameters, work.seed), torch.no_grad():
+            own = *parameters.values(), *buffers.values()
+            _look_without_gradients(call, work, dtype, seen, overwrites_output, own)
+    with from_a_state(buffers, before, parameters, work.seed):
+        pass
+    return seen
+
+
+def _look_without_gradients(call: Callable, work: Work, dtype: torch.dtype | None, seen: Observation,
+                            overwrites_output: bool, own: Sequence[Tensor]) -> None:
+    """The outputs of a forward alone, and whether a later one writes over them."""
+    seen.forward_alone = _cloned(outputs_of(work.inputs.copies(dtype).call(call)))
+    if not overwrites_output:
+        seen.overwritten = _overwritten(call, work.inputs.copies(dtype), own)
+
+
+def _look_at(seen: Observation, outputs: dict[str, Tensor], inputs: Inputs, work: Work, dtype: torch.dtype | None,
+             buffers: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    """What can be seen right after the forward."""
+    seen.outputs = _cloned(outputs)
+    seen.takes_gradient = [name for name, output in outputs.items() if output.requires_grad]
+    seen.buffers = _cloned(buffers)
+    seen.changed_buffers = [name for name, buffer in buffers.items() if not _same(buffer, before[name])]
+    as_given = work.inputs.copies(dtype).named()
+    seen.changed_inputs = [name for name, t in inputs.named().items() if not _same(t, as_given[name])]
+
+
+def _unique(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the further names of tied ones."""
+    first: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        first.setdefault(id(parameter), name)
+    return {name: parameters[name] for name in first.values()}
+
+
+@contextlib.contextmanager
+def from_a_state(buffers: dict[str, Tensor], before: dict[str, Tensor], parameters: dict[str, Tensor], seed: int
+                 ) -> Iterator[None]:
+    """Begin with these buffers, without gradients, and with the same random numbers."""
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(before[name])
+    for parameter in parameters.values():
+        parameter.grad = None
+    torch.manual_seed(seed)
+    yield
+
+
+def _cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.detach().clone() for name, t in tensors.items()}
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num())
+
+
+def cotangent(output: Tensor, place: int, number: int, seed: int) -> Tensor:
+    """N(0, 1), rounded to BF16, so that every dtype has the same one."""
+    generator = torch.Generator().manual_seed(1000 * seed + 100 * number + place)
+    values = torch.randn(output.shape, generator=generator).bfloat16()
+    return values.to(output.device, output.dtype)
+
+
+def _run_backward(outputs: dict[str, Tensor], taking: Sequence[str], loss: Tensor | None, seed: int, number: int
+                  ) -> None:
+    if loss is not None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise Failed("loss gives no scalar: return a tensor of one element")
+        loss.backward()
+        return
+    given = []
+    for place, name in enumerate(outputs):
+        if name in taking:
+            given.append(cotangent(outputs[name], place, number, seed))
+    torch.autograd.backward([outputs[name] for name in taking], given)
+
+
+def _add(gradients: dict[str, list[Tensor] | None], inputs: Inputs, parameters: dict[str, Tensor], number: int) -> None:
+    """Keep copies of the gradients that a backward left: a captured graph would write over them."""
+    floating = {name: t for name, t in inputs.named().items() if t.is_floating_point()}
+    for name, t in (*floating.items(), *parameters.items()):
+        if t.grad is None:
+            gradients.setdefault(f"gradient of {name}", None)
+        elif number == 0 or t.numel() < SMALL:
+            gradient = t.grad.detach().to_dense().clone()
+            gradients[f"gradient of {name}"] = [*(gradients.get(f"gradient of {name}") or []), gradient]
+
+
+def _overwritten(call: Callable, inputs: Inputs, own: Sequence[Tensor]) -> list[str]:
+    """The outputs of a call that the next call writes to: what is put into them in between is gone.
+
+    Memory that it shares with its inputs, parameters or buffers is left alone.
+    """
+    untouchable = {t.untyped_storage().data_ptr() for t in (*inputs.named().values(), *own)}
+    marked = {}
+    for name, output in outputs_of(inputs.call(call)).items():
+        if output.numel() and output.untyped_storage().data_ptr() not in untouchable:
+            kept = output.clone()
+            mark = torch.where(kept == 1, 0, 1).to(kept.dtype)         # differs from it everywhere
+            with contextlib.suppress(RuntimeError):                    # an expanded tensor can't be written to
+                output.copy_(mark)
+                marked[name] = output, mark, kept
+    inputs.call(call)
+    names = []
+    for name, (output, mark, kept) in marked.items():
+        try:
+            if not torch.equal(output, mark):
+                names.append(name)
+            output.copy_(kept)
+        except RuntimeError:                                           # torch's own graph trees refuse to be read then
+            names.append(name)
+    return names
+
+
+class _Rounding(TorchDispatchMode):
+    """Sees the floating tensors below FP64 that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel() > 1:
+                self.dtypes.add(leaf.dtype)
+        return result
+
+
+def rounding_in(call: Callable, work: Work) -> torch.dtype | None:
+    """The coarsest dtype below FP64 that a callable in FP64 makes tensors of on its way; None where there is none.
+
+    Compiled code is looked at as it was before.
+    """
+    inputs, seen = work.inputs.copies(torch.float64), _Rounding()
+    buffers = named_buffers(call)
+    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), from_a_state(buffers, before, {}, work.seed):
+        with seen:
+            returned = inputs.call(call)
+            loss = work.loss(returned) if work.loss else None
+        outputs = outputs_of(returned)
+        taking = [name for name, output in outputs.items() if output.requires_grad]
+        given = [cotangent(outputs[name], 0, 0, work.seed) for name in taking]
+        with seen:
+            if isinstance(loss, Tensor):
+                loss.backward()
+            elif taking:
+                torch.autograd.backward([outputs[name] for name in taking], given)
+    with from_a_state(buffers, before, named_parameters(call), work.seed):
+        pass
+    below = [dtype for dtype in seen.dtypes if dtype != torch.float64]
+    return max(below, key=lambda dtype: torch.finfo(dtype).eps) if below else None
+
+
+# ------------------------------------------------------------------------------------------------------------ distances
+
+
+def norm(tensors: Sequence[Tensor]) -> float:
+    """The L2 norm of a tensor, as the root mean square over several cotangents. What is infinite counts as zero."""
+    total = 0.0
+    for t in tensors:
+        total += float(torch.nan_to_num(_wide(t), 0.0, 0.0, 0.0).square().sum())
+    return math.sqrt(total / len(tensors)) if tensors else 0.0
+
+
+def distance(values: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The norm of the difference. Equal infinities and NaN at the same places count as equal; else it is infinite."""
+    total = 0.0
+    for value, truth in zip(values, exact, strict=False):
+        value, truth = _wide(value).to(truth.device), _wide(truth)
+        same = (value == truth) | (value.isnan() & truth.isnan())
+        if not ((value.isfinite() & truth.isfinite()) | same).all():
+            return math.inf
+        total += float(torch.where(same, 0.0, value - truth).square().sum())
+    return math.sqrt(total / len(exact)) if exact else 0.0
+
+
+def _wide(t: Tensor) -> Tensor:
+    return torch.view_as_real(t.to(torch.complex128)) if t.is_complex() else t.double()

@@ -1,0 +1,147 @@
+"""What a reference means: its outputs and gradients in FP64, or in the best dtype that it runs in."""
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from benchmarks.measure import chance
+from benchmarks.measure.bounds import FP32, FP64
+from benchmarks.measure.calls import Inputs, named_buffers, named_parameters
+from benchmarks.measure.copying import deep_copy
+from benchmarks.measure.keeping import kept, without_dropout
+from benchmarks.measure.observing import Observation, Work, norm, observe, rounding_in
+from common.config import dtype_name
+from common.outcome import Failed, in_a_line, is_out_of_memory
+
+
+class Truth:
+    """What a reference means: its outputs and gradients in FP64, or in the best dtype that it runs in.
+
+    Raises ValueError where the reference can't be called on these inputs.
+    """
+
+    def __init__(self, reference: Callable, work: Work, say: Callable[[str], None] = lambda what: None):
+        self.reference, self.work, self.say = reference, work, say
+        self.dtype = working_dtype(reference, work.inputs)
+        self.parameters, self.buffers = named_parameters(reference), named_buffers(reference)
+        self.why_not_fp64 = ""
+        self.copy: Callable | None = None
+        self._own: dict[str | None, Observation] = {}
+        with kept(reference):
+            self.plain = self._as_given()
+            self.has_dropout = chance.draws(self.plain, work)
+        with kept(reference, self.plain), without_dropout(self.plain):
+            self.draws = chance.draws(self.plain, work)
+            self.same_twice = chance.same_twice(self.plain, work)
+            self._find()
+        self.norms = norms_of_all(self.exact)
+        exact = self.plain if self.copy is None else self.copy
+        self.values = {name: t.detach() for name, t in named_parameters(exact).items()}
+        for name, buffer in named_buffers(exact).items():                # constants may be kept in any way
+            if name in self.exact.changed_buffers or name.rpartition(".")[2].startswith("running_"):
+                self.values[name] = buffer.detach()
+
+    def _as_given(self) -> Callable:
+        """The reference, where it runs on the inputs; else, and where it is in FP64 itself, a copy in their dtype."""
+        inputs = self.work.inputs.dtype
+        is_oracle = self.dtype == FP64 and inputs not in (FP64, None)
+        if not is_oracle:
+            try:
+                with kept(self.reference), torch.no_grad():
+                    self.work.inputs.copies().call(self.reference)
+                return self.reference
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                why = in_a_line(error)
+                if inputs in (None, self.dtype):
+                    raise ValueError(f"the reference can't be called on these inputs: {why}") from None
+        assert inputs is not None
+        self.dtype = inputs
+        return deep_copy(self.reference, inputs)
+
+    def _find(self) -> None:
+        """The truth, and in which dtype it could be had."""
+        for dtype in dict.fromkeys((FP64, FP32, self.dtype)):
+            self.say(f"checking: the truth in {dtype_name(dtype)}")
+            try:
+                self.copy = deep_copy(self.plain, dtype)
+                with without_dropout(self.copy):
+                    self.rounds_to = rounding_in(self.copy, self.work) if dtype == FP64 else None
+                    if self.rounds_to in (torch.float16, torch.bfloat16):
+                        self.why_not_fp64 = f"the reference rounds to {dtype_name(self.rounds_to)} on its way"
+                    self.exact = observe(self.copy, self.work, dtype)
+                self.exact_dtype = dtype
+                return
+            except Failed as error:
+                raise ValueError(f"the reference can't be judged by: {error}") from None
+            except Exception as error:
+                self.why_not_fp64 = self.why_not_fp64 or error_in_words(error)
+        self.copy, self.exact_dtype, self.rounds_to = None, self.dtype, None
+        self.exact = observe(self.plain, self.work)
+
+    @property
+    def has_meaning(self) -> bool:
+        """Whether it is known in FP64."""
+        return self.exact_dtype == FP64 and self.rounds_to in (None, FP32)
+
+    @property
+    def in_words(self) -> str:
+        if self.has_meaning:
+            return "FP64" + (", which computes something in FP32 on its way" if self.rounds_to else "")
+        kind = "FP64" if self.exact_dtype == FP64 else f"the reference in {dtype_name(self.exact_dtype)}"
+        return f"{kind}, no oracle: {self.why_not_fp64}"
+
+    def own(self, numerics: str | None) -> Observation:
+        """What the reference gives at its own dtype, multiplying in what was declared."""
+        kind = None if numerics == "float8" else numerics
+        if kind not in self._own:
+            with kept(self.plain), without_dropout(self.plain), multiplying_in(kind, self.work.inputs):
+                self._own[kind] = observe(self.plain, self.work)
+        return self._own[kind]
+
+    def in_dtype(self, dtype: torch.dtype) -> Observation:
+        """What a copy of it gives in that dtype."""
+        copy = deep_copy(self.plain, dtype)
+        with without_dropout(copy):
+            return observe(copy, self.work, dtype)
+
+
+@contextlib.contextmanager
+def multiplying_in(numerics: str | None, inputs: Inputs) -> Iterator[None]:
+    """TF32 or autocast, as declared."""
+    if numerics is None:
+        yield
+    elif numerics == "tf32":
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+    else:
+        device = next(iter(inputs.named().values())).device.type
+        with torch.autocast(device, getattr(torch, numerics)):
+            yield
+
+
+def norms_of_all(seen: Observation) -> tuple[float, float]:
+    """(of all outputs, of all gradients of parameters together; of the inputs' where there are none)."""
+    gradients = {name: g for name, g in seen.gradients.items() if g is not None}
+    of_parameters = [g for name, g in gradients.items() if not name.startswith("gradient of input ")]
+    outputs = math.hypot(*(norm([t]) for t in seen.outputs.values() if t.is_floating_point()))
+    return outputs, math.hypot(*(norm(g) for g in of_parameters or gradients.values()))
+
+
+def working_dtype(call: Callable, inputs: Inputs) -> torch.dtype:
+    """Of most of its parameters; without any, of the inputs."""
+    elements: dict[torch.dtype, int] = {}
+    for t in named_parameters(call).values():
+        if t.is_floating_point():
+            elements[t.dtype] = elements.get(t.dtype, 0) + t.numel()
+    return max(elements, key=lambda dtype: elements[dtype]) if elements else inputs.dtype or FP32
+
+
+def error_in_words(error: Exception) -> str:
+    return "out of memory" if is_out_of_memory(error) else in_a_line(error)

@@ -1,0 +1,489 @@
+"""The judge, on modules that are right and modules that are wrong: by the name of the tensor."""
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.examples import pairs
+from benchmarks.examples.pairs import LIBRARY, RIGHT, WRONG, Pair, fused, gelu, random, tensor
+from benchmarks.measure.checks import Judgement
+from benchmarks.measure.judge import validate
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+# The tensor by which each mistake is found, in FP32 and in BF16.
+FOUND_BY = {
+    "the mask's polarity": "output", "the scale left out": "output", "1/D for a scale": "output",
+    "the mask's diagonal": "output", "no mask": "output", "dropout that is gone": "output with dropout",
+    "dropout of twice the rate": "output with dropout, its variance", "heads repeated in another order": "output",
+    "an epsilon of 1e-6": "output", "the unbiased variance": "output", "GELU without tanh": "output",
+    "a transposed weight": "output", "stale statistics of BatchNorm": "output",
+    "statistics that are not kept": "buffer running_mean", "a head that is not tied": "gradient of wte.weight",
+    "another dtype": "output", "a parameter's gradient lost": "gradient of fc.weight",
+    "no_grad inside": "gradient of input 0", "keys detached": "gradient of attn.qkv.weight",
+    "a gradient halved": "gradient of input 0", "a gradient of zeros": "gradient of input 0",
+    "a gradient off by 3 %": "gradient of input 0", "a gradient of another sequence": "gradient of input 0",
+    "a detached input": "output", "its input changed in place": "input 0",
+    "an output that is written over": "output", "a token number off by one": "output",
+}
+
+
+def judged(pair: Pair, **options) -> Judgement:
+    return validate(pair.candidate, pair.reference, pair.inputs, **options)
+
+
+def failed(judgement: Judgement) -> set[str]:
+    return {check.name for check in judgement if not check.passed}
+
+
+# ------------------------------------------------------------------------------------------------------ right and wrong
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_passes(name, dtype):
+    judgement = judged(RIGHT[name](dtype))
+    assert judgement.passed and judgement.outputs_proven, judgement
+    meant = [check for check in judgement if check.question == "meaning"]
+    assert meant and all(check.proven for check in meant)
+    assert {check.question for check in judgement} >= {"meaning", "precision"}
+
+
+@pytest.mark.unit
+def test_every_mistake_has_its_tensor_here():
+    assert FOUND_BY.keys() == WRONG.keys() and len(WRONG) >= 20 and len(RIGHT) >= 12
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused_by_the_name_of_the_tensor(name, dtype):
+    judgement = judged(WRONG[name](dtype))
+    assert not judgement.passed and FOUND_BY[name] in failed(judgement)
+    assert judgement.worst.name == FOUND_BY[name] and FOUND_BY[name] in judgement.failure
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_does_not_fail_the_reference_against_itself(name):
+    """What makes a wrong pair wrong is the candidate: the reference passes in its place."""
+    pair = WRONG[name](torch.float32)
+    judgement = validate(copy.deepcopy(pair.reference), pair.reference, pair.inputs)
+    assert judgement.passed and judgement.proven, judgement
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LIBRARY)
+def test_models_of_transformers_pass_with_sdpa_against_eager(name, dtype):
+    pytest.importorskip("transformers")
+    judgement = judged(LIBRARY[name](dtype))
+    assert judgement.passed and judgement.outputs_proven, judgement
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_resnet_50_passes_in_channels_last(dtype, train):
+    pytest.importorskip("torchvision")
+    judgement = judged(pairs.resnet_50(train, channels_last=True)(dtype), cotangents=1)
+    assert judgement.passed, judgement.failure
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "in place"])
+def test_a_compiled_module_passes(in_place):
+    torch.manual_seed(0)
+    pair = pairs.alike(pairs.LayerNorm(), pairs.LayerNorm(), torch.float32, tensor(4, 16))
+    if in_place:
+        pair.candidate.compile()
+    compiled = pair.candidate if in_place else torch.compile(pair.candidate)
+    judgement = validate(compiled, pair.reference, pair.inputs)
+    assert judgement.passed and judgement.proven, judgement
+    assert judgement.counted() == "1 output, 3 gradients"
+
+
+# -------------------------------------------------------------------------------------------------- two questions apart
+
+
+@pytest.mark.unit
+def test_a_wrong_precision_fails_where_the_meaning_is_right():
+    """What is timed is another function than its FP64 copy: only the object itself shows it."""
+    def halves_in_fp32(x: Tensor) -> Tensor:
+        return gelu(x) if x.dtype == torch.float64 else 1.5 * gelu(x)
+    judgement = validate(halves_in_fp32, gelu, tensor(4, 8))
+    assert failed(judgement) == {"output", "output without gradients", "gradient of input 0"}
+    assert all(check.passed for check in judgement if check.question == "meaning")
+
+
+@pytest.mark.unit
+def test_a_rougher_one_of_the_right_meaning_is_less_accurate_and_passes():
+    def rough(x: Tensor) -> Tensor:
+        return gelu(x) if x.dtype == torch.float64 else gelu(x.bfloat16()).float()
+    judgement = validate(rough, gelu, tensor(64, 64))
+    assert judgement.passed
+    said = [check for check in judgement if check.reason.startswith("less accurate")]
+    assert said and all(1e-4 < check.error < 0.1 for check in said)
+
+
+@pytest.mark.unit
+def test_hooks_of_the_object_itself_are_judged():
+    """A deep copy drops the hooks of tensors: the object that is timed has them."""
+    pair = RIGHT["a block with SDPA"](torch.float32)
+    pair.candidate.mlp.fc.weight.register_hook(lambda gradient: gradient / 2)
+    assert failed(judged(pair)) == {"gradient of mlp.fc.weight"}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("numerics", ["bfloat16", "float8"])
+def test_declared_numerics_widen_the_precision_and_not_the_meaning(numerics):
+    class Autocast(pairs.Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.float32):
+                return super().forward(x)
+    pair = pairs.alike(pairs.Block(), Autocast(), torch.float32, tensor(2, 12, 16))
+    assert judged(pair, numerics=numerics).passed
+    wrong = pairs.alike(pairs.Block(), Autocast(mlp=lambda: pairs.MLP("none")), torch.float32, tensor(2, 12, 16))
+    assert not judged(wrong, numerics=numerics).passed
+
+
+@pytest.mark.unit
+def test_a_dtype_that_changes_passes_where_it_is_declared():
+    pair = WRONG["another dtype"](torch.float32)
+    assert "declare that by numerics" in judged(pair).failure
+    assert judged(pair, numerics="float16").passed
+
+
+# ----------------------------------------------------------------------------------------------- what has no FP64 truth
+
+
+def only_in_16_bits(x: Tensor) -> Tensor:
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise RuntimeError("only for 16 bits")
+    return gelu(x)
+
+
+@pytest.mark.unit
+def test_a_kernel_for_16_bits_is_judged_there_and_that_is_said():
+    judgement = validate(only_in_16_bits, gelu, tensor(16, 32, dtype=torch.bfloat16))
+    assert judgement.passed and any("no FP64 (RuntimeError: only for 16 bits)" in note for note in judgement.notes)
+    assert {check.question for check in judgement} == {"precision"}
+    wrong = validate(lambda x: only_in_16_bits(x) * 1.5, gelu, tensor(16, 32, dtype=torch.bfloat16))
+    assert failed(wrong) == {"output", "output without gradients", "gradient of input 0"}
+
+
+@pytest.mark.unit
+def test_a_reference_without_fp64_is_no_oracle():
+    judgement = validate(gelu, only_in_16_bits, tensor(16, 32, dtype=torch.bfloat16))
+    assert judgement.passed and judgement.truth.startswith("the reference in bfloat16, no oracle: RuntimeError: only")
+
+
+@pytest.mark.unit
+def test_a_module_that_can_not_be_copied_is_judged_all_the_same():
+    class KeepsANonLeaf(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = super().forward(x)
+            return self.last
+    torch.manual_seed(0)
+    reference = random(nn.Linear(8, 8), torch.float32)
+    candidate = KeepsANonLeaf(8, 8)
+    candidate.load_state_dict(reference.state_dict())
+    candidate(tensor(2, 8))
+    judgement = validate(candidate, reference, tensor(4, 8))
+    assert judgement.passed and any(note.startswith("no FP64 (RuntimeError") for note in judgement.notes)
+
+
+@pytest.mark.unit
+def test_a_bound_as_large_as_the_tensor_is_unproven():
+    """In 16 bits a small difference of large numbers is lost, by the reference too."""
+    def cancels(x: Tensor) -> Tensor:
+        return (x + 1000) - 1000
+    judgement = validate(cancels, lambda x: (x + 1000) - 1000, tensor(16, 16, dtype=torch.bfloat16))
+    output = next(check for check in judgement if (check.name, check.question) == ("output", "precision"))
+    assert output.passed and not output.proven and "as large as the tensor" in output.reason
+
+
+@pytest.mark.unit
+def test_a_reference_that_changes_from_call_to_call_proves_nothing():
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = [0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls[0] += 1
+            return x * self.calls[0]
+    judgement = validate(gelu, Counts(), tensor(4, 4))
+    assert judgement.passed and not judgement.proven and not judgement.outputs_proven
+    assert all("not give the same twice" in check.reason for check in judgement if check.name == "output")
+
+
+@pytest.mark.unit
+def test_other_random_numbers_are_told_as_such():
+    def draws_one_more(x: Tensor) -> Tensor:
+        torch.rand(1)
+        return x + torch.rand_like(x)
+    judgement = validate(draws_one_more, lambda x: x + torch.rand_like(x), tensor(4, 4))
+    assert judgement.passed and not judgement.outputs_proven
+    assert any("draws random numbers" in check.reason for check in judgement)
+
+
+# ----------------------------------------------------------------------------------------------------- what is compared
+
+
+@pytest.mark.unit
+def test_outputs_of_every_structure_are_compared_by_path():
+    def nested(x: Tensor) -> dict:
+        return {"logits": x + 1, "more": (x * 2, [x.argmax(-1), None]), "count": 3}
+
+    def off_by_one(x: Tensor) -> dict:
+        return {"logits": x + 1, "more": (x * 2, [x.argmax(-1) + 1, None]), "count": 3}
+    assert validate(nested, nested, tensor(4, 4)).proven
+    assert failed(validate(off_by_one, nested, tensor(4, 4))) >= {"output['more'][1][0]"}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("returned, said", [
+    (lambda x: {"y": x}, "it is missing; it returns output['y']"), (lambda x: object(), "is a object"),
+    (lambda x: None, "it returns no tensor"), (lambda x: x[:2], "its shape is (2, 4), the reference's (4, 4)"),
+])
+def test_outputs_that_can_not_be_compared_fail(returned, said):
+    judgement = validate(returned, lambda x: x * 1, tensor(4, 4))
+    assert not judgement.passed and said in judgement.failure
+
+
+@pytest.mark.unit
+def test_none_is_not_zero():
+    """A gradient of zeros where the reference has none is a difference, and the other way round."""
+    module = nn.Linear(4, 4)
+    unused = copy.deepcopy(module)
+    unused.forward = lambda x: F.linear(x, unused.weight)
+    with_zero = copy.deepcopy(module)
+    with_zero.forward = lambda x: F.linear(x, with_zero.weight) + 0 * with_zero.bias
+    assert failed(validate(with_zero, unused, tensor(2, 4))) == {"gradient of bias"}
+    assert failed(validate(unused, with_zero, tensor(2, 4))) == {"gradient of bias"}
+
+
+@pytest.mark.unit
+def test_a_parameter_without_a_partner_is_unproven_and_counted():
+    class Renamed(nn.Module):
+        def __init__(self, of: nn.Linear):
+            super().__init__()
+            self.w, self.bias = nn.Parameter(of.weight.detach().clone()), nn.Parameter(of.bias.detach().clone())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.w, self.bias)
+    torch.manual_seed(0)
+    reference = nn.Linear(4, 4)
+    judgement = validate(Renamed(reference), reference, tensor(2, 4))
+    assert judgement.passed and not judgement.proven and "gradients" in judgement.counted()
+    assert "2 of 4 gradients" in judgement.counted()
+    paired = validate(Renamed(reference), reference, tensor(2, 4), parameters={"w": "weight"})
+    assert paired.proven and paired.counted() == "1 output, 3 gradients"
+    with pytest.raises(ValueError, match="parameters: there is no v; there are w, bias"):
+        validate(Renamed(reference), reference, tensor(2, 4), parameters={"v": "weight"})
+
+
+@pytest.mark.unit
+def test_functions_are_compared_by_what_they_close_over():
+    weight = tensor(4, 4).requires_grad_()
+    loses = validate(lambda x: x @ weight.detach(), lambda x: x @ weight, tensor(2, 4))
+    assert not loses.proven
+    assert validate(lambda x: (weight.mT @ x.mT).mT, lambda x: x @ weight, tensor(2, 4)).proven
+
+
+@pytest.mark.unit
+def test_other_values_are_replaced_by_the_references_and_that_is_said():
+    torch.manual_seed(0)
+    reference, candidate = random(pairs.Block(), torch.float32), pairs.Block(fused)
+    own = {name: value.clone() for name, value in candidate.state_dict().items()}
+    judgement = validate(candidate, reference, tensor(2, 12, 16))
+    assert judgement.proven and any("started from other values" in note for note in judgement.notes)
+    assert all(torch.equal(value, own[name]) for name, value in candidate.state_dict().items())
+
+
+@pytest.mark.unit
+def test_overwritten_outputs_pass_where_they_are_declared():
+    pair = WRONG["an output that is written over"](torch.float32)
+    assert judged(pair, overwrites_output=True).passed
+
+
+# ------------------------------------------------------------------------------------------------- what a person passes
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("inputs", [tensor(2, 4), (tensor(2, 4),), [tensor(2, 4)], {"x": tensor(2, 4)}])
+def test_inputs_in_every_form(inputs):
+    assert validate(lambda x: gelu(x), lambda x: gelu(x), inputs).proven
+
+
+@pytest.mark.unit
+def test_integers_and_booleans_and_a_loss():
+    torch.manual_seed(0)
+    reference = random(pairs.GPT(), torch.float32)
+    candidate = pairs.GPT(fused)
+    candidate.load_state_dict(reference.state_dict())
+    judgement = validate(candidate, reference, (pairs.tokens(),), loss=lambda logits: logits.logsumexp(-1).mean())
+    assert judgement.proven and "gradient of wte.weight" in {check.name for check in judgement}
+    masked = validate(lambda x, keep: x.where(keep, 0), lambda x, keep: x * keep, (tensor(4, 4), tensor(4, 4) > 0))
+    assert masked.proven
+
+
+@pytest.mark.unit
+def test_without_gradients_the_forward_alone_is_compared():
+    def labels(x: Tensor) -> Tensor:
+        return x.argmax(-1)
+    judgement = validate(labels, labels, tensor(4, 4))
+    assert judgement.proven and judgement.counted() == "1 output"
+    assert any("forward alone" in note for note in judgement.notes)
+
+
+@pytest.mark.unit
+def test_a_frozen_reference_has_no_gradients_to_compare_but_the_inputs():
+    reference = nn.Linear(4, 4).requires_grad_(False)
+    judgement = validate(copy.deepcopy(reference), reference, tensor(2, 4))
+    assert judgement.proven and judgement.counted() == "1 output, 1 gradient"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("raises, said", [
+    (lambda x: x.view(-1)[:3].view(7), "it raises RuntimeError: shape '[7]'"),
+    (lambda: 1, "it raises TypeError: "), (lambda x: 1 / 0, "it raises ZeroDivisionError: division by zero")])
+def test_what_a_candidate_raises_is_a_failed_check(raises, said):
+    judgement = validate(raises, gelu, tensor(4, 4))
+    assert not judgement.passed and said in judgement.failure
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("arguments, said", [
+    ((gelu, gelu, "x"), "inputs: a str was given"), ((gelu, gelu, ()), "inputs: they hold no tensor"),
+    ((gelu, lambda x, y: x, tensor(2, 2)), "the reference can't be called on these inputs: TypeError"),
+])
+def test_what_can_not_be_judged_is_one_line(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        validate(*arguments)
+
+
+@pytest.mark.unit
+def test_unknown_numerics_name_the_known_ones():
+    with pytest.raises(ValueError, match=r"numerics 'fp8': give one of tf32, float16, bfloat16, float8, or None"):
+        validate(gelu, gelu, tensor(2, 2), numerics="fp8")
+
+
+# ---------------------------------------------------------------------------------------------------------------- state
+
+
+def state_of(module: nn.Module) -> dict:
+    tensors = {name: t.clone() for name, t in module.state_dict().items()}
+    gradients = {name: None if t.grad is None else t.grad.clone() for name, t in module.named_parameters()}
+    wanted = {name: t.requires_grad for name, t in module.named_parameters()}
+    modes = {name: inner.training for name, inner in module.named_modules()}
+    return {"tensors": tensors, "gradients": gradients, "wanted": wanted, "modes": modes,
+            "p": [inner.p for inner in module.modules() if isinstance(inner, nn.Dropout)]}
+
+
+def same(a, b) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+class Everything(nn.Module):
+    """BatchNorm, dropout, tied weights, a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.second = nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.drop(self.norm(self.first(x))))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("ends_by", ["success", "failure", "KeyboardInterrupt"])
+def test_everything_is_afterwards_as_it_was(ends_by):
+    torch.manual_seed(0)
+    reference = Everything()
+    candidate = copy.deepcopy(reference)
+    for module in (reference, candidate):
+        module(tensor(8, 8)).sum().backward()                      # a gradient from before
+        module.second.eval()
+    hooked = []
+    candidate.norm.register_forward_hook(lambda *given: hooked.append(1))
+    calls = {"number": 0}
+
+    def changed(*given):
+        calls["number"] += 1
+        if ends_by == "KeyboardInterrupt" and calls["number"] == 3:
+            raise KeyboardInterrupt
+        return given[-1] * (2 if ends_by == "failure" else 1)
+    candidate.first.register_forward_hook(changed)
+    before = state_of(reference), state_of(candidate)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    if ends_by == "KeyboardInterrupt":
+        with pytest.raises(KeyboardInterrupt):
+            validate(candidate, reference, tensor(8, 8))
+    else:
+        assert validate(candidate, reference, tensor(8, 8)).passed == (ends_by == "success")
+    assert same(state_of(reference), before[0]) and same(state_of(candidate), before[1])
+    assert torch.equal(torch.rand(3), expected)
+    assert candidate.second.weight is candidate.first.weight and hooked and len(candidate.norm._forward_hooks) == 1
+
+
+@pytest.mark.unit
+def test_the_callers_inputs_stay_as_they_are():
+    x = tensor(4, 4).requires_grad_()
+    given = x.detach().clone()
+    validate(WRONG["its input changed in place"](torch.float32).candidate, gelu, x)
+    assert torch.equal(x, given) and x.grad is None and x.requires_grad
+
+
+# --------------------------------------------------------------------------------------------------------------- chance
+
+
+@pytest.mark.unit
+def test_dropout_by_a_function_is_off_for_the_comparison():
+    class ByFunction(nn.Module):
+        def __init__(self, p: float):
+            super().__init__()
+            self.p = p
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(gelu(x), self.p, self.training)
+    right, wrong = ByFunction(0.3), ByFunction(0.1)
+    inputs = tensor(16, 32)
+    assert validate(copy.deepcopy(right), right, inputs).proven
+    assert failed(validate(wrong, right, inputs)) == {"output with dropout, its variance"}
+    assert validate(wrong.eval(), copy.deepcopy(right).eval(), inputs).proven
+
+
+@pytest.mark.unit
+def test_a_mode_that_differs_is_hinted_at():
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    in_eval = copy.deepcopy(module).eval()
+    assert ".eval() missing" in validate(module, in_eval, tensor(8, 8)).failure
+    assert ".train() missing" in validate(in_eval, module, tensor(8, 8)).failure
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name, said", [
+    ("the mask's polarity", "it sees later positions"), ("a transposed weight", "transpose it"),
+    ("GELU without tanh", "another form of GELU"), ("an epsilon of 1e-6", "such as an epsilon")])
+def test_known_mistakes_are_hinted_at(name, said):
+    assert said in judged(WRONG[name](torch.float32)).failure
+
+
+@pytest.mark.unit
+def test_a_scale_is_hinted_at():
+    q, k, v = (tensor(2, 4, 12, 16, seed=seed) for seed in range(3))
+    failure = validate(lambda q, k, v: pairs.by_hand(q, k, v, scale=1.0), fused, (q, k, v)).failure
+    assert "is the scale of 1/sqrt(D) missing?" in failure
+    assert "2 times the reference's" in validate(lambda q, k, v: 2 * fused(q, k, v), fused, (q, k, v)).failure
