@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 B, S, E, H = 2, 12, 16, 4                  # batch, sequence, width, heads
 VOCABULARY = 24
@@ -24,6 +25,13 @@ class Pair:
     candidate: Callable
     reference: Callable
     inputs: Any
+
+    def to(self, device: torch.device) -> "Pair":
+        """The same on that device. Its modules move there themselves."""
+        for call in (self.candidate, self.reference):
+            if isinstance(call, nn.Module):
+                call.to(device)
+        return Pair(self.candidate, self.reference, pytree.tree_map_only(Tensor, lambda t: t.to(device), self.inputs))
 
 
 Make = Callable[[torch.dtype], Pair]
@@ -401,11 +409,13 @@ class _Overwriting(nn.Module):
         return self.kept.copy_(y)
 
 
+_OTHER = {torch.float16: torch.bfloat16}
+
 WRONG: dict[str, Make] = {
-    "the mask's polarity": changed_block(core=functools.partial(by_hand, keep_future=True)),
+    "the polarity of a mask": changed_block(core=functools.partial(by_hand, keep_future=True)),
     "the scale left out": changed_block(core=functools.partial(by_hand, scale=1.0)),
     "1/D for a scale": changed_block(core=lambda q, k, v, p: by_hand(q, k, v, p, scale=1 / q.size(-1))),
-    "the mask's diagonal": changed_block(core=functools.partial(by_hand, diagonal=2)),
+    "the diagonal of a mask": changed_block(core=functools.partial(by_hand, diagonal=2)),
     "no mask": changed_block(core=lambda q, k, v, p: F.scaled_dot_product_attention(q, k, v)),
     "dropout that is gone": lambda dtype: _with_dropout(fused, 0.0, dtype),
     "dropout of twice the rate": lambda dtype: _with_dropout(fused, 0.2, dtype),
@@ -417,7 +427,7 @@ WRONG: dict[str, Make] = {
     "stale statistics of BatchNorm": _batch_norm(_Stale),
     "statistics that are not kept": _batch_norm(_NotUpdated),
     "a head that is not tied": _untied,
-    "another dtype": changed_function(lambda x: gelu(x).half(), gelu),
+    "another dtype": changed_function(lambda x: gelu(x).to(_OTHER.get(x.dtype, torch.float16)), gelu),
     "a parameter's gradient lost": _other_mlp(_Lost),
     "no_grad inside": _other_mlp(_NoGradInside),
     "keys detached": changed_block(core=_detached_keys),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.measure.checks import Check
+from benchmarks.measure.checks import LESS_ACCURATELY, Check
 from benchmarks.measure.observing import distance, norm
 from common.config import dtype_name
 
@@ -23,7 +23,6 @@ FP8_OUTPUT, FP8_GRADIENT = 10 ** (-20 / 20), 10 ** (-17 / 20)          # 20 and 
 FP64, FP32 = torch.float64, torch.float32
 NOT_TWICE = "the reference does not give the same twice"
 DRAWS_OTHERS = "the reference draws random numbers, and it draws others"
-LESS_ACCURATELY = "less accurate"
 
 
 @dataclass(frozen=True)

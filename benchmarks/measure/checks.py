@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from common.text import table
 
+LESS_ACCURATELY = "less accurate"           # begins the reason of a check that passed beyond its bound
 WITHOUT_GRADIENTS = " without gradients"   # behind an output's name: of a forward under no_grad
 
 
@@ -52,6 +53,11 @@ class Judgement:
         outputs = [check.proven for check in self.checks if check.name.startswith("output")]
         gradients = [check.proven for check in self.checks if check.name.startswith("gradient")]
         return self.passed and all(outputs) and (any(gradients) or not gradients)
+
+    @property
+    def less_accurate(self) -> list[Check]:
+        """Those that passed beyond their bound, as the meaning is right."""
+        return [check for check in self.checks if check.passed and check.reason.startswith(LESS_ACCURATELY)]
 
     @property
     def worst(self) -> Check | None:

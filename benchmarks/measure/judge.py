@@ -27,15 +27,15 @@ from common.outcome import Failed, in_a_line, is_out_of_memory
 
 
 class Judge:
-    """Holds one candidate against a truth."""
+    """Holds one candidate against a truth. Without `meaning`, or with a gate, by its precision alone."""
 
     def __init__(self, candidate: Callable, truth: Truth, numerics: str | None = None,
                  parameters: Mapping[str, str] | None = None, overwrites_output: bool = False,
-                 gate: float | None = None):
+                 gate: float | None = None, meaning: bool = True):
         if numerics is not None and numerics not in NUMERICS:
             raise ValueError(f"numerics {numerics!r}: give one of {', '.join(NUMERICS)}, or None")
         self.candidate, self.truth, self.numerics, self.gate = candidate, truth, numerics, gate
-        self.overwrites_output = overwrites_output
+        self.overwrites_output, self.asks_meaning = overwrites_output, meaning and gate is None
         self.parameters, self.buffers = named_parameters(candidate), named_buffers(candidate)
         self.partners = partners(truth.parameters, self.parameters, parameters or {})
         self.buffer_partners = partners(truth.buffers, self.buffers, {})
@@ -65,7 +65,7 @@ class Judge:
 
     def _ask(self) -> None:
         truth = self.truth
-        if self.gate is None:
+        if self.asks_meaning:
             truth.say("checking: the meaning")
             self._ask_meaning()
         if self._failed():

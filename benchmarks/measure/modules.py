@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from benchmarks.measure.bounds import BOUNDS, LESS_ACCURATELY
+from benchmarks.measure.bounds import BOUNDS
 from benchmarks.measure.calls import Inputs, named_parameters, outputs_of
 from benchmarks.measure.cases import Case, Group, Setting
 from benchmarks.measure.checks import Judgement
@@ -123,7 +123,9 @@ class Comparison:
             return run.status
         if not judgement.outputs_proven:
             return "unproven"
-        return "ok, different numerics" if judgement.numerics else "ok"
+        if judgement.numerics:
+            return "ok, different numerics"
+        return "ok, less accurate" if judgement.less_accurate else "ok"
 
     def _judged(self, name: str) -> list[str]:
         judgement = self.judgements.get(name)
@@ -143,7 +145,7 @@ class Comparison:
             if judgement is None:
                 continue
             said += [f"{name}: {note}" for note in judgement.notes]
-            said += [f"{name}: {check}" for check in judgement if check.reason.startswith(LESS_ACCURATELY)]
+            said += [f"{name}: {check}" for check in judgement.less_accurate]
             if "no oracle" in judgement.truth:
                 said.append(f"{name}: held against {judgement.truth}")
         return said

@@ -65,7 +65,7 @@ def register(study: Study) -> Study:
 
 def names() -> list[str]:
     """The studies there are, in the order in which a learner would ask them, then by name."""
-    order = ["ladder", "ablation", "sweep", "peers", "components", "fusions"]
+    order = ["ladder", "ablation", "sweep", "peers", "components", "fusions", "judge"]
     there = [module.name for module in pkgutil.iter_modules(__path__)]
     return sorted(there, key=lambda name: (order.index(name) if name in order else len(order), name))
 

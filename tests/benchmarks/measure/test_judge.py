@@ -10,13 +10,14 @@ from benchmarks.examples import pairs
 from benchmarks.examples.pairs import LIBRARY, RIGHT, WRONG, Pair, fused, gelu, random, tensor
 from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import validate
+from common import BlockConfig, parameters, steps
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 # The tensor by which each mistake is found, in FP32 and in BF16.
 FOUND_BY = {
-    "the mask's polarity": "output", "the scale left out": "output", "1/D for a scale": "output",
-    "the mask's diagonal": "output", "no mask": "output", "dropout that is gone": "output with dropout",
+    "the polarity of a mask": "output", "the scale left out": "output", "1/D for a scale": "output",
+    "the diagonal of a mask": "output", "no mask": "output", "dropout that is gone": "output with dropout",
     "dropout of twice the rate": "output with dropout, its variance", "heads repeated in another order": "output",
     "an epsilon of 1e-6": "output", "the unbiased variance": "output", "GELU without tanh": "output",
     "a transposed weight": "output", "stale statistics of BatchNorm": "output",
@@ -125,8 +126,7 @@ def test_a_rougher_one_of_the_right_meaning_is_less_accurate_and_passes():
         return gelu(x) if x.dtype == torch.float64 else gelu(x.bfloat16()).float()
     judgement = validate(rough, gelu, tensor(64, 64))
     assert judgement.passed
-    said = [check for check in judgement if check.reason.startswith("less accurate")]
-    assert said and all(1e-4 < check.error < 0.1 for check in said)
+    assert judgement.less_accurate and all(1e-4 < check.error < 0.1 for check in judgement.less_accurate)
 
 
 @pytest.mark.unit
@@ -475,7 +475,7 @@ def test_a_mode_that_differs_is_hinted_at():
 
 @pytest.mark.unit
 @pytest.mark.parametrize("name, said", [
-    ("the mask's polarity", "it sees later positions"), ("a transposed weight", "transpose it"),
+    ("the polarity of a mask", "it sees later positions"), ("a transposed weight", "transpose it"),
     ("GELU without tanh", "another form of GELU"), ("an epsilon of 1e-6", "such as an epsilon")])
 def test_known_mistakes_are_hinted_at(name, said):
     assert said in judged(WRONG[name](torch.float32)).failure
@@ -487,3 +487,36 @@ def test_a_scale_is_hinted_at():
     failure = validate(lambda q, k, v: pairs.by_hand(q, k, v, scale=1.0), fused, (q, k, v)).failure
     assert "is the scale of 1/sqrt(D) missing?" in failure
     assert "2 times the reference's" in validate(lambda q, k, v: 2 * fused(q, k, v), fused, (q, k, v)).failure
+
+
+# ------------------------------------------------------------------------------------------------------- the five steps
+
+
+def step_against_the_first(step: steps.Step, amp_dtype: torch.dtype | None, numerics: str | None) -> Judgement:
+    config = BlockConfig(batch_size=2, seq_len=32, hidden_size=64, num_heads=4, amp_dtype=amp_dtype)
+    values = parameters.seeded(config, seed=0)
+    reference = steps.load(0).build(config.replace(amp_dtype=None), values, torch.device("cpu"))
+    candidate = step.build(config, values, torch.device("cpu"))
+    return validate(candidate, reference, tensor(2, 32, 64), numerics=numerics)
+
+
+STEPS = [pytest.param(step, marks=pytest.mark.integration if step.traits.compiled else pytest.mark.unit, id=step.name)
+         for step in steps.ALL]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_each_step_is_step_0_where_nothing_is_rounded(step):
+    judgement = step_against_the_first(step, None, None)
+    assert judgement.proven and judgement.counted() == "1 output, 13 gradients"
+
+
+@pytest.mark.parametrize("step", STEPS[1:])
+def test_each_step_is_step_0_in_the_numerics_that_it_declares(step):
+    judgement = step_against_the_first(step, torch.bfloat16, "float8" if step.traits.fp8 else "bfloat16")
+    assert judgement.passed and judgement.outputs_proven, judgement
+
+
+@pytest.mark.unit
+def test_16_bits_that_are_not_declared_are_less_accurate():
+    judgement = step_against_the_first(steps.load(1), torch.bfloat16, None)
+    assert judgement.passed and "output" in {check.name for check in judgement.less_accurate}

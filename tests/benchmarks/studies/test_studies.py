@@ -21,7 +21,8 @@ from tests.helpers.made_records import both, made
 
 unit, integration = pytest.mark.unit, pytest.mark.integration
 CPU = torch.device("cpu")
-NAMES = ["ladder", "ablation", "sweep", "peers", "components", "fusions"]
+NAMES = ["ladder", "ablation", "sweep", "peers", "components", "fusions", "judge"]
+TIMED = NAMES[:-1]                         # the judge times nothing, and draws nothing
 LINES = made("0_baseline", both([8.0] * 6, [9.0] * 6))
 
 
@@ -96,7 +97,7 @@ def test_a_studys_flags_are_added_to_those_of_all(name):
 
 
 @unit
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TIMED)
 def test_a_studys_cases_come_in_groups(name):
     """They can be asked for without anything built."""
     study = studies.load(name)
@@ -108,7 +109,7 @@ def test_a_studys_cases_come_in_groups(name):
 
 
 @integration
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TIMED)
 def test_a_study_tells_and_draws_from_records_alone(name):
     study, lines = studies.load(name), cpu_records(name)
     told = study.told(lines, 120)
@@ -122,7 +123,7 @@ def test_a_study_tells_and_draws_from_records_alone(name):
 
 
 @integration
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TIMED)
 def test_a_study_answers_from_its_first_recorded_run_in_one_line(name):
     """On a GPU, at its default shape."""
     path = pages.recorded(name)[0]
