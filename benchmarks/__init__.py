@@ -4,9 +4,11 @@ The names from before there were folders still work: `python -m benchmarks.ladde
 compare`, `from benchmarks.kernels.norms import rms_norm`. This module finds what they mean.
 """
 import importlib
+import importlib.util
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import CodeType, ModuleType
 
 COMMANDS = ("ladder", "ablation", "sweep", "peers", "components", "fusions", "compare")
@@ -41,5 +43,19 @@ class _Moved(MetaPathFinder, Loader):
         return compile(source, name, "exec")
 
 
+def _refuse_another_common() -> None:
+    """Raise ImportError where `common` is another package than the one beside this folder."""
+    ours = Path(__file__).resolve().parents[1]
+    loaded = sys.modules.get("common")
+    found = loaded.__spec__ if loaded else importlib.util.find_spec("common")
+    places = [found.origin, *(found.submodule_search_locations or ())] if found else []
+    theirs = next((place for place in places if place), None)
+    if theirs is None or Path(theirs).resolve().is_relative_to(ours / "common"):
+        return
+    raise ImportError(f"benchmarks needs {ours / 'common'}, but `import common` finds {theirs}: "
+                      f"begin with `import sys; sys.path.insert(0, {str(ours)!r})`, or give that package another name")
+
+
+_refuse_another_common()
 if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
     sys.meta_path.append(_Moved())

@@ -78,7 +78,7 @@ def parser_of(words: list[str]) -> tuple[Parser, list[str]] | None:
         parser = options.parser(study.name, study.doc)
         study.add_arguments(parser)
         return parser, arguments
-    if words[1] in ("$step", "2_mine.py", "-c", "FILE"):
+    if words[1] in ("$step", "2_mine.py", "mine.py", "-c", "FILE"):
         return None
     step = next(step for step in steps.ALL if step.path.name == words[1])
     return run.parser(step), words[2:]

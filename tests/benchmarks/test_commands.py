@@ -94,6 +94,30 @@ def test_what_users_imported_before_is_there():
     assert compare.__module__ == "benchmarks.measure.modules"
 
 
+@pytest.mark.parametrize("kind", ["package", "module", "already imported"])
+def test_another_package_called_common_is_named(kind, tmp_path):
+    """A user's folder comes before ours."""
+    theirs = tmp_path / ("common.py" if kind == "module" else "common/__init__.py")
+    theirs.parent.mkdir(exist_ok=True)
+    theirs.write_text("")
+    script = tmp_path / "mine.py"
+    script.write_text(("import common\n" if kind == "already imported" else "") + "import benchmarks.study")
+    process = start(str(script), environment={"PYTHONPATH": str(steps.ROOT)})
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (1, "")
+    assert err.splitlines()[-1] == (
+        f"ImportError: benchmarks needs {steps.ROOT / 'common'}, but `import common` finds {theirs}: begin with "
+        f"`import sys; sys.path.insert(0, '{steps.ROOT}')`, or give that package another name")
+
+
+def test_a_folder_called_common_without_code_is_in_nobodys_way(tmp_path):
+    (tmp_path / "common").mkdir()
+    (tmp_path / "mine.py").write_text("import benchmarks\nprint('imported')")
+    process = start(str(tmp_path / "mine.py"), environment={"PYTHONPATH": str(steps.ROOT)})
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (0, "imported\n"), err
+
+
 def test_a_name_that_never_was_is_not_there():
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'benchmarks\.nothing'"):
         importlib.import_module("benchmarks.nothing")
