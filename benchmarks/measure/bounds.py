@@ -77,13 +77,15 @@ class Standard:
         if counts_as_zero:
             reason += ", of the norm of all: its true value is zero"
         passed, proven = error <= bound, bound < NOTHING_TOLD * unit or not unit
+        if truth[0].numel() and not truth[0].isfinite().any():
+            proven, reason = False, "the reference is finite nowhere"
         if self.unreliable and (not passed or self.unreliable == NOT_TWICE):
             passed, proven, reason = True, False, self.unreliable
         elif not passed and self._is_less_accurate(error, size):
             passed, reason = True, f"{LESS_ACCURATELY}: {reason}"
         elif not counts_as_zero and not norm(seen):
             passed, reason = False, "it is all zero, the reference's is not"
-        elif passed and not proven:
+        elif passed and not proven and unit:
             reason = f"the bound is as large as the tensor: {reason}"
         unit = unit or 1.0                                             # the truth is exactly zero
         return Check(name, self.question, passed, proven, error / unit, bound / unit, reason)

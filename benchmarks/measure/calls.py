@@ -92,7 +92,7 @@ def outputs_of(returned: Any) -> dict[str, Tensor]:
     outputs = {}
     for path, leaf in leaves_of(returned):
         if isinstance(leaf, Tensor):
-            outputs[f"output{path}"] = leaf
+            outputs[f"output{path}"] = leaf if leaf.layout == torch.strided else leaf.to_dense()
         elif isinstance(leaf, (bool, int, float)):
             outputs[f"output{path}"] = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
         elif leaf is not None and not isinstance(leaf, str):

@@ -99,6 +99,9 @@ def converted(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     if dtype is None:
         return module
     module.to(dtype)
+    for parameter in module.parameters():
+        if not parameter.is_leaf:                        # a scripted module's, which then has a history
+            parameter.detach_().requires_grad_()
     for inner in module.modules():
         for name, value in vars(inner).items():
             if isinstance(value, Tensor):

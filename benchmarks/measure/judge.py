@@ -134,9 +134,25 @@ class Judge:
             self._check_form(seen, own, dtypes=False)
             if not self._failed():
                 self.meaning_told = dtype == FP64
-                fp32_inside = FP32 in (rounds_to, self.truth.rounds_to)
-                self._compare(seen, own, self._standard("meaning", dtype, fp32_inside))
+                self._compare_meaning(seen, own, dtype, FP32 in (rounds_to, self.truth.rounds_to))
             return
+
+    def _compare_meaning(self, seen: Observation, own: Observation, dtype: torch.dtype, fp32_inside: bool) -> None:
+        """Values of its own, folded or split from the reference's, were rounded to its dtype when they were made."""
+        self._compare(seen, own, self._standard("meaning", dtype, fp32_inside))
+        if not self._failed() or not self._has_values_of_its_own() or dtype != FP64:
+            return
+        if self.dtype == FP32 and not fp32_inside:
+            self.checks.clear()
+            self._compare(seen, own, self._standard("meaning", dtype, True))
+        elif self.dtype in (torch.float16, torch.bfloat16):
+            self.checks.clear()
+            self.meaning_told = False
+            self._no_fp64(f"parameters without a partner are rounded to {dtype_name(self.dtype)}")
+
+    def _has_values_of_its_own(self) -> bool:
+        """Whether a parameter or buffer has no partner of its shape: no value of the reference is loaded into it."""
+        return len(self._values()) < len(self.parameters) + len(self.buffers)
 
     def _no_fp64(self, why: str) -> None:
         if not any(note.startswith("no FP64") for note in self.notes):
@@ -194,10 +210,11 @@ class Judge:
             if name in seen.forward_alone and name in own.forward_alone:
                 alone = [[given.forward_alone[name]] for given in (seen, exact, own)]
                 self.checks.append(standard.tensor(name + WITHOUT_GRADIENTS, *alone))
-        for name, gradient in exact.gradients.items():
-            if name.startswith("gradient of input "):
-                self._keep(standard.gradient(name, seen.gradients.get(name), gradient, own.gradients.get(name)))
-        self._compare_parameters(standard, seen, own)
+        if own.takes_gradient:
+            for name, gradient in exact.gradients.items():
+                if name.startswith("gradient of input "):
+                    self._keep(standard.gradient(name, seen.gradients.get(name), gradient, own.gradients.get(name)))
+            self._compare_parameters(standard, seen, own)
         self._compare_buffers(standard, seen, own)
 
     def _compare_parameters(self, standard: Standard, seen: Observation, own: Observation) -> None:

@@ -342,6 +342,61 @@ def test_without_gradients_the_forward_alone_is_compared():
 
 
 @pytest.mark.unit
+def test_a_reference_under_no_grad_is_compared_by_its_forward():
+    """Also where the candidate takes gradients."""
+    layer = nn.Linear(4, 4)
+
+    def without(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return layer(x)
+    judgement = validate(layer, without, tensor(2, 4))
+    assert judgement.proven and judgement.counted() == "1 output"
+
+
+@pytest.mark.unit
+def test_a_reference_that_is_finite_nowhere_proves_nothing():
+    judgement = validate(gelu, gelu, torch.full((4, 4), torch.nan))
+    assert judgement.passed and not judgement.outputs_proven
+
+
+@pytest.mark.unit
+def test_sparse_outputs_are_compared_as_dense_ones():
+    assert validate(lambda x: x.relu().to_sparse(), lambda x: x.relu().to_sparse(), tensor(4, 4)).proven
+    assert not validate(lambda x: x.to_sparse(), lambda x: x.relu().to_sparse(), tensor(4, 4)).passed
+
+
+class Folded(nn.Module):
+    """Its weight is kept as direction and length, each rounded to its dtype."""
+
+    def __init__(self, of: nn.Linear, mistake: float = 0.0):
+        super().__init__()
+        length = of.weight.detach().norm(dim=1, keepdim=True)
+        self.length, self.direction = nn.Parameter(length * (1 + mistake)), nn.Parameter(of.weight.detach() / length)
+        self.bias = nn.Parameter(of.bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.length * self.direction, self.bias)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_of_its_own_are_as_exact_as_they_were_rounded(dtype):
+    """What is folded or split from the reference's parameters can't equal them in FP64."""
+    torch.manual_seed(0)
+    reference = nn.Linear(16, 16).to(dtype)
+    inputs = tensor(8, 16, dtype=dtype)
+    assert validate(Folded(reference), reference, inputs).passed
+    wrong = validate(Folded(reference, 0.2), reference, inputs)
+    assert "output" in failed(wrong)
+
+
+@pytest.mark.unit
+def test_a_scripted_module_passes():
+    layer = nn.Linear(4, 4)
+    assert validate(torch.jit.script(copy.deepcopy(layer)), layer, tensor(2, 4)).proven
+
+
+@pytest.mark.unit
 def test_a_frozen_reference_has_no_gradients_to_compare_but_the_inputs():
     reference = nn.Linear(4, 4).requires_grad_(False)
     judgement = validate(copy.deepcopy(reference), reference, tensor(2, 4))
