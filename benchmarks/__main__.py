@@ -27,14 +27,15 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks import studies
         from benchmarks.records import about, compare
         from benchmarks.show import pages
+        from benchmarks.show.study import main as run_study
         from common.command_line import hush, tell, usage
         hush()
-        known = (*studies.names(), *TOOLS)
         if name in ("-h", "--help"):
             tell(_listed(studies.every()))
             return 0
-        if name not in known:
-            usage("benchmarks", f"{name}: there is no such question; give one of {', '.join(known)}")
+        if name not in (*studies.names(), *TOOLS):
+            known = ", ".join([*(study.name for study in studies.every()), *TOOLS])
+            usage("benchmarks", f"{name}: there is no such question; give one of {known}")
         study = None
         if name not in ("compare", "records", "pages"):
             study = studies.load("fusions" if name == "kernels" else name)
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks.kernels.__main__ import main as kernels
         return kernels(rest)
     assert study is not None
-    return studies.main(study, rest)
+    return run_study(study, rest)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from benchmarks import studies
+from benchmarks.show import study as frame
 from common import compiler as compilers
 from common import engine, limit, precision, subject, timing, traits
 from tests.helpers.made_results import sustained
@@ -131,7 +132,7 @@ def study_main(capsys, studies_in_seconds):
     def call(name, *argv):
         words = [str(argument) for argument in ("--preset", "tiny", "--device", "cpu", *argv)]
         try:
-            status = studies.main(studies.load(name), words)
+            status = frame.main(studies.load(name), words)
         except SystemExit as ended:
             status = ended.code
         return status, *capsys.readouterr()

@@ -11,6 +11,7 @@ from benchmarks import studies
 from benchmarks.measure import options
 from benchmarks.records import about, compare
 from benchmarks.show import pages
+from benchmarks.show import study as frame
 from common import run, steps
 from common.command_line import Parser
 
@@ -147,12 +148,12 @@ def test_the_study_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch, capsys
     assert len(source.splitlines()) <= 40
     (tmp_path / "mixed.py").write_text(source)
     monkeypatch.setattr(studies, "__path__", [*studies.__path__, str(tmp_path)])
-    monkeypatch.setattr(studies, "_registered", dict(studies._registered))
+    monkeypatch.setattr(frame, "registered", dict(frame.registered))
     assert "mixed" in studies.names()
     study = studies.load("mixed")
     try:
         stem = tmp_path / "chart"
-        status = studies.main(study, ["--preset", "tiny", "--device", "cpu", "--quick", "--chart", str(stem)])
+        status = frame.main(study, ["--preset", "tiny", "--device", "cpu", "--quick", "--chart", str(stem)])
     finally:
         sys.modules.pop("benchmarks.studies.mixed")
     out = capsys.readouterr().out

@@ -42,6 +42,8 @@ class Question(Protocol):
     @property
     def question(self) -> str: ...
     @property
+    def introduction(self) -> str: ...
+    @property
     def long(self) -> bool: ...
     @property
     def charts(self) -> Callable[[list[Record]], Charts]: ...
@@ -96,25 +98,36 @@ def long_tables(studies: Sequence[Question]) -> dict[Path, str]:
 def parts_of(studies: Sequence[Question]) -> dict[str, Callable[[], str]]:
     """Name -> what makes its Markdown, of every part there is."""
     parts: dict[str, Callable[[], str]] = {"summary": summary, "compare": comparisons, "card": card,
-                                           "sensitivity": sensitivity, "attribution": attribution,
-                                           "questions": lambda: questions(studies)}
+                                           "sensitivity": sensitivity, "attribution": attribution}
     for before, after in zip(steps.ALL, steps.ALL[1:], strict=False):
         parts[f"diff {before.number} {after.number}"] = lambda a=before, b=after: diff(a, b)    # type: ignore[misc]
     for preset in ("te-tutorial", "gpt2"):
         parts[f"scripts {preset}"] = lambda preset=preset: scripts(preset)                      # type: ignore[misc]
+    there = [study for study in studies if recorded(study.name)]
+    parts |= {"questions": lambda: questions(there), "contents": lambda: contents(there),
+              "studies": lambda: "\n\n".join(map(section, there))}
     for study in studies:
-        parts[study.name] = lambda study=study: of_study(study)                                 # type: ignore[misc]
         parts.update(study.parts)
     return parts
 
 
+def contents(studies: Sequence[Question]) -> str:
+    """Links to what is recorded."""
+    titles = ["The five scripts", *(study.name for study in studies), "compare", "captured"]
+    return " ·\n".join(f"[{title}](#{title.lower().replace(' ', '-')})" for title in titles)
+
+
+def section(study: Question) -> str:
+    """A study's part of the page of what was recorded."""
+    return "\n\n".join(filter(None, [f"## {study.name}", study.introduction, of_study(study)]))
+
+
 def questions(studies: Sequence[Question]) -> str:
-    """A row a study: its question, its command, the answer in one recorded figure, where the tables are."""
+    """A row a study that was recorded: its question, its command, the answer in one figure, where the tables are."""
     rows = []
     for study in studies:
-        runs = recorded(study.name)
-        answer = study.answer(read(runs[0])) if runs else "not recorded"
-        rows.append([study.question, f"`python -m benchmarks {study.name}`", answer,
+        first = recorded(study.name)[0]
+        rows.append([study.question, f"`python -m benchmarks {study.name}`", study.answer(read(first)),
                      f"[tables](benchmarks/results/README.md#{study.name})"])
     return markdown(rows, ["question", "command", "the answer in short, on the H200", "all of it"])
 
@@ -178,7 +191,7 @@ def of_study(study: Question) -> str:
         else:
             told = study.told(lines, WIDTH).removeprefix(provenance(lines)).strip("\n")
             blocks.append(_folded("The tables", told))
-    return "\n\n".join(blocks) or "Not recorded yet."
+    return "\n\n".join(blocks)
 
 
 def _folded(title: str, text: str) -> str:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from benchmarks.measure.cases import Case, Group, block_case
 from benchmarks.records.read import Run, extra, latest, runs
 from benchmarks.show.charts import Charts, Interval, bars_chart
+from benchmarks.show.study import Options, Study, register
 from benchmarks.show.tables import ERROR, LAUNCH, LAUNCHES, MS, STATUS, Column, Context, framed, of_runs
-from benchmarks.studies import Options, Study, register
 from common import compiler, machine, steps
 from common.config import BlockConfig
 from common.iteration import BOTH, MODES
@@ -304,5 +304,9 @@ def answer(lines: list[Record]) -> str:
     return f"{player}: {share:.0f} % of the speed-up {name.removeprefix('the ladder ')}"
 
 
+INTRODUCTION = """\
+The H200's run has six rounds, launched eagerly."""
+
 register(Study("ablation", __doc__, groups, text=text, charts=charts, answer=answer, refine=refine,
-               no_chart="there is no speed-up of forward+backward to share out"))
+               no_chart="there is no speed-up of forward+backward to share out",
+               place=2, introduction=INTRODUCTION))

@@ -25,8 +25,8 @@ from benchmarks.measure.observing import Work
 from benchmarks.measure.truth import Truth
 from benchmarks.records.read import Run, paired, runs
 from benchmarks.show.charts import Charts, Interval, bars_chart
+from benchmarks.show.study import Options, Study, register
 from benchmarks.show.tables import STATUS, WORST_ERROR, Column, Context, framed, of_runs
-from benchmarks.studies import Options, Study, register
 from common import compiler, engine, limit, machine, memory, oracle, parameters, steps
 from common.command_line import Parser
 from common.config import LAYER_NORM_EPS, BlockConfig
@@ -411,4 +411,5 @@ def refine(options: Options) -> None:
 
 
 register(Study("components", __doc__, groups, text=text, charts=charts, answer=answer, add_arguments=add_arguments,
-               refine=refine, no_chart="nothing was timed forward+backward beside the naive one"))
+               refine=refine, no_chart="nothing was timed forward+backward beside the naive one",
+               place=5))

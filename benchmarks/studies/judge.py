@@ -21,7 +21,7 @@ from benchmarks.measure.session import Session
 from benchmarks.measure.truth import Truth
 from benchmarks.records.provenance import provenance
 from benchmarks.records.read import Run, extra, latest
-from benchmarks.studies import Options, Study, exit_status, open_session, register
+from benchmarks.show.study import Options, Study, exit_status, open_session, register
 from common.command_line import tell
 from common.config import dtype_name
 from common.record import Record, record
@@ -142,4 +142,5 @@ def answer(lines: list[Record]) -> str:
 
 
 register(Study("judge", __doc__, lambda options: [], text=text, run=run, answer=answer,
-               no_chart="a multiple of a bound is no bar"))
+               no_chart="a multiple of a bound is no bar",
+               place=7))

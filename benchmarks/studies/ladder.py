@@ -14,6 +14,7 @@ import itertools
 
 import torch
 
+from benchmarks import studies
 from benchmarks.measure import counters
 from benchmarks.measure.cases import Case, Group, step_case
 from benchmarks.measure.options import count
@@ -22,9 +23,9 @@ from benchmarks.records.gains import gain
 from benchmarks.records.read import PROFILED, Run, extra, latest, paired, runs, verdict
 from benchmarks.show import pages, part_charts, tables
 from benchmarks.show.charts import Charts
+from benchmarks.show.study import Options, Study, draw, exit_status, open_session, register, show
 from benchmarks.show.tables import Column, Context
 from benchmarks.show.traffic import traffic
-from benchmarks.studies import Options, Study, draw, every, exit_status, open_session, register, show
 from common import exclusive, machine, steps
 from common.command_line import Parser, tell
 from common.config import BlockConfig, dtype_name
@@ -76,7 +77,7 @@ def groups(options: Options) -> list[Group]:
 def run(study: Study, options: Options) -> int:
     """In this process, or in several: where that was asked for, and where memory does not hold all steps."""
     if options.readme:
-        pages.write(every())
+        pages.write(studies.every())
         return EXIT["ok"]
     if options.processes > 1:
         each = [options.steps] * options.processes
@@ -318,4 +319,5 @@ def refine(options: Options) -> None:
 
 register(Study("ladder", __doc__, groups, text=text, charts=charts, answer=answer, run=run,
                add_arguments=add_arguments, refine=refine,
-               no_chart=f"it needs a step with {PROFILED} profiled rounds (with --processes there is one unless told)"))
+               no_chart=f"it needs a step with {PROFILED} profiled rounds (with --processes there is one unless told)",
+               place=1))

@@ -20,8 +20,8 @@ from benchmarks.measure.options import numbers
 from benchmarks.measure.session import Session
 from benchmarks.records.read import Run, case, extra, info, metric, paired, read, runner, runs, shape
 from benchmarks.show.charts import Charts, lines_chart
+from benchmarks.show.study import Options, Study, open_session, register, show
 from benchmarks.show.tables import framed, joules
-from benchmarks.studies import Options, Study, open_session, register, show
 from common import exclusive, machine, parameters, steps, timing
 from common.command_line import SIZES, Parser, open_records
 from common.config import PRESETS, BlockConfig, dtype_name
@@ -410,5 +410,9 @@ def refine(options: Options) -> None:
     recorded(options.json, "")
 
 
+INTRODUCTION = """\
+The H200's sweeps go from GPT-2's width at batch 4, with 8 rounds along the sequence and 6 along batch and width."""
+
 register(Study("sweep", __doc__, groups, text=text, charts=charts, run=run, add_arguments=add_arguments, refine=refine,
-               answer=answer))
+               answer=answer,
+               place=3, introduction=INTRODUCTION))

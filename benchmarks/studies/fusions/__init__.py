@@ -32,7 +32,7 @@ from benchmarks.measure.cases import Case, Group, Setting
 from benchmarks.measure.options import numbers
 from benchmarks.records import RESULTS
 from benchmarks.records.read import Run, extra, read, runner, runs, size_in_words, versions
-from benchmarks.studies import Options, Study, open_session, register, show
+from benchmarks.show.study import Options, Study, open_session, register, show
 from benchmarks.studies.fusions import tables
 from benchmarks.studies.fusions.subjects import COPY, CopySubject, OperationSubject, clock_for, copying, finish
 from common import exclusive, machine
@@ -195,4 +195,5 @@ PARTS = {
 
 register(Study("fusions", __doc__, groups, text=tables.text, charts=tables.charts, answer=tables.answer, run=run,
                add_arguments=add_arguments, refine=refine, long=True, parts=PARTS,
-               no_chart="it needs two sizes of an experiment"))
+               no_chart="it needs two sizes of an experiment",
+               place=6))

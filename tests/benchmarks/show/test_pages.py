@@ -4,6 +4,7 @@ import pytest
 from benchmarks import studies
 from benchmarks.records.read import BadRecords
 from benchmarks.show import pages
+from benchmarks.show import study as frame
 from common import steps
 from tests.helpers.made_records import FACTS, both, copied, made, write
 
@@ -128,7 +129,7 @@ def one_study(tmp_path, monkeypatch):
     def set_up(lines):
         path = write(tmp_path / "study.jsonl", lines)
         monkeypatch.setattr(pages, "recorded", lambda name: [path])
-        study = studies.Study(name="made up", doc="What is it?", groups=lambda chosen: [], columns=[],
+        study = frame.Study(name="made up", doc="What is it?", groups=lambda chosen: [], columns=[],
                               charts=lambda lines: {"speed": None})
         return study, f"{tmp_path}/study-speed"
     return set_up

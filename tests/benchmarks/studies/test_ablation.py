@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import studies
 from benchmarks.measure import options
+from benchmarks.show import study as frame
 from benchmarks.studies import ablation
 from common import PRESETS, BlockConfig, machine
 from common.iteration import BOTH, FORWARD, LAUNCHES, MODES
@@ -273,14 +274,14 @@ def test_the_chart_has_the_shares_of_both_ladders(tmp_path, monkeypatch):
         assert sum(value for value, _, _ in players.values()) == pytest.approx(100)
         assert all(low <= value <= high for value, low, high in players.values())
     monkeypatch.undo()
-    studies.draw(STUDY, str(tmp_path / "a"), recorded(evenly()))
+    frame.draw(STUDY, str(tmp_path / "a"), recorded(evenly()))
     assert {path.name for path in tmp_path.iterdir()} == {"a-shares.png", "a-shares.svg"}
 
 
 @unit
 def test_no_speed_up_is_no_chart_and_says_so(tmp_path, capsys):
     lines = recorded({combination: [10.0] * 6 for combination in ALL})
-    studies.draw(STUDY, str(tmp_path / "a"), lines)
+    frame.draw(STUDY, str(tmp_path / "a"), lines)
     assert "no chart: there is no speed-up of forward+backward to share out" in capsys.readouterr().err
     assert not list(tmp_path.iterdir()) and "nothing to share out" in STUDY.told(lines)
 

@@ -14,6 +14,7 @@ from benchmarks.measure.cases import Setting
 from benchmarks.records.provenance import commits
 from benchmarks.records.read import latest, read, runner, runs
 from benchmarks.show import pages
+from benchmarks.show import study as frame
 from benchmarks.studies import fusions
 from benchmarks.studies.fusions import subjects, tables
 from benchmarks.studies.fusions.subjects import COPY, CopySubject, OperationSubject
@@ -497,7 +498,7 @@ def test_the_chart_has_a_panel_an_operation_and_a_curve_a_level(monkeypatch):
 def test_a_chart_needs_two_sizes(tmp_path, capsys):
     lines = made("SiLU", "eager", [4, 256], both(0.5))
     assert STUDY.charts(lines) == {}
-    studies.draw(STUDY, str(tmp_path / "f"), lines)
+    frame.draw(STUDY, str(tmp_path / "f"), lines)
     assert capsys.readouterr().err == "fusions: no chart: it needs two sizes of an experiment\n"
 
 

@@ -14,6 +14,7 @@ from benchmarks.measure import options, processes
 from benchmarks.records.provenance import cautions, provenance
 from benchmarks.records.read import label, latest, metric, read, runs
 from benchmarks.show import charts, tables
+from benchmarks.show import study as frame
 from benchmarks.show.tables import Context
 from benchmarks.studies import ladder
 from common import PRESETS, limit, machine, rounds, steps
@@ -215,7 +216,7 @@ def test_charts_know_which_records_they_show(tmp_path):
     for name, ms in (("0_baseline", 90.0), ("1_cublas", 20.0), ("2_sdpa", 10.0)):
         lines += made(name, both([ms] * 6, [ms] * 6), parts={BOTH: parts(GEMM=ms - 1, idle=1.0)})
     stem = str(tmp_path / "ladder")
-    studies.draw(STUDY, stem, lines)
+    frame.draw(STUDY, stem, lines)
     stems = [f"{stem}-{ending}" for ending in ("steps", "parts", "waterfall")]
     written = {f"{one}{suffix}" for one, suffix in itertools.product(stems, (".png", ".svg"))}
     assert written == set(map(str, tmp_path.iterdir()))
@@ -230,10 +231,10 @@ def test_charts_know_which_records_they_show(tmp_path):
 @unit
 def test_a_chart_that_nothing_can_fill_is_named(capsys, tmp_path):
     lines = made("0_baseline", both([8.0] * 6, [8.0] * 6))
-    studies.draw(STUDY, str(tmp_path / "a"), lines)
+    frame.draw(STUDY, str(tmp_path / "a"), lines)
     assert capsys.readouterr().err.startswith("ladder: no chart: it needs a step with 5")
     assert list(tmp_path.iterdir()) == []
-    studies.draw(STUDY, None, lines)
+    frame.draw(STUDY, None, lines)
     assert capsys.readouterr().err == ""
 
 
@@ -371,12 +372,12 @@ def test_mistakes_are_one_line_and_status_two(main, argv, words):
 def test_pages_are_rewritten_by_a_command_that_does_nothing_else(tmp_path, capsys, monkeypatch):
     for argv in (["--readme", "--quick"], ["--json", str(tmp_path / "some"), "--readme"]):
         with pytest.raises(SystemExit) as ended:
-            studies.main(STUDY, argv)
+            frame.main(STUDY, argv)
         assert ended.value.code == 2 and not (tmp_path / "some").exists()
         assert capsys.readouterr() == ("", "ladder: error: --readme measures nothing: give it alone\n")
     written = []
     monkeypatch.setattr(ladder.pages, "write", written.append)
-    assert studies.main(STUDY, ["--readme"]) == 0
+    assert frame.main(STUDY, ["--readme"]) == 0
     assert written == [studies.every()]
 
 
@@ -402,7 +403,7 @@ def test_several_processes_are_recorded_one_after_the_other(main, tmp_path, monk
         if len(begun) == 1:
             return real(command)
         with redirect_stdout(io.StringIO()):
-            return studies.main(STUDY, command[4:])
+            return frame.main(STUDY, command[4:])
     monkeypatch.setattr(processes, "run_to_its_end", run_to_its_end)
     path = tmp_path / "noise.jsonl"
     status, out, _ = main("--steps", "0", "--rounds", 6, "--processes", 2, "--json", path)
@@ -425,7 +426,7 @@ def test_what_memory_does_not_hold_together_is_timed_in_turn(of_each, monkeypatc
     argv = ["--preset", "tiny", "--steps", "0,1", "--rounds", "6"]
     monkeypatch.setattr(options, "device_of", lambda name: CUDA)
     monkeypatch.setattr(ladder, "holds_all", lambda chosen: False)
-    assert studies.main(STUDY, argv) == 0
+    assert frame.main(STUDY, argv) == 0
     assert seen == [["ladder", *argv, "--steps", row, "--processes", "1", "--chart", ""] for row in ("0", "1")]
     assert "1_cublas" in capsys.readouterr().out
 
@@ -481,7 +482,7 @@ def test_of_a_process_that_died_what_it_finished_stays():
 def test_on_a_gpu_a_graph_and_its_eager_run_share_their_rounds(tmp_path, studies_in_seconds):
     path = tmp_path / "out"
     argv = ["--preset", "gpt2", "--batch-size", "2", "--steps", "1,2", "--rounds", "10", "--json", str(path)]
-    assert studies.main(STUDY, argv) == 0
+    assert frame.main(STUDY, argv) == 0
     for run in latest(read(path)).values():
         for mode in MODES:
             assert all(len(run.samples(mode, launch)) == 10 for launch in LAUNCHES)

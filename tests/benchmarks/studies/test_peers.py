@@ -10,6 +10,7 @@ import torch
 from benchmarks import studies
 from benchmarks.measure.session import Session
 from benchmarks.records.read import runs
+from benchmarks.show import study as frame
 from benchmarks.studies import peers
 from common import PRESETS, BlockConfig, evidence, parameters, steps
 from common.iteration import BOTH, FORWARD
@@ -233,7 +234,7 @@ def test_the_chart_has_the_ratios_of_both_passes(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr("benchmarks.show.charts.save", lambda figure, stem, lines: figures.append((figure, stem)))
     lines = recorded("3_compile", 1.0, 2.0) + recorded("GPT2Block", 3.0, 1.9)
-    studies.draw(STUDY, str(tmp_path / "peers"), lines)
+    frame.draw(STUDY, str(tmp_path / "peers"), lines)
     ((figure, stem),) = figures
     assert stem == str(tmp_path / "peers-ratios")
     expected = (("float32, forward", ">", "3.000"), (BOTH, "o", "0.950"))
@@ -245,7 +246,7 @@ def test_the_chart_has_the_ratios_of_both_passes(tmp_path, monkeypatch):
 
 
 def test_without_a_peer_there_is_no_chart(capsys, tmp_path):
-    studies.draw(STUDY, str(tmp_path / "peers"), recorded("3_compile", 1.0, 2.0))
+    frame.draw(STUDY, str(tmp_path / "peers"), recorded("3_compile", 1.0, 2.0))
     assert capsys.readouterr().err == "peers: no chart: no peer was timed beside ours\n"
 
 
@@ -311,7 +312,7 @@ def prepared(monkeypatch, study_main):
         found = []
         with monkeypatch.context() as patched:
             patched.setattr(Session, "measure", lambda self, group: found.extend(group.cases))
-            patched.setattr("benchmarks.studies.show", lambda *_: 0)
+            patched.setattr("benchmarks.show.study.show", lambda *_: 0)
             assert study_main("peers", *argv)[0] == 0
         return [(peers._name(case), case.parameter_dtype) for case in found]
     return call

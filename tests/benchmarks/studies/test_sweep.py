@@ -11,6 +11,7 @@ from benchmarks import studies
 from benchmarks.measure import options
 from benchmarks.measure.session import Session
 from benchmarks.records.read import read, runs
+from benchmarks.show import study as frame
 from benchmarks.studies import sweep
 from common import PRESETS, memory, parameters, rounds, steps, timing
 from common.iteration import BOTH, FORWARD
@@ -287,7 +288,7 @@ def test_heads_keep_their_width_when_the_block_gets_wider():
 def test_a_width_that_heads_do_not_fill_is_refused(argv, said, capsys):
     """GPT-2's heads are 64 wide: another width would be another block."""
     with pytest.raises(SystemExit) as ended:
-        studies.main(STUDY, ["--device", "cpu", *argv])
+        frame.main(STUDY, ["--device", "cpu", *argv])
     assert ended.value.code == 2
     assert said in one_line(capsys.readouterr().err)
 
