@@ -8,6 +8,7 @@
     variant   what tells it from other cases of that name: an object, empty where there is only one
     pass      "forward", "backward", "forward+backward", or null
     launch    "eager", "graph", or null
+    work      of what is no block: input -> dtype and shape, and how many parameters there are
 """
 import dataclasses
 import math
@@ -40,6 +41,9 @@ def record(r: Result, metric: str, unit: str, values: list[float], mode: str, la
         raise ValueError(f"{metric} is not finite: report it as a status")
     case = {"study": r.study, "step": r.step, "name": r.name or None, "variant": r.variant | r.settings,
             "pass": mode if mode in PASSES else None, "launch": launch}
+    if r.work:
+        case["work"] = r.work
+    model = r.config or ", ".join(f"{name} {what}" for name, what in r.work.items()) or "not a block"
     info = {
         "schema": SCHEMA, "case": case, "status": r.status, "reason": r.reason, "config": config,
         "parameter_dtype": r.parameter_dtype, "autocast": r.autocast, "residual": r.residual, "engine": r.engine,
@@ -55,7 +59,7 @@ def record(r: Result, metric: str, unit: str, values: list[float], mode: str, la
         "neighbours": r.neighbours}
     return {
         "benchmark": {"name": "transformer block", "mode": mode, "dtype": r.matmul, "extra_info": info},
-        "model": {"name": str(r.config or "not a block"), "type": "transformer block", "backend": r.name,
+        "model": {"name": str(model), "type": "transformer block", "backend": r.name,
                   "origins": ["seeded"]},
         "metric": {"name": metric, "benchmark_values": values, "target_value": None,
                    "extra_info": {"unit": unit} | extra},

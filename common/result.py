@@ -99,6 +99,7 @@ class Result:
     step: int | None = None                # the step's number, where it is one of the five
     traits: Traits = field(default_factory=Traits)
     variant: dict[str, Any] = field(default_factory=dict)      # what tells it from other cases of its name
+    work: dict[str, str] = field(default_factory=dict)         # input -> dtype and shape, where it is no block
     status: str = "ok"                     # or "failed", "skipped", "oom"
     reason: str = ""
     matmul: str = ""

@@ -33,6 +33,7 @@ class Case:
     traits: Traits = field(default_factory=Traits)
     parameter_dtype: torch.dtype = torch.float32
     variant: Mapping[str, Any] = field(default_factory=dict)    # what tells it from other cases of its name
+    work: Mapping[str, str] = field(default_factory=dict)       # input -> dtype and shape, where it is no block
     step: int | None = None                # the step's number, where it is one of the five
     missing: str = ""                      # why it can't run on this machine, where that is known beforehand
     memory: Callable[[torch.device], int] = lambda device: 0    # bytes that it needs, estimated on the high side
@@ -48,7 +49,8 @@ def block_case(name: str, build: Build, config: BlockConfig, traits: Traits, *,
 
     def bytes_needed(device: torch.device) -> int:
         return memory.needed(config, traits, device)
-    return Case(name, prepare_block, config, traits, parameter_dtype, variant or {}, step, missing, bytes_needed)
+    return Case(name, prepare_block, config, traits, parameter_dtype, variant or {}, step=step, missing=missing,
+                memory=bytes_needed)
 
 
 def step_case(step: Step, config: BlockConfig, device: torch.device, *, missing: str = "",

@@ -64,6 +64,17 @@ class Checked(Subject):
         return self.takes_gradient or mode == FORWARD
 
 
+def work_in_words(module: Callable, inputs: Inputs) -> dict[str, str]:
+    """Input -> dtype and shape, and how many parameters there are: what tells one work from another in a record."""
+    words = {}
+    for name, t in inputs.named().items():
+        words[name] = f"{dtype_name(t.dtype)} {list(t.shape)}"
+    unique = {id(t): t.numel() for t in named_parameters(module).values()}
+    if unique:
+        words["parameters"] = f"{sum(unique.values()):,}"
+    return words
+
+
 def record_checks(judgement: Judgement, result: Result) -> None:
     """Put errors and bounds into a result, by tensor; raise Failed where a check failed."""
     for check in judgement:
@@ -198,7 +209,9 @@ def compare(modules: Mapping[str, Callable], inputs: Any, reference: Callable, r
             gate = 3 * oracle.MODULE_GATES[judge.dtype]
             return subject_of(module, work, (gate, gate))
 
-        cases = [Case(name, prepare, parameter_dtype=truth.dtype) for name in modules]
+        cases = []
+        for name, module in modules.items():
+            cases.append(Case(name, prepare, parameter_dtype=truth.dtype, work=work_in_words(module, given)))
         session.measure(Group(cases, calibrated=False, watched=False))
         session.progress.finish()
     return Comparison({run.case["name"]: run for run in runs(session.lines)}, judgements)

@@ -114,8 +114,8 @@ class Session:
     def prepare(self, case: Case) -> Entry:
         """Build and check a case. What went wrong is the status of its result, and its subject is then None."""
         result = Result(case.name, case.config, dtype_name(case.parameter_dtype), self.facts, step=case.step,
-                        traits=case.traits, variant=dict(case.variant), study=self.study, run=self.run,
-                        neighbours=self.neighbours, slowed_percent=self.slow_down)
+                        traits=case.traits, variant=dict(case.variant), work=dict(case.work), study=self.study,
+                        run=self.run, neighbours=self.neighbours, slowed_percent=self.slow_down)
         if case.config is not None:
             result.matmul = case.traits.arithmetic(case.config, case.parameter_dtype, self.device).matmul
         entry = Entry(case, result)

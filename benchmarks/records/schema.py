@@ -52,6 +52,7 @@ def _check(record: Record) -> None:
         _require(library, {"version": str})
     info, metric = record["benchmark"]["extra_info"], record["metric"]["name"]
     extra, values = record["metric"]["extra_info"], record["metric"]["benchmark_values"]
+    _require(info["case"].get("work", {}), dict)
     if info["config"]:
         _require(info["config"], _CONFIG)
     for key, shape in {"reason": str, "clock": str, "calibration": dict}.items():

@@ -8,6 +8,7 @@ from torch import nn
 from benchmarks.measure.bounds import BOUNDS
 from benchmarks.measure.calls import named_parameters
 from benchmarks.measure.modules import Comparison, compare
+from benchmarks.records import significance
 from benchmarks.records.read import Run, extra, paired, verdict
 from common import BlockConfig, steps
 from common.iteration import FORWARD, LAUNCHES, MODES
@@ -78,6 +79,19 @@ def test_noise_never_reads_as_a_gain():
     times = paired(*found.results.values(), FORWARD)
     word = verdict(*times[1:]).strip()
     assert (word in ("SAME", "UNSURE")) == (times[1] <= 1 <= times[2]) and word in str(found)
+
+
+def test_records_of_two_works_are_never_the_same_row():
+    """Inputs of another shape or dtype, or a module of another width, are other rows; older records say nothing."""
+    def rows(width: int, tokens: torch.Tensor) -> set:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, width), nn.Linear(width, 2))
+        return set(significance.all_rows(compare({"mine": model}, tokens, model, rounds=6).results["mine"].lines))
+    tokens = torch.zeros(4, 3, dtype=torch.int64)
+    narrow = rows(4, tokens)
+    assert narrow == rows(4, tokens)
+    assert not narrow & rows(8, tokens) and not narrow & rows(4, tokens[:2]) and not narrow & rows(4, tokens.int())
+    assert {where.shape for where in narrow} == {"input 0 int64 [4, 3], parameters 42"}
 
 
 def test_gradients_of_parameters_are_compared_by_name():
