@@ -7,14 +7,14 @@ residual in FP32, on a GPU softmax too. cuBLAS picks the kernels; `--amp-dtype n
 """
 import math
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
 from common import BlockConfig, parameters
 from common.config import LAYER_NORM_EPS
 from common.precision import float32_matmul_precision
 from common.run import run
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class Attention(nn.Module):

@@ -5,16 +5,16 @@ memory grows with S instead of S squared, and the backward recomputes what the f
 
     python 2_sdpa.py
 """
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
 from common import BlockConfig, parameters
 from common.config import LAYER_NORM_EPS
 from common.precision import float32_matmul_precision
 from common.run import run
 from common.sdpa_backends import settle_backend_order
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # The first that supports the GPU, dtype and shape runs: cuDNN, FlashAttention, memory-efficient, by hand in C++.
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

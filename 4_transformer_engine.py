@@ -8,13 +8,13 @@ As in Transformer Engine's own layer, the residual is in autocast's 16 bits; y c
 """
 from types import ModuleType
 
-import torch
-from torch import Tensor, nn
-
 from common import BlockConfig, engine, parameters
 from common.config import LAYER_NORM_EPS
 from common.precision import compile_gradient_casts, float32_matmul_precision
 from common.run import run
+
+import torch
+from torch import Tensor, nn
 
 
 def fork(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

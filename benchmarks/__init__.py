@@ -39,18 +39,19 @@ class _Moved(MetaPathFinder, Loader):
     def get_code(self, name: str) -> CodeType:
         """What `python -m` runs under that name."""
         command = name.removeprefix("benchmarks.")
-        source = f"import sys\nfrom benchmarks.__main__ import main\nsys.exit(main([{command!r}, *sys.argv[1:]]))"
+        source = f"import sys\nsys.argv[1:1] = [{command!r}]\nfrom benchmarks.__main__ import main\nsys.exit(main())"
         return compile(source, name, "exec")
 
 
 def _refuse_another_common() -> None:
     """Raise ImportError where `common` is another package than the one beside this folder."""
-    ours = Path(__file__).resolve().parents[1]
+    ours = Path(__file__).absolute().parents[1]                # this folder may be a link
     loaded = sys.modules.get("common")
     found = loaded.__spec__ if loaded else importlib.util.find_spec("common")
     places = [found.origin, *(found.submodule_search_locations or ())] if found else []
     theirs = next((place for place in places if place), None)
-    if theirs is None or Path(theirs).resolve().is_relative_to(ours / "common"):
+    ours_too = (ours / "common", Path(__file__).resolve().parents[1] / "common")
+    if theirs is None or any(Path(theirs).absolute().is_relative_to(place) for place in ours_too):
         return
     raise ImportError(f"benchmarks needs {ours / 'common'}, but `import common` finds {theirs}: "
                       f"begin with `import sys; sys.path.insert(0, {str(ours)!r})`, or give that package another name")

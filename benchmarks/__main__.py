@@ -1,10 +1,5 @@
 """`python -m benchmarks` lists the questions and tools; `python -m benchmarks ladder ...` runs one."""
-import contextlib
-import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator
 
 TOOLS = {
     "compare": "Is a change between two recorded runs real?",
@@ -23,22 +18,22 @@ def main(argv: list[str] | None = None) -> int:
     """The exit status of the command in `argv`; without one the list of them is printed."""
     argv = sys.argv[1:] if argv is None else argv
     name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
-    with ctrl_c_in_a_line(name if argv else "benchmarks"):       # torch takes seconds to import
-        from benchmarks import studies
-        from benchmarks.records import about, compare
-        from benchmarks.show import pages
-        from benchmarks.show.study import main as run_study
-        from common.command_line import hush, tell, usage
-        hush()
-        if name in ("-h", "--help"):
-            tell(_listed(studies.every()))
-            return 0
-        if name not in (*studies.names(), *TOOLS):
-            known = ", ".join([*(study.name for study in studies.every()), *TOOLS])
-            usage("benchmarks", f"{name}: there is no such question; give one of {known}")
-        study = None
-        if name not in ("compare", "records", "pages"):
-            study = studies.load("fusions" if name == "kernels" else name)
+    # Imported here: what ends the process in one line stands before torch is imported.
+    from benchmarks import studies
+    from benchmarks.records import about, compare
+    from benchmarks.show import pages
+    from benchmarks.show.study import main as run_study
+    from common.command_line import hush, tell, usage
+    hush()
+    if name in ("-h", "--help"):
+        tell(_listed(studies.every()))
+        return 0
+    if name not in (*studies.names(), *TOOLS):
+        known = ", ".join([*(study.name for study in studies.every()), *TOOLS])
+        usage("benchmarks", f"{name}: there is no such question; give one of {known}")
+    study = None
+    if name not in ("compare", "records", "pages"):
+        study = studies.load("fusions" if name == "kernels" else name)
     if name == "compare":
         return compare.main(rest)
     if name == "records":
@@ -50,23 +45,6 @@ def main(argv: list[str] | None = None) -> int:
         return kernels(rest)
     assert study is not None
     return run_study(study, rest)
-
-
-@contextlib.contextmanager
-def ctrl_c_in_a_line(name: str) -> Iterator[None]:
-    """Meanwhile Ctrl-C ends the process in one line: there is nothing to keep yet."""
-    def end(*_: object) -> None:
-        print(f"\n{name}: interrupted", file=sys.stderr, flush=True)
-        os._exit(130)
-
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        yield
-        return
-    before = signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _listed(studies) -> str:

@@ -3,6 +3,7 @@ import argparse
 import contextlib
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import NoReturn
 
 import torch
 
+from . import signals
 from .config import PRESETS, BlockConfig, default_preset
 from .outcome import EXIT, Told
 from .record_file import RecordFile, WriteError
@@ -92,9 +94,13 @@ def no_room(file: RecordFile, error: WriteError) -> str:
 def early_ends(name: str, file: RecordFile | None = None) -> Iterator[None]:
     """What ends a command early is one line and an exit status, and the finished records stay."""
     try:
+        if signals.is_early():
+            signals.end_in_order()
         yield
     except KeyboardInterrupt:
-        sys.exit(interrupted(name, file))
+        sys.exit(ended(signal.SIGINT, name, file))
+    except signals.Terminated as error:
+        sys.exit(ended(error.number, name, file))
     except WriteError as error:
         said = no_room(file, error) if file else str(error)
         print(f"{name}: error: {said}", file=sys.stderr)
@@ -109,11 +115,11 @@ def early_ends(name: str, file: RecordFile | None = None) -> Iterator[None]:
         sys.exit(EXIT["failed"])
 
 
-def interrupted(name: str, file: RecordFile | None) -> int:
-    """Say on stderr that Ctrl-C ended it, and what is kept; the exit status."""
+def ended(number: int, name: str, file: RecordFile | None) -> int:
+    """Say on stderr which signal ended it, and what is kept; the exit status."""
     kept = f"; {file.count} finished records kept" if file and file.path else ""
-    print(f"\n{name}: interrupted{kept}", file=sys.stderr)
-    return EXIT["interrupted"]
+    print(f"{signals.in_words(number, name)}{kept}", file=sys.stderr)
+    return 128 + number
 
 
 def tell(text: str) -> None:

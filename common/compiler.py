@@ -9,12 +9,12 @@ import signal
 import stat
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 
 import torch
 
+from . import signals
 from .outcome import Failed
 
 RECOMPILE_LIMIT = 1024                     # torch's 8 count over all blocks of a process
@@ -74,7 +74,7 @@ def use_private_caches() -> None:
     the C++ headers that Inductor precompiles for a CPU, once for each user and compiler. Where somebody else could have
     put them, it does without.
     """
-    end_as_told()
+    signals.end_in_order()
     caches = tempfile.mkdtemp(prefix="inductor-")          # mode 0700
     atexit.register(_remove, caches)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
@@ -82,16 +82,6 @@ def use_private_caches() -> None:
     folder = _inductor_folder()
     if not (own_folder(folder) and own_folder(os.path.join(folder, "precompiled_headers"))):
         torch._inductor.config.cpp_cache_precompile_headers = False
-
-
-def end_as_told() -> None:
-    """From here on SIGTERM and SIGHUP end the process by SystemExit: what removes its files runs.
-
-    `timeout`, a scheduler and a closed terminal send them.
-    """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def _remove(folder: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.records.read import read
-from common import compiler
+from common import signals
 from common.outcome import EXIT
 from common.record import Record
 from common.record_file import RecordFile
@@ -24,7 +24,7 @@ def in_turn(commands: Sequence[Sequence[str]], file: RecordFile, name: str,
     interrupted keeps what the last process finished.
     """
     lines: list[Record] = []
-    compiler.end_as_told()
+    signals.end_in_order()
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
         for place, words in enumerate(commands):
             path = Path(folder) / f"{place}.jsonl"

@@ -165,20 +165,3 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(words, name, tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out, err) == (130, "", f"\n{name}: interrupted\n")
-
-
-def test_who_ignores_ctrl_c_goes_on_ignoring_it():
-    """A process in the background of a shell without job control."""
-    def handler(*_):
-        """A program's own."""
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with command.ctrl_c_in_a_line("ladder"):
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        signal.signal(signal.SIGINT, handler)
-        with command.ctrl_c_in_a_line("ladder"):
-            assert signal.getsignal(signal.SIGINT) is not handler
-        assert signal.getsignal(signal.SIGINT) is handler
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -124,21 +124,6 @@ print("went on")
     assert folder.parent == tmp_path and not folder.exists()
 
 
-@unit
-def test_a_signal_that_somebody_handles_or_ignores_stays_so():
-    def handler(*_):
-        """A program's own."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        signal.signal(signal.SIGTERM, handler)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)               # under nohup
-        compiler.end_as_told()
-        assert signal.getsignal(signal.SIGTERM) is handler and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
-
-
 # ----------------------------------------------------------------------------------------------- compiled, and for good
 
 

@@ -86,8 +86,7 @@ def test_models_of_transformers_pass_with_sdpa_against_eager(name, dtype):
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("train, dtype", [(True, torch.float32), (False, torch.bfloat16)])
 def test_resnet_50_passes_in_channels_last(dtype, train):
     pytest.importorskip("torchvision")
     judgement = judged(pairs.resnet_50(train, channels_last=True)(dtype), cotangents=1)

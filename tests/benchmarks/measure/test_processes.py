@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.measure import processes
 from benchmarks.records.read import info, read
-from common import compiler, steps
+from common import signals, steps
 from common.record_file import RecordFile
 from tests.helpers.made_records import both, made
 
@@ -22,7 +22,7 @@ TIMED = both([1.0] * 6, [1.0] * 6)
 @pytest.fixture
 def of_each(monkeypatch, tmp_path):
     """of_each(first, second, ...): what each process does in place of running, called with its words and its file."""
-    monkeypatch.setattr(compiler, "end_as_told", lambda: None)
+    monkeypatch.setattr(signals, "end_in_order", lambda: None)
 
     def replace(*of_processes):
         remaining = iter(of_processes)
@@ -98,7 +98,7 @@ def test_who_is_interrupted_keeps_what_the_last_process_finished(of_each, tmp_pa
 def test_who_runs_processes_ends_as_an_exception_does_when_told(of_each, monkeypatch):
     """Without it SIGTERM would end this one at once, and leave the other measuring."""
     told = []
-    monkeypatch.setattr(compiler, "end_as_told", lambda: told.append(True))
+    monkeypatch.setattr(signals, "end_in_order", lambda: told.append(True))
     of_each()
     assert processes.in_turn([], RecordFile(None), "ladder", nothing_died) == [] and told == [True]
 

@@ -74,8 +74,9 @@ def test_a_new_study_comes_behind_the_known_ones(monkeypatch):
 
 
 @unit
-def test_the_pages_hold_what_was_recorded_and_no_more():
+def test_the_pages_hold_what_was_recorded_and_no_more(monkeypatch):
     """A study that is new changes no page before it is recorded."""
+    monkeypatch.setattr(pages, "of_study", lambda study: f"what is known of {study.name}")
     new = pages.parts_of([*studies.every(), a_study()])
     known = pages.parts_of(studies.every())
     for part in ("questions", "contents", "studies"):
