@@ -129,7 +129,7 @@ def questions(studies: Sequence[Question]) -> str:
         first = recorded(study.name)[0]
         rows.append([study.question, f"`python -m benchmarks {study.name}`", study.answer(read(first)),
                      f"[tables](benchmarks/results/README.md#{study.name})"])
-    return markdown(rows, ["question", "command", "the answer in short, on the H200", "all of it"])
+    return markdown(rows, ["question", "command", "the answer in short", "all of it"])
 
 
 def scripts(preset: str) -> str:
