@@ -88,9 +88,14 @@ class BlockConfig:
                 raise ValueError(f"FP8 needs {name} divisible by 16, not {value}: try {value + 16 - value % 16}, "
                                  "or run without FP8 by --amp-dtype none")
 
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """Letter -> size, in the order in which a shape is told."""
+        return {"B": self.batch_size, "S": self.seq_len, "E": self.hidden_size, "H": self.num_heads,
+                "D": self.head_dim, "F": self.ffn_hidden_size}
+
     def __str__(self) -> str:
-        return (f"B{self.batch_size} S{self.seq_len} E{self.hidden_size} H{self.num_heads} D{self.head_dim} "
-                f"F{self.ffn_hidden_size}")
+        return " ".join(f"{letter}{size}" for letter, size in self.dimensions.items())
 
 
 # Widths and heads as published: GPT-2 (Radford et al. 2019, table 2), GPT-3 (Brown et al. 2020, table 2.1),

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from . import emulation, machine
 from .config import BlockConfig
 
+EMULATED = "emulated"                  # begins the name of the engine where it is
+
 
 def choose(config: BlockConfig, values: dict[str, Tensor], device: torch.device | str) -> tuple[ModuleType, str]:
     """(modules, name): Transformer Engine where it can run this block on `device`, its emulation and why elsewhere.
@@ -31,9 +33,14 @@ def choose(config: BlockConfig, values: dict[str, Tensor], device: torch.device 
         config.check_fp8()
     reason = why_not(config, next(iter(values.values())).dtype, torch.device(device))
     if reason:
-        return emulation, f"emulated ({reason})"
+        return emulation, f"{EMULATED} ({reason})"
     ask_for_cudnn_layer_norm(torch.device(device))
     return transformer_engine(), f"Transformer Engine {version()}"
+
+
+def is_emulated(name: str) -> bool:
+    """Whether an engine of that name is the emulation: of a block, or in a record."""
+    return name.startswith(EMULATED)
 
 
 def why_not(config: BlockConfig, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -18,21 +18,23 @@ def float32_matmul_precision(precision: str):
     """Decorate a block's __call__ so that its FP32 matmuls run in `precision`, forward and backward.
 
     "highest" is IEEE FP32, "high" allows TF32 on tensor cores (and on the few CPUs that have it). The caller's own
-    setting is back when the call returns, and again when the backward ends.
+    setting is back when the call returns, and again when the backward ends. A block with a `matmul_precision` of its
+    own runs in that.
     """
     def decorate(call):
         @functools.wraps(call)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+        def wrapped(block: Any, *args: Any, **kwargs: Any) -> Any:
+            own = getattr(block, "matmul_precision", precision)
             before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision(precision)
+            torch.set_float32_matmul_precision(own)
             try:
-                y = call(*args, **kwargs)
+                y = call(block, *args, **kwargs)
             finally:
                 torch.set_float32_matmul_precision(before)
             for output in [y] if isinstance(y, Tensor) else pytree.tree_leaves(y):
                 if isinstance(output, Tensor) and output.requires_grad:
                     # Runs when the gradient of y arrives: before any kernel of this block's backward.
-                    output.register_hook(lambda gradient: _set_until_backward_ends(precision))
+                    output.register_hook(lambda gradient: _set_until_backward_ends(own))
             return y
         return wrapped
     return decorate

@@ -51,6 +51,17 @@ def capture(iteration: Iteration, stream: torch.cuda.Stream | None = None) -> tu
     return graph.replay, written
 
 
+@dataclass(frozen=True)
+class Replay:
+    """Replays a graph by one call. A graph keeps no tensor alive: this does, what it reads and what it writes."""
+    replay: Callable[[], None]
+    reads: Iteration
+    writes: Sequence[Tensor]
+
+    def __call__(self) -> None:
+        self.replay()
+
+
 def verified(iteration: Iteration, proof: Proof, stream: torch.cuda.Stream | None = None,
              captured: Callable[[], None] = lambda: None) -> tuple[Callable | None, str]:
     """(a call that replays the iteration, "") once that is proved; (None, why there is none) elsewhere.
@@ -61,7 +72,7 @@ def verified(iteration: Iteration, proof: Proof, stream: torch.cuda.Stream | Non
         replay, written = capture(iteration, stream)
         captured()
         prove(iteration, replay, written, proof, stream)
-        return lambda: (replay(), iteration, written)[0], ""   # a graph keeps no tensor alive: this does
+        return Replay(replay, iteration, written), ""
     except torch.OutOfMemoryError:
         return None, "graph: out of memory, the eager run's tensors and the graph's do not fit together"
     except (RuntimeError, ValueError) as error:

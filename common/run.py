@@ -30,6 +30,7 @@ from .exclusive import alone, process_seconds
 from .iteration import BOTH, LAUNCHES, MODES
 from .outcome import EXIT, Failed, judged
 from .peaks import BURST, SUSTAINED, YARDSTICKS, MeasuredPeaks
+from .phases import Phase
 from .record import check_records, peak_records, record, row_records, status_record
 from .record_file import RecordFile, WriteError
 from .result import Result, Row
@@ -206,12 +207,14 @@ def _measure(step: Step, options: argparse.Namespace, result: Result) -> None:
     compiler.use_private_caches()
     progress = tqdm(bar_format="{desc}", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False)
     with contextlib.closing(progress):
-        say = progress.set_description_str
+        def say(phase: Phase, detail: str = "") -> None:
+            progress.set_description_str(phase.said(detail))
+
         block = prepare(step.build, options.parameter_dtype, device, options.seed, result, say)
         options.file.write(check_records(result))
         peaks = MeasuredPeaks(device)
         if not result.emulated and block.arithmetic:
-            say("measuring this machine's peaks")
+            say(Phase.CALIBRATING, "peaks of this machine")
             peaks.of(config, block.arithmetic)
             peaks.sustain(config, block.arithmetic)
             peaks.release()
@@ -220,7 +223,7 @@ def _measure(step: Step, options: argparse.Namespace, result: Result) -> None:
             _time(block, mode, options, result, say)
             if not result.emulated:
                 _hold_against_limit(block, result, peaks)
-            say(f"{mode}: which kernels run")
+            say(Phase.OBSERVING, f"which kernels run, {mode}")
             trace = options.profile if mode == BOTH else None
             measurement.see_kernels(block, block.iteration(mode), mode, result, trace)
             options.file.write(row_records(result, mode))
@@ -240,7 +243,7 @@ def _time(block: BlockSubject, mode: str, options: argparse.Namespace, result: R
             continue
 
         def progress(count: int, ms: float, what: str = f"{mode}, {launch}") -> None:
-            say(f"{what}: {count} samples, {ms:.3g} ms")
+            say(Phase.SAMPLING, f"{what}: {count} samples, {ms:.3g} ms")
 
         row = result.rows[mode, launch] = Row()
         if not result.emulated:                            # of an emulation neither time nor rate means anything

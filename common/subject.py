@@ -15,6 +15,7 @@ from .iteration import BOTH, FORWARD, Iteration
 from .limit import Arithmetic
 from .outcome import Failed
 from .peaks import MeasuredPeaks
+from .phases import Phase
 from .result import Compilation, Result, Row
 
 Build = Callable[[BlockConfig, dict[str, Tensor], torch.device], nn.Module]
@@ -96,12 +97,12 @@ class BlockSubject(Subject):
 
 
 def prepare(build: Build, parameter_dtype: torch.dtype, device: torch.device, seed: int, result: Result,
-            say: Callable[[str], None], time_compiler: bool = True) -> BlockSubject:
+            say: Callable[..., None], time_compiler: bool = True) -> BlockSubject:
     """Build a block by `build(config, values, device)`, compile, calibrate and check it; fills `result` as it goes.
 
-    `result` holds its config and traits. `say` is told what is going on. Call `compiler.use_private_caches` first; the
-    compiler's time is cold for the first block of a process alone. A block whose y is not in the dtype of its
-    parameters names it in `output_dtype`. Raises Failed where the check fails, NotImplementedError with the reason
+    `result` holds its config and traits. `say` is told the phase, and what of it. Call `compiler.use_private_caches`
+    first; the compiler's time is cold for the first block of a process alone. A block whose y is not in the dtype of
+    its parameters names it in `output_dtype`. Raises Failed where the check fails, NotImplementedError with the reason
     where this machine can't run it.
     """
     config, traits = result.config, result.traits
@@ -109,7 +110,7 @@ def prepare(build: Build, parameter_dtype: torch.dtype, device: torch.device, se
     arithmetic = traits.arithmetic(config, parameter_dtype, device)
     result.matmul = arithmetic.matmul
     result.residual = dtype_name(traits.residual(config, parameter_dtype))
-    say("building")
+    say(Phase.BUILDING)
     seed *= 3                                    # parameters, x and dy have one each, and no other run has the same
     values = {name: value.to(parameter_dtype, copy=True)
               for name, value in _seeded(config.replace(amp_dtype=None), seed).items()}
@@ -119,18 +120,18 @@ def prepare(build: Build, parameter_dtype: torch.dtype, device: torch.device, se
     dy = dy.to(getattr(block, "output_dtype", dy.dtype))
     result.engine = getattr(block, "engine", "PyTorch")
     result.libraries = engine.libraries_of(result.engine)
-    result.emulated = result.engine.startswith("emulated")
+    result.emulated = engine.is_emulated(result.engine)
     if compiler.holds_compiled(block) and (missing := compiler.missing(device)):
         raise NotImplementedError(missing)
     subject = BlockSubject(block, [x], [dy], dict(block.named_parameters()), oracle.GATES[result.matmul], arithmetic,
                            tokens=config.tokens, config=config)
     if compiler.is_compiled(block) and time_compiler:
-        say("compiling, cold and warm")
+        say(Phase.COMPILING, "cold and warm")
         result.compilation = compilation_time(subject)
     if traits.needs_calibration(config):
-        say("calibrating FP8 scales")
+        say(Phase.CALIBRATING, "FP8 scales")
         calibrate(subject)
-    say("checking against FP64")
+    say(Phase.CHECKING, "against FP64")
     check(block, x, values, result)
     return subject
 

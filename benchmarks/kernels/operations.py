@@ -187,7 +187,10 @@ def shape(config: BlockConfig, name: str, rows: int) -> tuple[int, ...]:
 def least_bytes(experiment: Experiment, mode: str, x: Tensor) -> float:
     """What a pass must read and write; vectors are too small to count."""
     forward, backward = experiment.moved
-    return forward * x.nbytes + experiment.fp8 * x.numel() if mode == FORWARD else backward * x.nbytes
+    if mode != FORWARD:
+        return backward * x.nbytes
+    of_fp8 = x.numel() if experiment.fp8 else 0            # a byte an element
+    return forward * x.nbytes + of_fp8
 
 
 def least_flops(experiment: Experiment, mode: str, x: Tensor) -> float:
@@ -265,7 +268,11 @@ def _errors(experiment: Experiment, inputs: list[Tensor], outputs: list[Tensor],
         values |= {f"gradient {place}": gradient for place, gradient in enumerate(gradients)}
     truth = truth_of(experiment, inputs, outputs, dys)
     if len(truth) != len(values):
-        due = len(truth) - len(taking) * backward + experiment.fp8
+        due = len(truth)
+        if backward:
+            due -= len(taking)
+        if experiment.fp8:
+            due += 1
         raise Failed(f"it gives {len(outputs)} tensors, not {due}")
     errors = {}
     for (name, value), exact in zip(values.items(), truth, strict=True):

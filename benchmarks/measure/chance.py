@@ -16,6 +16,7 @@ from benchmarks.measure.calls import named_buffers, outputs_of
 from benchmarks.measure.checks import Check
 from benchmarks.measure.keeping import kept
 from benchmarks.measure.observing import Work, from_a_state
+from common.phases import Phase
 
 DRAWS, GROUPS = 64, 8                      # of each; the reference's fall into so many groups, to see their scatter
 Z_SQUARED, RATIO = 2.5, 1.33               # the bounds, at the least
@@ -52,7 +53,7 @@ def same_twice(call: Callable, work: Work) -> bool:
     return _apart(outputs(call, work, 0), outputs(call, work, 0)) <= _SAME
 
 
-def checks(candidate: Callable, reference: Callable, reference_draws: bool, work: Work, say: Callable[[str], None]
+def checks(candidate: Callable, reference: Callable, reference_draws: bool, work: Work, say: Callable[..., None]
            ) -> list[Check]:
     """Mean and variance of both over `DRAWS` calls, dropout as they have it; none where neither draws."""
     with kept(candidate, reference):
@@ -62,7 +63,7 @@ def checks(candidate: Callable, reference: Callable, reference_draws: bool, work
         if not all(drawing):
             reason = "its outputs are random, the reference's are not" if drawing[0] else "its dropout is gone"
             return [Check("output with dropout", "chance", False, True, math.nan, math.nan, reason)]
-        say("checking: dropout")
+        say(Phase.CHECKING, "dropout")
         theirs = [outputs(candidate, work, 1000 + seed) for seed in range(DRAWS)]
         ours = [outputs(reference, work, 5000 + seed) for seed in range(DRAWS)]
     groups = [torch.stack(ours[first:first + DRAWS // GROUPS]) for first in range(0, DRAWS, DRAWS // GROUPS)]

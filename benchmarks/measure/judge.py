@@ -24,6 +24,7 @@ from benchmarks.measure.observing import Loss, Observation, Work, observe, round
 from benchmarks.measure.truth import Truth, error_in_words, working_dtype
 from common.config import dtype_name
 from common.outcome import Failed, in_a_line, is_out_of_memory
+from common.phases import Phase
 
 
 class Judge:
@@ -66,11 +67,11 @@ class Judge:
     def _ask(self) -> None:
         truth = self.truth
         if self.asks_meaning:
-            truth.say("checking: the meaning")
+            truth.say(Phase.CHECKING, "the meaning")
             self._ask_meaning()
         if self._failed():
             return
-        truth.say("checking: the precision")
+        truth.say(Phase.CHECKING, "the precision")
         seen = observe(self.candidate, truth.work, overwrites_output=self.overwrites_output)
         own = truth.own(self.numerics)
         self._check_form(seen, own)

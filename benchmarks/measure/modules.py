@@ -27,6 +27,7 @@ from common.command_line import hush
 from common.config import dtype_name
 from common.iteration import FORWARD, MODES
 from common.outcome import Failed
+from common.phases import Phase
 from common.result import Result
 from common.subject import Subject
 from common.text import figures, html, number, ratio, table
@@ -84,8 +85,9 @@ def record_checks(judgement: Judgement, result: Result) -> None:
         raise Failed(judgement.failure)
 
 
-def subject_of(module: Callable, work: Work, gates: tuple[float, float], kind: type[Checked] = Checked) -> Checked:
-    """A module that was checked, on copies of the inputs. `gates` are those of a replay."""
+def subject_of(module: Callable, work: Work, gates: tuple[float, float], kind: Callable[..., Checked] = Checked
+               ) -> Checked:
+    """A module that was checked, on copies of the inputs. `gates` are those of a replay; `kind` makes it."""
     inputs = work.inputs.copies()
     with torch.enable_grad():
         returned = inputs.call(module)
@@ -196,7 +198,7 @@ def compare(modules: Mapping[str, Callable], inputs: Any, reference: Callable, r
     judgements: dict[str, Judgement] = {}
     with kept(reference, *modules.values()):
         session = Session("compare", device, rounds, seed)
-        session.say("checking: the reference")
+        session.say(Phase.CHECKING, "the reference")
         truth = Truth(reference, work, session.say)
 
         def prepare(setting: Setting, result: Result) -> Subject:

@@ -5,12 +5,14 @@ import time
 from tqdm import tqdm
 
 from common import exclusive
+from common.phases import Phase
 
-# What the time of a run is for -> the phases that it goes to: the first words of what `say` is told.
+# What the time of a run is for -> the phases that it goes to.
 PURPOSES = {
-    "timed samples": ("timed",), "warm-up": ("warming", "sampling"), "building": ("building",),
-    "compiling": ("compiling",), "checking": ("checking",), "calibrating": ("calibrating",),
-    "profiling": ("profiling", "observing", "attributing", "counting"), "energy and clocks": ("metering", "reading"),
+    "timed samples": (Phase.TIMED,), "warm-up": (Phase.WARMING_UP, Phase.SAMPLING), "building": (Phase.BUILDING,),
+    "compiling": (Phase.COMPILING,), "checking": (Phase.CHECKING, Phase.JUDGING), "calibrating": (Phase.CALIBRATING,),
+    "profiling": (Phase.PROFILING, Phase.OBSERVING, Phase.ATTRIBUTING, Phase.COUNTING),
+    "energy and clocks": (Phase.METERING, Phase.READING_CLOCKS),
 }
 
 
@@ -18,16 +20,21 @@ class Progress:
     """Shows what is going on, on a terminal alone, and counts seconds by phase."""
 
     def __init__(self) -> None:
-        self.seconds = {"starting": exclusive.process_seconds()}
-        self._phase, self._since = "starting", time.perf_counter()
+        self.seconds = dict.fromkeys(Phase, 0.0)
+        self.seconds[Phase.STARTING] = exclusive.process_seconds()
+        self._phase, self._since = Phase.STARTING, time.perf_counter()
         self._bar = tqdm(bar_format="{desc}", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False)
 
-    def say(self, what: str) -> None:
-        """Show what is going on, and count its time under its first word."""
+    def say(self, phase: Phase, detail: str = "") -> None:
+        """Show what is going on, and count its time under that phase."""
+        self._count(phase)
+        self.show(phase.said(detail))
+
+    def _count(self, next_phase: Phase) -> None:
+        """What goes on until now counts under its phase."""
         now = time.perf_counter()
-        self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
-        self._phase, self._since = what.split()[0].rstrip(",:"), now
-        self.show(what)
+        self.seconds[self._phase] += now - self._since
+        self._phase, self._since = next_phase, now
 
     def show(self, what: str) -> None:
         """Show it within the phase that goes on."""
@@ -38,23 +45,23 @@ class Progress:
         self._bar.clear()
 
     def sampled(self, timed_seconds: float) -> None:
-        """So much of the phase "sampling" were timed samples; the rest of it warmed up for them."""
-        self.say("sampling")                                     # what goes on until now counts
-        timed_seconds = min(timed_seconds, self.seconds.get("sampling", 0.0))
-        self.seconds["sampling"] = self.seconds.get("sampling", 0.0) - timed_seconds
-        self.seconds["timed"] = self.seconds.get("timed", 0.0) + timed_seconds
+        """So much of the sampling were timed samples; the rest of it warmed up for them."""
+        self._count(Phase.SAMPLING)
+        timed_seconds = min(timed_seconds, self.seconds[Phase.SAMPLING])
+        self.seconds[Phase.SAMPLING] -= timed_seconds
+        self.seconds[Phase.TIMED] += timed_seconds
 
     def finish(self) -> dict[str, float]:
-        """The seconds of each phase, once there are no more."""
-        self.say("done")
+        """The seconds of each phase that there was, by what a record calls it, once there are no more."""
+        self._count(self._phase)
         self._bar.close()
-        return self.seconds
+        return {phase.value: seconds for phase, seconds in self.seconds.items() if seconds}
 
     def by_purpose(self) -> dict[str, float]:
         """What the time was for -> seconds, without what is left over."""
         times = {}
         for purpose, phases in PURPOSES.items():
-            times[purpose] = sum(self.seconds.get(phase, 0.0) for phase in phases)
+            times[purpose] = sum(self.seconds[phase] for phase in phases)
         return times
 
     def left_over(self) -> float:
@@ -65,7 +72,7 @@ class Progress:
         """The wall time and what it was for, and what is left over, in two lines."""
         total = sum(self.seconds.values())
         known = {phase for phases in PURPOSES.values() for phase in phases}
-        rest = {phase: seconds for phase, seconds in self.seconds.items() if phase not in known}
+        rest = {phase.value: seconds for phase, seconds in self.seconds.items() if phase not in known}
         return (f"wall time {total:.0f} s: {_listed(self.by_purpose()) or 'nothing was left to measure'};\n"
                 f"left over {100 * self.left_over() / total:.0f} %: {_listed(rest) or 'less than a second'}")
 

@@ -23,13 +23,13 @@ from common.config import BlockConfig, dtype_name
 from common.iteration import LAUNCHES, Iteration
 from common.outcome import Failed, is_out_of_memory, judged
 from common.peaks import MeasuredPeaks
+from common.phases import Phase
 from common.record import Record, check_records, peak_records, record, row_records, status_record
 from common.record_file import RecordFile
 from common.result import Result, Row
 from common.subject import Subject
 
 WARM_UP_ROUNDS = 2
-_PEAK = "peak: "                           # what sustained peaks are called beside other calibrations
 
 
 @dataclass(eq=False)
@@ -41,14 +41,28 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class RowKey:
+    """A case by one way of launching."""
+    entry: Entry
+    launch: str
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Work that every process times beside its cases: a matmul or a copy, or what a sustained peak was measured by."""
+    name: str
+    is_peak: bool = False
+
+
+Key = RowKey | Calibration
+
+
+@dataclass(frozen=True)
 class Work:
     """What is timed for one row."""
     run: Callable
     between: Callable[[], None]
     iteration: Iteration | None = None     # launched eagerly; None for a replay
-
-
-Key = tuple[Entry | None, str]             # with a way of launching; a calibration has no entry, but its name
 
 
 class Session:
@@ -69,9 +83,12 @@ class Session:
         self.has_compiled = False                                # whether a block has been: the first is timed cold
         self.progress = Progress()
 
-    def say(self, what: str) -> None:
-        """Show what is going on, and count its time under its first word."""
-        self.progress.say(what)
+    def say(self, phase: Phase, detail: str = "") -> None:
+        """Show what is going on, and count its time under that phase."""
+        self.progress.say(phase, detail)
+
+    def _say_of(self, case: Case, phase: Phase, detail: str) -> None:
+        self.say(phase, f"{case.name}, {detail}" if detail else case.name)
 
     def write(self, lines: list[Record]) -> None:
         """Keep records, and append them to the file."""
@@ -94,7 +111,7 @@ class Session:
         """
         for case in group.cases:
             self.prepare(case)
-        self.say("calibrating: peaks of this machine")    # now: the rounds fill the memory with graphs
+        self.say(Phase.CALIBRATING, "peaks of this machine")    # now: the rounds fill the memory with graphs
         for entry in self.alive():
             if entry.subject:
                 entry.subject.hold_against_limit(Row(), group.modes[0], self.peaks)
@@ -120,7 +137,7 @@ class Session:
             result.matmul = case.traits.arithmetic(case.config, case.parameter_dtype, self.device).matmul
         entry = Entry(case, result)
         self.entries.append(entry)
-        setting = Setting(self.device, self.seed, lambda what: self.say(f"{what}: {case.name}"),
+        setting = Setting(self.device, self.seed, lambda phase, detail="": self._say_of(case, phase, detail),
                           time_compiler=not self.has_compiled)
         with judged(result, lambda: self._out_of_memory(case), foreign=not case.traits.claimed):
             if case.missing:
@@ -151,10 +168,10 @@ class Session:
         clock = group.clock(self.device)
         if group.calibrated:
             for name, call in timing.calibration(self.device).items():
-                works[None, name] = Work(call, timing.nothing)
+                works[Calibration(name)] = Work(call, timing.nothing)
         for name, sustained in self.peaks.sustained.items():
-            works[None, _PEAK + name] = Work(sustained.work.call, timing.nothing)
-        self.say(f"warming up, {mode}")
+            works[Calibration(name, is_peak=True)] = Work(sustained.work.call, timing.nothing)
+        self.say(Phase.WARMING_UP, mode)
         expected = self._warm_up(mode, works, clock)
         chosen = self._faster(expected)
         if self.slow_down:
@@ -162,22 +179,21 @@ class Session:
         profiler = attribution.Profiled(self.device)
 
         def visit(number: int, key: Key, take: Callable[[], None]) -> None:
-            entry, launch = key
-            if entry is None:
-                self.say("calibrating")
+            if isinstance(key, Calibration):
+                self.say(Phase.CALIBRATING)
                 return take()
-            work = works[key]
+            entry, launch, work = key.entry, key.launch, works[key]
             looked_into = chosen.get(entry) == launch
             profiled = looked_into and number < group.profiled
 
             def profile() -> None:
-                self.say(f"profiling {mode}")
+                self.say(Phase.PROFILING, mode)
                 profiler.burst(entry, number, work.run, work.between, expected[key])
 
             # The second of two bursts finds the GPU warmer: so each is the second in half of the rounds.
             if profiled and number % 2:
                 profile()
-            self.say(f"sampling {mode}")
+            self.say(Phase.SAMPLING, mode)
             take()
             if profiled and not number % 2:
                 profile()
@@ -197,7 +213,7 @@ class Session:
     def _sample(self, mode: str, works: dict[Key, Work], clock: timing.Clock, expected: dict[Key, float],
                 visit: Callable[[int, Key, Callable[[], None]], None]) -> dict[Key, timing.Samples] | None:
         """The samples of all rounds. None where a case was compiled again meanwhile: it has failed."""
-        self.say(f"sampling {mode}")
+        self.say(Phase.SAMPLING, mode)
 
         def show(number: int) -> None:
             self.progress.show(f"{mode}: round {number + 1} of {self.rounds}")
@@ -216,25 +232,27 @@ class Session:
     def _fill_rows(self, mode: str, works: dict[Key, Work], samples: dict[Key, timing.Samples], clock: timing.Clock
                    ) -> None:
         """Put the samples into the rows, per call, and hold the rows against their limits."""
-        self.say("calibrating: peaks of this machine")
+        self.say(Phase.CALIBRATING, "peaks of this machine")
         calibration: dict[str, list[float]] = {}
-        for (entry, name), (taken, _) in samples.items():
-            if entry is None and name.startswith(_PEAK):
-                self.peaks.took_part(name.removeprefix(_PEAK), taken)
-            elif entry is None:
-                calibration[name] = taken
-        for (entry, launch), (taken, offsets) in samples.items():
-            if entry is None or entry.subject is None:
+        for key, (taken, _) in samples.items():
+            if isinstance(key, Calibration) and key.is_peak:
+                self.peaks.took_part(key.name, taken)
+            elif isinstance(key, Calibration):
+                calibration[key.name] = taken
+        for key, (taken, offsets) in samples.items():
+            if isinstance(key, Calibration) or key.entry.subject is None:
                 continue
+            entry, launch = key.entry, key.launch
+            assert entry.subject is not None
             per_call = [ms / entry.subject.calls(mode) for ms in taken]
             row = entry.result.rows[mode, launch]
             row.timing = timing.Timing(per_call, timing.is_settled(per_call), clock.in_rounds, calibration,
                                        list(range(len(taken))), offsets)
 
         def hold() -> None:
-            for entry, launch in samples:
-                if entry and entry.subject:
-                    entry.subject.hold_against_limit(entry.result.rows[mode, launch], mode, self.peaks)
+            for key in samples:
+                if isinstance(key, RowKey) and key.entry.subject:
+                    key.entry.subject.hold_against_limit(key.entry.result.rows[mode, key.launch], mode, self.peaks)
 
         self.peaks.until_they_stay(hold)
 
@@ -242,16 +260,16 @@ class Session:
                  samples: dict[Key, timing.Samples]) -> None:
         """See which kernels ran and where the time went, and write the records of the pass."""
         result, subject = entry.result, entry.subject
-        iteration = works[entry, "eager"].iteration
+        iteration = works[RowKey(entry, "eager")].iteration
         assert subject is not None and iteration is not None
-        self.say(f"observing which kernels run, {mode}")
+        self.say(Phase.OBSERVING, f"which kernels run, {mode}")
         measurement.see_kernels(subject, iteration, mode, result)
         seen = result.evidence[mode]
         if seen.verdict == "refuted":
             result.status, result.reason = "failed", f"{mode}: {seen.because}"
         self.write(row_records(result, mode))
-        self.say("attributing")
-        if fields := profiler.fields(entry, samples[entry, launch][0]):
+        self.say(Phase.ATTRIBUTING)
+        if fields := profiler.fields(entry, samples[RowKey(entry, launch)][0]):
             total = [sum(fields["parts"].values())] if "parts" in fields else []
             self.write([record(result, "time by part", "ms", total, mode, of=launch, **fields)])
         if result.status != "ok":
@@ -268,9 +286,9 @@ class Session:
                 continue
             with judged(entry.result, functools.partial(self._out_of_memory, case), not case.traits.claimed):
                 for launch in self.launches:
-                    self.say(f"warming up {case.name}, {mode}, {launch}")
+                    self.say(Phase.WARMING_UP, f"{case.name}, {mode}, {launch}")
                     if work := self._work(entry, mode, launch, group.watched):
-                        own[entry, launch] = work
+                        own[RowKey(entry, launch)] = work
             if entry.result.status == "ok":
                 works |= own
             else:
@@ -317,11 +335,11 @@ class Session:
                 samples = rounds.interleaved(runs, clock, WARM_UP_ROUNDS, between, self.seed)
                 return {key: statistics.median(taken) for key, (taken, _) in samples.items()}
             except torch.OutOfMemoryError:                    # tried again below: here its tensors are still held
-                graphs = [entry for entry, launch in works if entry and launch == "graph"]
+                graphs = [key.entry for key in works if isinstance(key, RowKey) and key.launch == "graph"]
                 if not graphs:
                     raise
             largest = max(graphs, key=lambda entry: entry.result.rows[mode, "eager"].peak_bytes or 0)
-            del works[largest, "graph"], runs, between
+            del works[RowKey(largest, "graph")], runs, between
             largest.result.rows[mode, "graph"].reason = "graph: out of memory beside the other cases"
             self._free()
 
@@ -334,7 +352,7 @@ class Session:
             try:
                 with compiler.compiled_for_good(entry.subject.call):
                     for key, work in works.items():
-                        if key[0] is entry:
+                        if isinstance(key, RowKey) and key.entry is entry:
                             work.between()
                             work.run()
             except Failed:
@@ -345,7 +363,7 @@ class Session:
         """The same work, each case's with copies behind it that take `slow_down` percent of its time."""
         slowed = dict(works)
         for key, work in works.items():
-            if key[0] is None:
+            if isinstance(key, Calibration):
                 continue
             copy = timing.copying_for(self.device, expected[key] * self.slow_down / 100)
 
@@ -358,9 +376,12 @@ class Session:
     def _faster(self, expected: dict[Key, float]) -> dict[Entry, str]:
         """Case -> its faster way of launching."""
         chosen: dict[Entry, str] = {}
-        for entry, launch in expected:
-            if entry and (entry not in chosen or expected[entry, launch] < expected[entry, chosen[entry]]):
-                chosen[entry] = launch
+        for key, ms in expected.items():
+            if isinstance(key, Calibration):
+                continue
+            best = chosen.get(key.entry)
+            if best is None or ms < expected[RowKey(key.entry, best)]:
+                chosen[key.entry] = key.launch
         return chosen
 
     def _read_state(self, entry: Entry, mode: str, launch: str, work: Work, ms: float, metered: bool) -> None:
@@ -370,11 +391,11 @@ class Session:
         """
         on_gpu = self.device.type == "cuda"
         if metered and on_gpu:
-            self.say(f"metering {mode}")
+            self.say(Phase.METERING, mode)
             measurement.steadily(self.device, work.run, work.between, entry.result.rows[mode, launch], ms)
             entry.result.state = entry.result.rows[mode, launch].state
             return
-        self.say("reading clocks")
+        self.say(Phase.READING_CLOCKS)
         count = max(3, math.ceil(150 / ms)) if on_gpu else 0
         entry.result.state = measurement.under_load(self.device, work.run, work.between, count)
 
@@ -412,8 +433,7 @@ class Session:
 def _timed_seconds(clock: timing.Clock, key: Key, samples: dict[Key, timing.Samples], expected: dict[Key, float]
                    ) -> float:
     """Seconds of the timed iterations of a case; those of a calibration count as calibrating."""
-    entry, _ = key
-    if entry is None:
+    if isinstance(key, Calibration):
         return 0.0
     timed, _ = rounds.burst(clock, expected[key])
     taken, _ = samples[key]

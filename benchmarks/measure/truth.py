@@ -13,6 +13,7 @@ from benchmarks.measure.keeping import kept, without_dropout
 from benchmarks.measure.observing import Observation, Work, norm, observe, rounding_in
 from common.config import dtype_name
 from common.outcome import Failed, in_a_line, is_out_of_memory
+from common.phases import Phase
 
 
 class Truth:
@@ -21,7 +22,7 @@ class Truth:
     Raises ValueError where the reference can't be called on these inputs.
     """
 
-    def __init__(self, reference: Callable, work: Work, say: Callable[[str], None] = lambda what: None):
+    def __init__(self, reference: Callable, work: Work, say: Callable[..., None] = lambda *what: None):
         self.reference, self.work, self.say = reference, work, say
         self.dtype = working_dtype(reference, work.inputs)
         self.parameters, self.buffers = named_parameters(reference), named_buffers(reference)
@@ -64,7 +65,7 @@ class Truth:
     def _find(self) -> None:
         """The truth, and in which dtype it could be had."""
         for dtype in dict.fromkeys((FP64, FP32, self.dtype)):
-            self.say(f"checking: the truth in {dtype_name(dtype)}")
+            self.say(Phase.CHECKING, f"the truth in {dtype_name(dtype)}")
             try:
                 self.copy = deep_copy(self.plain, dtype)
                 with without_dropout(self.copy):

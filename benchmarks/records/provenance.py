@@ -2,7 +2,7 @@
 from collections.abc import Iterable
 
 from benchmarks.records.read import Run, extra, info, metric, runner, shape, versions
-from common import machine
+from common import engine, machine
 from common.record import Record
 
 
@@ -37,7 +37,7 @@ def _cautions_of(line: Record, what: str) -> list[str]:
 
 def unproven(run: Run) -> list[str]:
     """A line for each pass of a run whose kernels do not bear its claim out."""
-    if run.info["engine"].startswith("emulated"):
+    if engine.is_emulated(run.info["engine"]):
         return []
     said = []
     for line in run.lines:

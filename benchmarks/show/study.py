@@ -17,6 +17,7 @@ from benchmarks.show.tables import Column
 from common import compiler, exclusive
 from common.command_line import Parser, early_ends, tell
 from common.outcome import EXIT
+from common.phases import Phase
 from common.record import Record
 
 Options = argparse.Namespace
@@ -94,7 +95,7 @@ def show(study: Study, chosen: Options, session: Session, lines: list[Record] | 
     `lines` are the records to show, where they are not just the session's.
     """
     lines = session.lines if lines is None else lines
-    session.say("showing what was measured")
+    session.say(Phase.SHOWING)
     session.progress.clear()
     tell(study.told(lines))
     draw(study, chosen.chart, lines)

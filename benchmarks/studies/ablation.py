@@ -28,7 +28,6 @@ from benchmarks.show.tables import ERROR, LAUNCH, LAUNCHES, MS, STATUS, Column, 
 from common import compiler, machine, steps
 from common.config import BlockConfig
 from common.iteration import BOTH, MODES
-from common.precision import float32_matmul_precision
 from common.record import Record
 from common.text import table
 from common.traits import BY_HAND, DELAYED, FUSED, Traits
@@ -79,9 +78,7 @@ def build(combination: Combination, config: BlockConfig, values: dict[str, Tenso
     block: Any = step.build(config, values, device)
     if "FP8" in combination and "SDPA" not in combination:
         block.attn.core = AttentionByHand()
-    precision = float32_matmul_precision("high" if "TF32" in combination else "highest")
-    uncovered = vars(type(block))["__call__"].__wrapped__              # without the step's own TF32 switch
-    block.__class__ = type("Block", (type(block),), {"__call__": precision(uncovered)})
+    block.matmul_precision = "high" if "TF32" in combination else "highest"      # in place of the step's own
     if "compile" in combination:
         compiler.compile_in_place(block)
     return block

@@ -11,6 +11,7 @@ Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 import functools
 import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from common.config import LAYER_NORM_EPS, BlockConfig
 from common.iteration import BOTH, MODES
 from common.outcome import Failed
 from common.peaks import MeasuredPeaks
+from common.phases import Phase
 from common.record import Record
 from common.result import Result, Row
 from common.subject import Subject
@@ -225,9 +227,9 @@ def made(part: str, way: str, given: "Given") -> nn.Module:
             compiler.compile_in_place(module)
         return module
     typed = {name: value.to(dtype) for name, value in given.values.items()}
-    _, name = engine.choose(config, typed, device)
-    if name.startswith("emulated"):
-        raise NotImplementedError(name.removeprefix("emulated ").strip("()"))
+    engine.choose(config, typed, device)                   # raises where FP8 can't multiply these dimensions
+    if reason := engine.why_not(config, dtype, device):
+        raise NotImplementedError(reason)
     if part == "block":
         return steps.load(4).build(config, typed, device)
     with torch.device(device):
@@ -255,10 +257,11 @@ class Given:
 _given = functools.lru_cache(maxsize=1)(Given)             # of the part that is measured; the one before is let go of
 
 
+@dataclass
 class PartSubject(Checked):
     """A part of the block, whose limit is that of its own operations."""
-    part: str
-    config: BlockConfig
+    part: str = field(kw_only=True)
+    config: BlockConfig = field(kw_only=True)
 
     def hold_against_limit(self, row: Row, mode: str, peaks: MeasuredPeaks) -> None:
         """Set the limit of a row, in the arithmetic that the part has; without one it has no limit."""
@@ -276,21 +279,20 @@ def part_case(part: str, way: str, config: BlockConfig, device: torch.device, se
 
     def prepare(setting: Setting, result: Result) -> Subject:
         given = _given(part, config, device, seed)
-        setting.say("building")
+        setting.say(Phase.BUILDING)
         module = made(part, way, given)
         if traits.fp8 and part != "LayerNorm":
-            setting.say("calibrating FP8 scales")
+            setting.say(Phase.CALIBRATING, "FP8 scales")
             calibrate(module, given.x)
-        setting.say("checking")
+        setting.say(Phase.CHECKING)
         graphs = counters["stats"]["unique_graphs"]
         record_checks(Judge(module, given.truth, gate=gate if traits.fp8 else None).judge(), result)
-        subject = subject_of(module, given.work, (3 * gate, 3 * gate), PartSubject)
+        # What is best known has no limit of its own here.
+        arithmetic = None if traits.fp8 else traits.arithmetic(config, dtype, device)
+        kind = functools.partial(PartSubject, part=part, config=config, tokens=config.tokens, arithmetic=arithmetic)
+        subject = subject_of(module, given.work, (3 * gate, 3 * gate), kind)
         if traits.compiled and counters["stats"]["unique_graphs"] == graphs:
             raise Failed("torch.compile compiled nothing")
-        assert isinstance(subject, PartSubject)
-        subject.part, subject.config, subject.tokens = part, config, config.tokens
-        if not traits.fp8:                                 # what is best known has no limit of its own here
-            subject.arithmetic = traits.arithmetic(config, dtype, device)
         return subject
     return Case(part, prepare, config, traits, dtype, {"way": way})
 

@@ -24,6 +24,7 @@ from benchmarks.records.read import Run, extra, latest
 from benchmarks.show.study import Options, Study, exit_status, open_session, register
 from common.command_line import tell
 from common.config import dtype_name
+from common.phases import Phase
 from common.record import Record, record
 from common.result import Result
 from common.text import table
@@ -75,7 +76,7 @@ def run(study: Study, chosen: Options) -> int:
     statuses = []
     for kind, pairs in (("right", RIGHT), ("wrong", WRONG)):
         for name, make in pairs.items():
-            session.say(f"judging {name}")
+            session.say(Phase.JUDGING, name)
             statuses.append(_judge_pair(session, kind, name, make, chosen))
     session.progress.clear()
     tell(study.told(session.lines))

@@ -31,6 +31,7 @@ from common.command_line import Parser, tell
 from common.config import BlockConfig, dtype_name
 from common.iteration import BOTH, MODES
 from common.outcome import EXIT
+from common.phases import Phase
 from common.record import PARTS, Record, status_record
 from common.result import Result
 from common.text import figures, ratio, table
@@ -98,7 +99,7 @@ def _in_this_process(study: Study, options: Options) -> int:
         for group in groups(options):
             session.measure(group, keep=options.counters)
         if options.counters:
-            session.say("counting DRAM traffic")
+            session.say(Phase.COUNTING, "DRAM traffic")
             counters.measure(session)
         return show(study, options, session)
 

@@ -176,7 +176,7 @@ OURS = tuple(step for step in steps.ALL if step.traits.compiled or step.traits.f
 def build_step_4(config: BlockConfig, values: dict[str, Tensor], device) -> nn.Module:
     """Step 4, whose LayerNorm is its own whatever else of Transformer Engine runs in this process."""
     block: Any = steps.load(4).build(config, values, device)
-    if not block.engine.startswith("emulated"):
+    if not engine.is_emulated(block.engine):
         block.register_forward_pre_hook(lambda *_: choose_layer_norm(True))
     return block
 

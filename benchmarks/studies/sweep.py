@@ -304,11 +304,20 @@ def _unsure_at(unsure: list[int]) -> str:
 
 def _shape(points: Points) -> str:
     """What the shapes of a sweep have in common: B4 S* E768 ..., with a star for what differs."""
-    names = [its_run.shape.split() for _, by_step in points for its_run in by_step.values()]
-    words = []
-    for parts in zip(*names, strict=True):
-        words.append(parts[0] if len(set(parts)) == 1 else f"{parts[0][0]}*")
+    sizes: dict[str, set[int]] = {}
+    for _, by_step in points:
+        for its_run in by_step.values():
+            for letter, size in _config(its_run).dimensions.items():
+                sizes.setdefault(letter, set()).add(size)
+    words = [f"{letter}{min(seen)}" if len(seen) == 1 else f"{letter}*" for letter, seen in sizes.items()]
     return " ".join(words)
+
+
+def _config(its_run: Run) -> BlockConfig:
+    """The shape of a run, from its record."""
+    recorded = its_run.info["config"]
+    names = ("batch_size", "seq_len", "hidden_size", "num_heads", "ffn_hidden_size")
+    return BlockConfig(**{name: recorded[name] for name in names})
 
 
 def text(lines: list[Record], width: int | None = None) -> str:

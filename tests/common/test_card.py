@@ -329,7 +329,7 @@ def test_a_run_gives_its_rows_a_rate_unless_it_is_emulated(is_emulated, monkeypa
     options = SimpleNamespace(device=CPU_DEVICE, launch="both", max_seconds=1.0)
     block = SimpleNamespace(flops=lambda mode: 4e9, tokens=1000)
     for mode in MODES:
-        run._time(block, mode, options, r, lambda what: None)
+        run._time(block, mode, options, r, lambda *what: None)
     printed = card(r)
     rates = {label: card_value(printed, label).split() for label in ("tokens/s", "TFLOP/s")}
     expected = {"tokens/s": ["n/a"] * 4, "TFLOP/s": ["n/a"] * 4}
@@ -343,7 +343,7 @@ def test_a_run_says_of_a_row_that_nobody_asked_for_why_it_is_empty(monkeypatch):
     monkeypatch.setattr(measurement, "time_row", lambda *_: None)
     r = begun(0, gpu=False)
     options = SimpleNamespace(device=CPU_DEVICE, launch="eager", max_seconds=1.0)
-    run._time(SimpleNamespace(flops=lambda mode: 4e9, tokens=1000), BOTH, options, r, lambda what: None)
+    run._time(SimpleNamespace(flops=lambda mode: 4e9, tokens=1000), BOTH, options, r, lambda *what: None)
     assert r.rows[BOTH, "graph"] == Row(reason="--launch eager")
     assert card_value(card(r), "n/a because") == "--launch eager"
 

@@ -504,7 +504,7 @@ def test_no_two_seeds_share_a_tensor(monkeypatch):
     for seed in (0, 1, 2):
         subject._seeded.cache_clear()
         result = Result(step.name, config, "float32", machine.facts(CPU), step=0, traits=step.traits)
-        subject.prepare(step.build, torch.float32, CPU, seed, result, lambda what: None)
+        subject.prepare(step.build, torch.float32, CPU, seed, result, lambda *what: None)
     of_parameters, of_inputs, of_check = seeds[0::4], seeds[1::4], seeds[3::4]
     assert len(seeds) == 12 and len({*of_parameters, *of_inputs}) == 6
     assert not {*of_check} & {*of_parameters, *of_inputs}

@@ -23,11 +23,16 @@ def result_of(matmul: str, config: BlockConfig = CONFIG, **changes) -> Result:
     return Result("a block", config, "float32", {"device": "cpu"}, matmul=matmul, **changes)
 
 
+def teller(said: list[str]):
+    """What `prepare` says, as a person would see it, goes to the list."""
+    return lambda phase, detail="": said.append(phase.said(detail))
+
+
 def prepared(step: int, config: BlockConfig = CONFIG, dtype=torch.float32, build=None, said=None, **options):
     """(subject, result) of a step on a CPU; what is said on the way goes to the list `said`."""
     traits = steps.load(step).traits
     result = Result("a block", config, str(dtype).removeprefix("torch."), {"device": "cpu"}, step=step, traits=traits)
-    say = (said if said is not None else []).append
+    say = teller(said if said is not None else [])
     return subject.prepare(build or steps.load(step).build, dtype, CPU, 0, result, say, **options), result
 
 
@@ -241,7 +246,7 @@ def test_compiling_is_timed_from_nothing_twice_and_of_both_passes(monkeypatch):
 def test_a_block_is_built_and_checked_before_anything_else(step):
     said = []
     prepared_block, result = prepared(step, said=said)
-    assert said == ["building", "checking against FP64"]
+    assert said == ["building", "checking: against FP64"]
     assert (result.matmul, result.residual, result.engine) == ("float32", "float32", "PyTorch")
     assert result.compilation is None and not result.emulated
     assert result.errors.keys() == {"output", "branch", "input gradient", "parameter gradient"}
@@ -255,11 +260,11 @@ def test_fp8_scales_are_calibrated_before_the_check():
     """Step 4 under autocast; without FP8 it has none."""
     said, seen = [], []
     _, result = prepared(4, CONFIG.replace(amp_dtype=torch.bfloat16), said=said)
-    assert said == ["building", "calibrating FP8 scales", "checking against FP64"]
+    assert said == ["building", "calibrating: FP8 scales", "checking: against FP64"]
     assert (result.matmul, result.residual) == ("float8", "bfloat16")
     assert result.emulated and result.engine.startswith("emulated (")
     _, result = prepared(4, said=seen)
-    assert seen == ["building", "checking against FP64"] and (result.matmul, result.residual) == ("float32", "float32")
+    assert seen == ["building", "checking: against FP64"] and (result.matmul, result.residual) == ("float32", "float32")
 
 
 def test_a_wrong_block_is_not_handed_out():
@@ -307,7 +312,7 @@ def test_compiling_is_timed_where_that_is_asked_for(time_compiler, monkeypatch, 
     monkeypatch.setattr(compiler, "missing", lambda device: None)
     monkeypatch.setattr(subject, "compilation_time", lambda block: timed.append(block) or "seconds")
     prepared_block, result = prepared(3, said=said, time_compiler=time_compiler)
-    assert ("compiling, cold and warm" in said) == time_compiler
+    assert ("compiling: cold and warm" in said) == time_compiler
     assert (timed, result.compilation) == (([prepared_block], "seconds") if time_compiler else ([], None))
 
 
@@ -410,5 +415,5 @@ def test_traits_decide_what_is_calibrated_and_not_the_block():
     config = CONFIG.replace(amp_dtype=torch.bfloat16)
     traits, said = Traits(autocast=True, fp8=DYNAMIC), []
     result = Result("another library's", config, "float32", {"device": "cpu"}, traits=traits)
-    subject.prepare(steps.load(1).build, torch.float32, CPU, 0, result, said.append)
-    assert said == ["building", "checking against FP64"] and result.matmul == "float8"
+    subject.prepare(steps.load(1).build, torch.float32, CPU, 0, result, teller(said))
+    assert said == ["building", "checking: against FP64"] and result.matmul == "float8"

@@ -39,6 +39,7 @@ from common import exclusive, machine
 from common.command_line import Parser, tell
 from common.iteration import LAUNCHES
 from common.outcome import EXIT
+from common.phases import Phase
 from common.record import Record
 from common.result import Result
 
@@ -62,7 +63,7 @@ def case(name: str, level: str, call: Callable | str, size: Size, options: Optio
         inputs = _inputs(name, size, dtype, setting.device, setting.seed)
         if level == COPY:
             return CopySubject(call, experiment, [inputs[0].detach()], setting.seed, options.config)
-        setting.say("checking")
+        setting.say(Phase.CHECKING)
         errors = check(call, experiment, inputs, setting.seed + 1)
         result.errors = {what: (error, None) for what, error in errors.items()}
         has_backward = any(what.startswith("gradient") for what in errors)
@@ -117,7 +118,7 @@ def run(study: Study, options: Options) -> int:
             for size in sizes(name, options):
                 session.measure(group(name, size, options))
             if options.capture:
-                session.say(f"capturing {name}")
+                session.say(Phase.CAPTURING, name)
                 kernels = [kernel for key, kernel in compiled_so_far(name).items() if key not in before]
                 save(session.lines, options, name, size, kernels)
         return show(study, options, session)

@@ -147,7 +147,7 @@ def text(lines: list[Record], width: int | None = None) -> str:
         blocks.append(f"% same: {SAME_SIZE}. % best: {BEST}, of any size, which ran at {figures(best)} GB/s.")
     if without_percent:
         blocks.append("No percentage where the tensors may stay in a cache (of a CPU's caches nothing is known).")
-    if any(UNSETTLED in block for block in blocks):
+    if any(_is_unsettled(run) for run in runs(lines)):
         blocks.append(f"{UNSETTLED} these rounds do not tell the median to 0.5 %")
     blocks.append("\n".join(_skipped(lines)))
     return framed(lines, blocks, (run for run in runs(lines) if run.status != "skipped"))
@@ -203,6 +203,12 @@ def _microseconds(run: Run, mode: str, launch: str) -> str:
     if latency is None or not values(latency):
         return "n/a"
     return figures(1e3 * extra(latency)["median"]) + ("" if extra(latency)["settled"] else UNSETTLED)
+
+
+def _is_unsettled(run: Run) -> bool:
+    """Whether a median of its tables is not known to 0.5 %."""
+    timed = [line for line in run.lines if metric(line) == "latency" and values(line)]
+    return bool(run.variant["size"]) and not all(extra(line)["settled"] for line in timed)
 
 
 def _copies(run: Run, mode: str) -> int:

@@ -60,7 +60,7 @@ def test_a_step_may_be_built_in_another_way():
         raise NotImplementedError("in another way")
     case = step_case(steps.load(2), CPU_CONFIG, CPU, build=build)
     with pytest.raises(NotImplementedError, match="in another way"):
-        case.prepare(Setting(CPU, 0, lambda what: None, False), Result("2_sdpa", CPU_CONFIG, "float32", FACTS))
+        case.prepare(Setting(CPU, 0, lambda *what: None, False), Result("2_sdpa", CPU_CONFIG, "float32", FACTS))
 
 
 def test_what_is_no_block_needs_no_config():

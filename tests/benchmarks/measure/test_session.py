@@ -9,13 +9,14 @@ import torch
 from benchmarks.measure import attribution, session
 from benchmarks.measure.cases import Case, Group, block_case, step_case
 from benchmarks.measure.progress import PURPOSES
-from benchmarks.measure.session import Entry, Session, Work
+from benchmarks.measure.session import Calibration, Entry, RowKey, Session, Work
 from benchmarks.records.read import Run, extra, latest, paired, runner
 from common import PRESETS, compiler, evidence, limit, machine, measurement, peaks, rounds, steps, subject, timing
 from common.evidence import Evidence
 from common.iteration import BOTH, FORWARD, LAUNCHES, MODES, Iteration
 from common.outcome import Failed
 from common.peaks import MeasuredPeaks
+from common.phases import Phase
 from common.record_file import RecordFile
 from common.result import Compilation, Result, Row
 from common.traits import Traits
@@ -308,8 +309,8 @@ def test_gradients_do_not_add_up_while_a_case_is_profiled(some, monkeypatch):
 
 @unit
 def test_what_is_profiled_is_the_faster_way_of_launching():
-    ms = {("a", "eager"): 2.0, ("a", "graph"): 1.0, ("b", "eager"): 1.0, ("b", "graph"): 2.0, ("c", "eager"): 5.0,
-          (None, "copy"): 0.1}
+    ms = {RowKey("a", "eager"): 2.0, RowKey("a", "graph"): 1.0, RowKey("b", "eager"): 1.0, RowKey("b", "graph"): 2.0,
+          RowKey("c", "eager"): 5.0, Calibration("copy"): 0.1}
     assert Session._faster(None, ms) == {"a": "graph", "b": "eager", "c": "eager"}
 
 
@@ -331,7 +332,7 @@ def test_clocks_are_read_in_150_ms_of_work_on_a_gpu(ms, count, monkeypatch):
     counts = []
     monkeypatch.setattr(measurement, "under_load", lambda device, run, between, count: counts.append(count))
     for device in (GPU, CPU):
-        some = SimpleNamespace(device=device, say=lambda what: None)
+        some = SimpleNamespace(device=device, say=lambda *what: None)
         Session._read_state(some, entry_of("a case"), FORWARD, "eager", Work(None, None), ms, metered=False)
     assert counts == [count, 0]
 
@@ -350,7 +351,7 @@ def test_a_row_is_metered_on_a_gpu_alone(monkeypatch):
     for device in (GPU, CPU):
         entry = entry_of("a case")
         entry.result.rows[FORWARD, "graph"] = Row()
-        some = SimpleNamespace(device=device, say=lambda what: None)
+        some = SimpleNamespace(device=device, say=lambda *what: None)
         Session._read_state(some, entry, FORWARD, "graph", Work(None, None), 3.5, metered=True)
         states.append(entry.result.state)
     assert metered == [(GPU, 3.5)] and states == [{"sm_mhz": 1400}, {"load_average": 1.0}]
@@ -404,16 +405,17 @@ def test_graphs_that_do_not_fit_beside_the_others_are_left_out(some):
     entries = [entry_of(name) for name in "abc"]
 
     def eager():
-        if sum(launch == "graph" for _, launch in works) > 1:
+        if sum(launch == "graph" for launch in [key.launch for key in works]) > 1:
             raise torch.OutOfMemoryError("no")
         calls.append("eager")
     for entry, peak in zip(entries, (2, 3, 1), strict=True):
         entry.result.rows[FORWARD, "eager"] = Row(peak_bytes=peak)
         entry.result.rows[FORWARD, "graph"] = Row()
-        works[entry, "eager"] = Work(eager, timing.nothing)
-        works[entry, "graph"] = Work(lambda: None, timing.nothing)
+        works[RowKey(entry, "eager")] = Work(eager, timing.nothing)
+        works[RowKey(entry, "graph")] = Work(lambda: None, timing.nothing)
     expected = some._warm_up(FORWARD, works, timing.HostClock())
-    assert expected.keys() == works.keys() == {*((entry, "eager") for entry in entries), (entries[2], "graph")}
+    assert expected.keys() == works.keys() == {*(RowKey(entry, "eager") for entry in entries),
+                                               RowKey(entries[2], "graph")}
     assert all(ms > 0 for ms in expected.values())
     assert len(calls) == session.WARM_UP_ROUNDS * len(entries)
     reasons = [entry.result.rows[FORWARD, "graph"].reason for entry in entries]
@@ -555,7 +557,7 @@ def test_of_two_compiled_blocks_that_one_fails_which_is_compiled_again(some, mon
 
     def again(*calls: str) -> list[str]:
         some.entries = [entry_of(name, call) for name, call in zip("abc", calls, strict=True)]
-        works = {(entry, "eager"): Work(timing.nothing, timing.nothing) for entry in some.entries}
+        works = {RowKey(entry, "eager"): Work(timing.nothing, timing.nothing) for entry in some.entries}
         return [entry.case.name for entry in some._compiled_again(works)]
     assert again("eager", "changed", "as it was") == ["b"]
     assert again("eager", "as it was", "as it was") == ["b", "c"]                # it was one of them
@@ -573,7 +575,7 @@ def test_peaks_are_measured_while_calibrating(some, monkeypatch):
         return known
     monkeypatch.setattr(peaks, "measure_burst", measure_burst)
     some.measure(group_of(0))
-    assert set(phases) == {"calibrating"} and "calibrating" in PURPOSES["calibrating"]
+    assert set(phases) == {Phase.CALIBRATING} and Phase.CALIBRATING in PURPOSES["calibrating"]
 
 
 class HeldAgainstBandwidth:
@@ -598,14 +600,15 @@ def test_rows_of_a_pass_are_held_against_the_same_peaks(some):
     for entry, subject_ in zip(entries, (HeldAgainstBandwidth(), HeldAgainstBandwidth(7.0)), strict=True):
         entry.subject = subject_
         entry.result.rows[FORWARD, "eager"] = Row()
-    samples = {(entry, "eager"): ([1.0, 2.0], [0.0, 1.0]) for entry in entries}
+    samples = {RowKey(entry, "eager"): ([1.0, 2.0], [0.0, 1.0]) for entry in entries}
     some._fill_rows(FORWARD, {}, samples, timing.HostClock())
     assert [entry.result.rows[FORWARD, "eager"].limit_ms for entry in entries] == [7.0, 7.0]
 
 
 @unit
 def test_the_wall_time_is_a_record_of_no_case(some, monkeypatch):
-    monkeypatch.setattr(some.progress, "seconds", {"starting": 2.0, "building": 5.0})
+    of_phases = dict.fromkeys(Phase, 0.0) | {Phase.STARTING: 2.0, Phase.BUILDING: 5.0}
+    monkeypatch.setattr(some.progress, "seconds", of_phases)
     said = some.finish(CPU_CONFIG)
     assert said == some.progress.in_words()
     line = some.lines[-1]

@@ -86,7 +86,7 @@ def test_all_ways_of_a_part_share_what_fp64_says_of_it(monkeypatch):
         made_of.append(arguments)
         return truth_of(*arguments)
     monkeypatch.setattr(components, "Truth", counted)
-    setting = Setting(CPU, 0, lambda what: None, time_compiler=False)
+    setting = Setting(CPU, 0, lambda *what: None, time_compiler=False)
     for way in ("naive", "tuned"):
         case_ = components.part_case("MLP", way, CONFIG, CPU, 0)
         result = Result("MLP", case_.config, "float32", FACTS)
@@ -100,7 +100,7 @@ def test_all_ways_of_a_part_share_what_fp64_says_of_it(monkeypatch):
 def test_a_part_that_is_not_there_is_missing_with_the_reason():
     case_ = components.part_case("MLP", "best known", CONFIG, CPU, 0)
     with pytest.raises(NotImplementedError, match="Transformer Engine needs a GPU"):
-        case_.prepare(Setting(CPU, 0, lambda what: None, time_compiler=False),
+        case_.prepare(Setting(CPU, 0, lambda *what: None, time_compiler=False),
                       Result("MLP", case_.config, "float32", FACTS))
 
 
@@ -110,8 +110,7 @@ def test_a_part_that_is_not_there_is_missing_with_the_reason():
 def limit_of(name: str, arithmetic, peaks: Peaks, mode: str = FORWARD) -> float:
     """The limit in ms that a row of a part gets."""
     row = Row()
-    subject = components.PartSubject(None, [], [], {}, (1.0, 1.0), arithmetic)
-    subject.part, subject.config = name, CONFIG
+    subject = components.PartSubject(None, [], [], {}, (1.0, 1.0), arithmetic, part=name, config=CONFIG)
     subject.hold_against_limit(row, mode, SimpleNamespace(of=lambda *_: peaks))
     return row.limit_ms
 

@@ -142,7 +142,7 @@ def test_sizes_that_come_out_the_same_are_one():
 @unit
 def test_a_case_is_checked_and_says_what_it_is_off_by():
     chosen = parsed("--experiment", "SwiGLU", "--rows", "4")
-    setting = Setting(CPU, 0, lambda what: None, time_compiler=False)
+    setting = Setting(CPU, 0, lambda *what: None, time_compiler=False)
 
     def prepared(call):
         result = Result("SwiGLU", chosen.config, "float32", FACTS)
@@ -160,7 +160,7 @@ def test_the_copy_needs_no_check():
     chosen = parsed("--experiment", "SwiGLU", "--rows", "4")
     case = fusions.case("SwiGLU", COPY, subjects.copying(), (4, 256), chosen)
     result = Result("SwiGLU", chosen.config, "float32", FACTS)
-    subject = case.prepare(Setting(CPU, 0, lambda what: None, time_compiler=False), result)
+    subject = case.prepare(Setting(CPU, 0, lambda *what: None, time_compiler=False), result)
     assert isinstance(subject, CopySubject) and result.errors == {} and not subject.x.requires_grad
 
 
