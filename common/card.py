@@ -138,7 +138,7 @@ def _evidence(r: Result) -> list[str]:
         missing += sorted({row.energy_reason for row in r.rows.values() if row.timing and not row.energy})
     meaning = "means nothing: Transformer Engine is emulated, only its numerics are real"
     lines = [_line("n/a because", "; ".join(missing) or "nothing is"),
-             _line("timing", meaning if r.emulated else "of the real thing")]
+             _line("timing", meaning if r.emulated else "measured")]
     for mode in MODES:
         seen = r.evidence.get(mode)
         lines.append(_line(mode, f"{seen.verdict}: {seen.because}" if seen else NOT_AVAILABLE))

@@ -27,8 +27,8 @@ def missing(device: torch.device) -> str | None:
     """
     if device.type == "cuda":
         names = [os.environ["CC"].split()[0]] if os.environ.get("CC", "").strip() else ["gcc", "clang"]
-        there = any(shutil.which(name) for name in names)
-        return None if there else "no C compiler found: install gcc, or name one in the variable CC"
+        present = any(shutil.which(name) for name in names)
+        return None if present else "no C compiler found: install gcc, or name one in the variable CC"
     if named := os.environ.get("CXX", "").strip():
         return None if shutil.which(named.split()[0]) else f"no C++ compiler found: the variable CXX names {named}"
     name = "clang++" if sys.platform == "darwin" else "g++"

@@ -9,9 +9,9 @@ from .traits import Traits
 def needed(config: BlockConfig, traits: Traits, device: torch.device) -> int:
     """Bytes that a run holds at its peak, estimated on the high side.
 
-    Parameters with their gradients, and beside them either the batch (activations, and per S x S score tensor of an
-    attention by hand three kept and one gradient) and what FP64 said of one sequence, or the FP64 check itself. On a
-    CPU also the process and the buffers by which it measures the machine.
+    Parameters with their gradients. Beside them either the batch and what FP64 gave for one sequence, or the FP64
+    check itself. The batch is its activations. An attention by hand adds four S x S tensors a head: it keeps three,
+    and one is a gradient. On a CPU also the process and the buffers by which it measures the machine.
     """
     B, S, E, F, H = (config.batch_size, config.seq_len, config.hidden_size, config.ffn_hidden_size, config.num_heads)
     weights = sum(torch.Size(shape).numel() for shape in parameters.shapes(config).values())

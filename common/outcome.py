@@ -15,7 +15,7 @@ class Failed(Exception):
 
 
 class Told(ValueError):
-    """What a user must be told, in a line; the process has failed by it."""
+    """What a user must be told, in a line. The process ends by it, as failed."""
 
 
 class Outcome(Protocol):

@@ -71,7 +71,7 @@ class RecordFile:
                 is_alone = True
                 break
         if not is_alone:
-            self._pauses = (0,)                            # who kept it that long is no run like this: waited for once
+            self._pauses = (0,)          # no run like this keeps the file so long: it is waited for once, not each time
         try:
             yield is_alone
         finally:

@@ -22,8 +22,8 @@ def interleaved(iterations: Mapping[Key, Callable], clock: Clock, rounds: int,
                 visit: Callable[[int, Key, Callable[[], None]], None] | None = None) -> dict[Key, Samples]:
     """Key -> `rounds` samples in ms and their offsets in seconds; sample i of every key comes from round i.
 
-    `iterations` and `between` go from any key to a callable. A GPU at its power cap runs for a moment at the clocks
-    that the work before left it, another's here: so a sample is taken behind `clock.settle_ms` of the same work.
+    `iterations` and `between` go from any key to a callable. A GPU at its power cap keeps for a moment the
+    clocks of the work before, here of another key. So `clock.settle_ms` of the same work run before each sample.
     `expected` holds the ms of an iteration by key, where that is known. `progress` gets the number of each round as it
     begins. `visit` gets that number, a key and what takes its sample, which it must call once: so other work can come
     before a sample or behind it.

@@ -203,24 +203,24 @@ def least_flops(experiment: Experiment, mode: str, x: Tensor) -> float:
 
 def levels(experiment: Experiment, device: torch.device) -> dict[str, Callable | str]:
     """Level -> the function, or why there is none here."""
-    there: dict[str, Callable | str] = {"eager": experiment.plain}
+    present: dict[str, Callable | str] = {"eager": experiment.plain}
     if device.type == "cuda" and experiment.no_torchscript:
-        there[TORCHSCRIPT] = experiment.no_torchscript
+        present[TORCHSCRIPT] = experiment.no_torchscript
     else:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)               # deprecated: the level's name says so
-            there[TORCHSCRIPT] = torch.jit.script(experiment.plain)
+            present[TORCHSCRIPT] = torch.jit.script(experiment.plain)
     torch._dynamo.config.recompile_limit = compiler.RECOMPILE_LIMIT
-    there["torch.compile"] = torch.compile(experiment.plain, fullgraph=True, dynamic=False)
+    present["torch.compile"] = torch.compile(experiment.plain, fullgraph=True, dynamic=False)
     for level, load in experiment.by_hand.items():
         try:
-            there[level] = load() if device.type == "cuda" else "timed on a GPU alone"
+            present[level] = load() if device.type == "cuda" else "timed on a GPU alone"
         except NotImplementedError as error:
-            there[level] = str(error)
+            present[level] = str(error)
         except Exception as error:                                       # a library that is not there, or half of it
-            there[level] = in_a_line(error)
-    there.setdefault("CUDA C++", "no kernel of it is written")
-    return there
+            present[level] = in_a_line(error)
+    present.setdefault("CUDA C++", "no kernel of it is written")
+    return present
 
 
 def tensors(experiment: Experiment, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int

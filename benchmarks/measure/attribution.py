@@ -108,7 +108,7 @@ class Profiled:
 
 
 def middle(bursts: Sequence[list[Pair]], timed: Sequence[float]) -> tuple[dict[str, float], float, float]:
-    """(ms by part, ms by the clock beside them, ms by the clock before): of each burst, and of the sample before it.
+    """(ms by part of the bursts, ms of the bursts by the clock, ms of the samples before them by the clock).
 
     Means over the middle three fifths, by length, of the pairs of a burst and then of the bursts, the same for all
     three: what was disturbed is left out, the parts add up, and what differs from round to round differs for all.

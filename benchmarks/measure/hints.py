@@ -17,8 +17,8 @@ CLOSE_IN_16_BITS = 2e-2
 def hint(candidate: Callable, truth: Any, checks: Sequence[Check]) -> str:
     """The first that fits; "" where none does. `truth` has the reference (`plain`) and its `work`."""
     failed = [check for check in checks if not check.passed]
-    if said := _mode(candidate, truth.plain):
-        return said
+    if sentences := _mode(candidate, truth.plain):
+        return sentences
     outputs = [check for check in failed if check.name.startswith("output") and check.question != "form"]
     if not outputs:
         return ""
@@ -99,12 +99,12 @@ def _scale(candidate: Callable, ours: Tensor, inputs: Inputs) -> str:
         return ""
     D = q.size(-1)
     trials = (D ** -0.5, "is the scale of 1/sqrt(D) missing?"), (D ** 0.5, "is a scale of 1/sqrt(D) too much?")
-    for factor, said in trials:
+    for factor, sentences in trials:
         scaled = inputs.copies()
         first = next(t for t in scaled.named().values() if t.is_floating_point() and t.ndim >= 3)
         first.mul_(factor)
         if _fits(_first_output(candidate, scaled), ours):
-            return said
+            return sentences
     return ""
 
 

@@ -150,18 +150,18 @@ class Comparison:
 
     def lines(self) -> list[str]:
         """What is to be said below the table."""
-        said = []
+        sentences = []
         for name, run in self.results.items():
             if run.status != "ok":
-                said.append(f"{name}: {run.status}: {run.info['reason']}")
+                sentences.append(f"{name}: {run.status}: {run.info['reason']}")
             judgement = self.judgements.get(name)
             if judgement is None:
                 continue
-            said += [f"{name}: {note}" for note in judgement.notes]
-            said += [f"{name}: {check}" for check in judgement.less_accurate]
+            sentences += [f"{name}: {note}" for note in judgement.notes]
+            sentences += [f"{name}: {check}" for check in judgement.less_accurate]
             if "no oracle" in judgement.truth:
-                said.append(f"{name}: held against {judgement.truth}")
-        return said
+                sentences.append(f"{name}: held against {judgement.truth}")
+        return sentences
 
     def table(self, width: int | None = None) -> str:
         """A row a module, and a line for everything that has to be said of one."""

@@ -172,11 +172,11 @@ def failed_since(old: list[Record], new: list[Record]) -> dict[tuple[str, str], 
     """(case, shape) of what was ok in the old file and failed in the new one -> why."""
     was, now = _cases(old), _cases(new)
     reasons = {}
-    for key, its_runs in now.items():
+    for key, case_runs in now.items():
         if not any(run.status == "ok" for run in was.get(key, [])):
             continue
-        latest_commit = its_runs[-1].info.get("git")                         # what failed before may be mended since
-        for run in its_runs:
+        latest_commit = case_runs[-1].info.get("git")                         # what failed before may be mended since
+        for run in case_runs:
             if run.status in ("failed", "oom") and run.info.get("git") == latest_commit:
                 reasons[key] = run.info["reason"]
     return reasons

@@ -8,42 +8,42 @@ from common.record import Record
 
 def cautions(told: Iterable[Run]) -> list[str]:
     """What a reader of these runs must know besides their figures, a line each: none where all is as it should be."""
-    said: dict[str, None] = {}
+    sentences: dict[str, None] = {}
     for run in told:
         if run.status != "ok":
-            said[f"{run.label}: {run.status}: {run.info['reason']}"] = None
+            sentences[f"{run.label}: {run.status}: {run.info['reason']}"] = None
         if slowed := run.info.get("slowed_percent"):
-            said[f"every row was made {slowed:g} % slower on purpose"] = None
-        said |= dict.fromkeys(unproven(run))
+            sentences[f"every row was made {slowed:g} % slower on purpose"] = None
+        sentences |= dict.fromkeys(unproven(run))
         for line in run.lines:
-            said |= dict.fromkeys(_cautions_of(line, run.label))
-    return list(said)
+            sentences |= dict.fromkeys(_cautions_of(line, run.label))
+    return list(sentences)
 
 
 def _cautions_of(line: Record, what: str) -> list[str]:
-    said = []
+    sentences = []
     readings = runner(line)["extra_info"]
     if reason := extra(line).get("reason"):
-        said.append(f"{what}, {line['benchmark']['mode']}: {reason}")
+        sentences.append(f"{what}, {line['benchmark']['mode']}: {reason}")
     if readings.get("throttled"):
-        said.append(f"throttled meanwhile: {', '.join(readings['throttled'])}")
+        sentences.append(f"throttled meanwhile: {', '.join(readings['throttled'])}")
     if runner(line)["type"] == "cpu" and machine.busy(readings):
-        said.append(f"the machine was busy with other work too: load {readings['load_average']:.0f}, "
+        sentences.append(f"the machine was busy with other work too: load {readings['load_average']:.0f}, "
                     f"{readings['cpu_threads']} threads")
     if readings.get("neighbours"):
-        said.append("other processes were on this GPU: " + ", ".join(readings["neighbours"]))
-    return said
+        sentences.append("other processes were on this GPU: " + ", ".join(readings["neighbours"]))
+    return sentences
 
 
 def unproven(run: Run) -> list[str]:
     """A line for each pass of a run whose kernels do not bear its claim out."""
     if engine.is_emulated(run.info["engine"]):
         return []
-    said = []
+    sentences = []
     for line in run.lines:
         if metric(line) == "launches" and extra(line).get("verdict") == "unproven":
-            said.append(f"{run.label}, {line['benchmark']['mode']}: unproven: {extra(line).get('because', '')}")
-    return said
+            sentences.append(f"{run.label}, {line['benchmark']['mode']}: unproven: {extra(line).get('because', '')}")
+    return sentences
 
 
 # The libraries that every record names; those of some cases alone are in `python -m benchmarks records`.

@@ -121,9 +121,9 @@ def spread(samples: list[float]) -> Spread:
     return Spread(median, (high - low) / 2 / median)
 
 
-def measured(where: What, its_runs: list[Run]) -> Measured:
+def measured(where: What, case_runs: list[Run]) -> Measured:
     """One row from the runs that measured it."""
-    processes = [process_of(where, run) for run in its_runs]
+    processes = [process_of(where, run) for run in case_runs]
     names = set.intersection(*(set(process.calibrations) for process in processes))
     calibration = {}
     for name in names:
@@ -140,14 +140,14 @@ def measured(where: What, its_runs: list[Run]) -> Measured:
     between = None
     if len(processes) >= PROCESSES:
         between = REACH * statistics.stdev(scaled) / statistics.mean(scaled)
-    held_up = [run for run in its_runs if where.launch == "eager" and run.launch_bound(where.mode)]
-    last = its_runs[-1].find(where.mode, "latency", where.launch)
+    held_up = [run for run in case_runs if where.launch == "eager" and run.launch_bound(where.mode)]
+    last = case_runs[-1].find(where.mode, "latency", where.launch)
     return Measured(
         ms=statistics.median(process.time.median for process in processes), calibration=calibration, share=share,
         within=statistics.median(process.time.reach for process in processes),
         calibration_within=statistics.median(calibrations_within), between=between,
-        clock=extra(last).get("clock", "") if last else "", launch_bound=len(held_up) > len(its_runs) / 2,
-        runs=frozenset(run.info["run"] for run in its_runs))
+        clock=extra(last).get("clock", "") if last else "", launch_bound=len(held_up) > len(case_runs) / 2,
+        runs=frozenset(run.info["run"] for run in case_runs))
 
 
 def expected_ratio(where: What, old: dict[str, float], new: dict[str, float], share: float | None) -> float:
@@ -171,8 +171,8 @@ def floors(lines: list[Record]) -> dict[What, float]:
     Five processes tell a row's own spread badly: none is taken for less than the median of all rows of its shape.
     """
     by_shape: dict[str, dict[What, float]] = {}
-    for where, its_runs in rows(lines).items():
-        if (floor := measured(where, its_runs).between) is not None:
+    for where, case_runs in rows(lines).items():
+        if (floor := measured(where, case_runs).between) is not None:
             by_shape.setdefault(where.shape, {})[where] = floor
     raised = {}
     for alike in by_shape.values():
@@ -197,7 +197,7 @@ def floor_of(old: Measured, new: Measured, floor: float | None) -> tuple[float, 
 
 
 def noises_of(old: Measured, new: Measured, floor: float, assumed: bool) -> tuple[float, float]:
-    """How far each side may be off, relative: as one process, since several on one machine share what is its own.
+    """How far each side may be off, relative. Several processes count as one: they share what is their machine's own.
 
     A known floor holds the noise of the calibrations; beside an assumed one it is added. The same runs in both files
     share their calibrations, which then cancel.

@@ -103,9 +103,9 @@ def parts_of(studies: Sequence[Question]) -> dict[str, Callable[[], str]]:
         parts[f"diff {before.number} {after.number}"] = lambda a=before, b=after: diff(a, b)    # type: ignore[misc]
     for preset in ("te-tutorial", "gpt2"):
         parts[f"scripts {preset}"] = lambda preset=preset: scripts(preset)                      # type: ignore[misc]
-    there = [study for study in studies if recorded(study.name)]
-    parts |= {"questions": lambda: questions(there), "contents": lambda: contents(there),
-              "studies": lambda: "\n\n".join(map(section, there))}
+    present = [study for study in studies if recorded(study.name)]
+    parts |= {"questions": lambda: questions(present), "contents": lambda: contents(present),
+              "studies": lambda: "\n\n".join(map(section, present))}
     for study in studies:
         parts.update(study.parts)
     return parts
@@ -135,10 +135,10 @@ def questions(studies: Sequence[Question]) -> str:
 def scripts(preset: str) -> str:
     """The recorded runs of the five scripts at one shape."""
     lines = read(RESULTS / "h200" / f"{preset}.jsonl")
-    said = []
+    sentences = []
     for run in latest(lines).values():
-        said += unproven(run)
-    return "\n\n".join([provenance(lines), scripts_table(lines), *said])
+        sentences += unproven(run)
+    return "\n\n".join([provenance(lines), scripts_table(lines), *sentences])
 
 
 def scripts_table(lines: list[Record]) -> str:
@@ -242,7 +242,7 @@ def comparisons() -> str:
 
 def sensitivity() -> str:
     """What compare says of two ladders of one day, and of one whose rows were all made slower on purpose."""
-    said = []
+    shown = []
     for path in sorted(RESULTS.glob("*/second-*.jsonl")) + sorted(RESULTS.glob("*/slowed-*.jsonl")):
         kind, _, name = path.name.partition("-")
         first, other = _without_counters(read(path.with_name(name))), read(path)
@@ -253,10 +253,11 @@ def sensitivity() -> str:
         count = sum(row.verdict == wanted for row in rows)
         slowed = slowed_by(other)
         of_what = f"all rows made {slowed:g} % slower on purpose" if slowed else "a second ladder of the same day"
-        said.append([shape(other[0]), of_what, f"{wanted}: {count} of {len(rows)}, {100 * count / len(rows):.0f} %"])
-    if not said:
+        share = 100 * count / len(rows)
+        shown.append([shape(other[0]), of_what, f"{wanted}: {count} of {len(rows)}, {share:.0f} %"])
+    if not shown:
         return "Not recorded yet."
-    return markdown(said, ["shape", "held against the ladder", "rows that are not launch-bound"])
+    return markdown(shown, ["shape", "held against the ladder", "rows that are not launch-bound"])
 
 
 def attribution() -> str:
@@ -277,8 +278,8 @@ def attribution() -> str:
                                       f"{of_pair.unexplained:+.3f} ms, the bound is {of_pair.bound:.3f}")
     if not within + len(beyond):
         return "Not recorded yet."
-    said = f"Of the {within + len(beyond)} recorded pairs {within} stay within the bound."
-    return said if not beyond else "\n".join([f"{said} These do not:", "", *beyond])
+    sentences = f"Of the {within + len(beyond)} recorded pairs {within} stay within the bound."
+    return sentences if not beyond else "\n".join([f"{sentences} These do not:", "", *beyond])
 
 
 def slowed_by(lines: list[Record]) -> float:

@@ -55,8 +55,8 @@ class AttentionByHand(nn.Module):
 
 def combinations(tf32: bool, fp8: bool, autocast: bool = True) -> list[Combination]:
     """Every combination that exists: FP8 needs autocast, and its modules are not compiled."""
-    there = {"TF32": tf32, "FP8": fp8, "autocast": autocast}
-    pool = [name for name in OPTIMIZATIONS if there.get(name, True)]
+    present = {"TF32": tf32, "FP8": fp8, "autocast": autocast}
+    pool = [name for name in OPTIMIZATIONS if present.get(name, True)]
     existing = []
     for count in range(len(pool) + 1):
         for picked in map(frozenset, itertools.combinations(pool, count)):
@@ -132,9 +132,9 @@ def medians_of(taken: Mapping[Combination, list[float]]) -> dict[Combination, fl
     return {combination: statistics.median(times) for combination, times in taken.items()}
 
 
-def measured_of(players: Iterable[str], there: Iterable[Combination]) -> tuple[str, ...]:
+def measured_of(players: Iterable[str], present: Iterable[Combination]) -> tuple[str, ...]:
     """Those of the players that are in any combination."""
-    seen = frozenset().union(*there)
+    seen = frozenset().union(*present)
     return tuple(player for player in players if player in seen)
 
 
@@ -204,11 +204,11 @@ def intervals(taken: Mapping[Combination, list[float]], players: tuple[str, ...]
     return sure
 
 
-def ladders(there: Iterable[Combination]) -> dict[str, tuple[str, ...]]:
+def ladders(present: Iterable[Combination]) -> dict[str, tuple[str, ...]]:
     """Those of `LADDERS` that were measured: name -> players. Where TF32 or autocast is lacking, the name says so."""
     seen: dict[str, tuple[str, ...]] = {}
     for name, players in LADDERS.items():
-        missing = [player for player in players if player not in measured_of(players, there)]
+        missing = [player for player in players if player not in measured_of(players, present)]
         if not set(missing) - {"TF32", "autocast"}:
             seen[name + (f" without {' and '.join(missing)}" if missing else "")] = players
     return seen
@@ -261,18 +261,18 @@ COLUMNS = [
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records."""
     blocks = []
-    its_runs = list(latest(lines).values())
+    case_runs = list(latest(lines).values())
     for mode in MODES:
         taken = samples(lines, mode)
         if not taken:
             blocks.append(f"{mode}: nothing was timed")
             continue
         count = len(next(iter(taken.values())))
-        blocks.append(f"{mode}: every combination, {count} rounds\n\n{of_runs(COLUMNS, its_runs, mode, width)}")
+        blocks.append(f"{mode}: every combination, {count} rounds\n\n{of_runs(COLUMNS, case_runs, mode, width)}")
         for name, players in ladders(taken).items():
             headers = ["optimization", "alone: x FP32", "left out of all: x slower", "share of the speed-up [95 %]"]
             blocks.append(f"{mode}, the ladder {name}\n\n{table(ladder_of(taken, players), headers, width)}")
-    return framed(lines, blocks, its_runs)
+    return framed(lines, blocks, case_runs)
 
 
 def _bars(lines: list[Record]) -> dict[str, dict[str, Interval]]:

@@ -327,7 +327,7 @@ def _ways(lines: list[Record]) -> dict[str, dict[str, Run]]:
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records."""
     blocks = []
-    its_runs = runs(lines)
+    case_runs = runs(lines)
     for mode in MODES:
         rows = []
         for part, ways in _ways(lines).items():
@@ -335,8 +335,8 @@ def text(lines: list[Record], width: int | None = None) -> str:
         headers = ["component", *WAYS, "total speed-up", "reached by"]
         blocks.append(f"{mode}: ms (percent of the part's limit)\n\n{table(rows, headers, width)}")
     blocks.append("error against FP64, the worst of output and gradients; kernels an iteration, operators on a CPU\n\n"
-                  + of_runs(COLUMNS, its_runs, BOTH, width))
-    return framed(lines, blocks, its_runs)
+                  + of_runs(COLUMNS, case_runs, BOTH, width))
+    return framed(lines, blocks, case_runs)
 
 
 def _launches(mode: str) -> Column:

@@ -107,9 +107,9 @@ def text(lines: list[Record], width: int | None = None) -> str:
     """Both tables, from records."""
     runs = list(latest(lines).values())
     blocks = [provenance(lines)]
-    for kind, said in (("wrong", WRONG_ONES), ("right", "Right ones")):
+    for kind, sentences in (("wrong", WRONG_ONES), ("right", "Right ones")):
         rows = [_row(run) for run in runs if run.variant["kind"] == kind]
-        blocks.append(f"{said}\n\n{table(rows, ['pair', *HEADERS.values(), 'tensor'], width)}")
+        blocks.append(f"{sentences}\n\n{table(rows, ['pair', *HEADERS.values(), 'tensor'], width)}")
     failed = [f"{run.label}: {run.info['reason']}" for run in runs if run.status != "ok"]
     return "\n\n".join([*blocks, *failed])
 
@@ -136,9 +136,9 @@ def answer(lines: list[Record]) -> str:
     """How many of them it was right about."""
     runs = list(latest(lines).values())
     told = []
-    for kind, said in (("wrong", "mistakes refused"), ("right", "right modules passed")):
+    for kind, sentences in (("wrong", "mistakes refused"), ("right", "right modules passed")):
         of_kind = [run.status == "ok" for run in runs if run.variant["kind"] == kind]
-        told.append(f"{sum(of_kind)} of {len(of_kind)} {said}")
+        told.append(f"{sum(of_kind)} of {len(of_kind)} {sentences}")
     return ", ".join(told)
 
 

@@ -121,11 +121,11 @@ def _words(options: Options, rows: tuple[str, ...]) -> list[str]:
 def _died(options: Options, rows: tuple[str, ...], records: list[Record], status: int) -> list[Record]:
     """A record for each row that a process which ended early did not finish."""
     facts = machine.facts(options.device)
-    its_runs = {(run.case["name"], run.info["config"]["amp_dtype"]): run for run in runs(records)}
+    case_runs = {(run.case["name"], run.info["config"]["amp_dtype"]): run for run in runs(records)}
     lines = []
     for case in cases(options.config, options.device, rows):
         assert case.config is not None
-        run = its_runs.get((case.name, dtype_name(case.config.amp_dtype)))
+        run = case_runs.get((case.name, dtype_name(case.config.amp_dtype)))
         if run is None or (run.status == "ok" and not run.best(MODES[-1])):
             engine = run.info["engine"] if run else "PyTorch"
             result = Result(case.name, case.config, "float32", facts, case.step, case.traits, status="failed",
@@ -242,23 +242,23 @@ def _attributed(lines: list[Record], mode: str) -> list[Run]:
 
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records."""
-    its_runs = list(latest(lines).values())
+    case_runs = list(latest(lines).values())
     blocks = []
     for mode in MODES:
-        blocks.append(f"{mode}\n\n{tables.of_runs(COLUMNS, its_runs, mode, width)}")
+        blocks.append(f"{mode}\n\n{tables.of_runs(COLUMNS, case_runs, mode, width)}")
         rows, headers = gains(lines, mode)
         if rows:
             blocks.append(f"where the ms of {mode} went, step to step (+ is saved)\n\n{table(rows, headers, width)}")
-        elif any(run.status == "ok" and run.parts(mode) and not run.attributed(mode) for run in its_runs):
+        elif any(run.status == "ok" and run.parts(mode) and not run.attributed(mode) for run in case_runs):
             blocks.append(f"where the ms of {mode} went: n/a, it takes {PROFILED} profiled rounds (--profiled)")
         rows, headers = beyond_the_limit(lines, mode)
         if rows:
             blocks.append(f"from the limit to the ms of {mode} (+ is beyond it)\n\n{table(rows, headers, width)}")
         blocks.append(traffic(lines, mode, width))
-    if len({run.info["run"] for run in its_runs}) > 1:
+    if len({run.info["run"] for run in case_runs}) > 1:
         blocks.append("Not all of these were timed in the same rounds: ratios between processes are unpaired.")
     died = [run for run in runs(lines) if run.status in ("failed", "oom")]                  # of five processes one, say
-    return tables.framed(lines, blocks, [*its_runs, *died])
+    return tables.framed(lines, blocks, [*case_runs, *died])
 
 
 def charts(lines: list[Record]) -> Charts:

@@ -283,12 +283,12 @@ def groups(options: Options) -> list[Group]:
 # ------------------------------------------------------------------------------------------------------- what it shows
 
 
-def ours(run: Run, its_runs: Sequence[Run]) -> Run | None:
+def ours(run: Run, case_runs: Sequence[Run]) -> Run | None:
     """The step that a case is held against, of the same process: that in FP8 for FP8 peers, the other one for all
     else.
     """
     fp8 = run.step is None and _in_fp8(run)
-    for other in its_runs:
+    for other in case_runs:
         same = other.info["run"] == run.info["run"] and other.info["parameter_dtype"] == run.info["parameter_dtype"]
         if other.step is not None and same and _in_fp8(other) == fp8:
             return other
@@ -305,9 +305,9 @@ def _ratio(run: Run, context: Context) -> str:
     return f"{base.step}: {ratio(times, 3)}{verdict(*times[1:])}" if base and times else ""
 
 
-def eager_ratio(run: Run, its_runs: Sequence[Run], mode: str) -> Interval | None:
+def eager_ratio(run: Run, case_runs: Sequence[Run], mode: str) -> Interval | None:
     """Its time to ours, both launched one by one; None where they were not timed so in the same rounds."""
-    base = ours(run, its_runs)
+    base = ours(run, case_runs)
     if base is None or base is run or run.status != "ok":
         return None
     its_samples, our_samples = run.samples(mode, "eager"), base.samples(mode, "eager")
@@ -336,31 +336,31 @@ RATIOS = """Ratios are its time / ours, against the step named; above 1 ours is 
 "eager": both launched one by one."""
 
 
-def columns_of(its_runs: Sequence[Run], mode: str) -> list[Column]:
+def columns_of(case_runs: Sequence[Run], mode: str) -> list[Column]:
     """The status stands there only where one is not "ok", the joules where some case was metered."""
     columns = list(COLUMNS)
-    if not any(joules(run, mode) for run in its_runs):
+    if not any(joules(run, mode) for run in case_runs):
         columns.remove(JOULES)
-    if not all(run.status == "ok" and run.best(mode) for run in its_runs):
+    if not all(run.status == "ok" and run.best(mode) for run in case_runs):
         columns.insert(1, STATUS_OR_NOT_TIMED)
     return columns
 
 
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records."""
-    its_runs = runs(lines)
-    engines = dict.fromkeys(run.info["engine"] for run in its_runs)
+    case_runs = runs(lines)
+    engines = dict.fromkeys(run.info["engine"] for run in case_runs)
     others = [name for name in engines if name.startswith(("transformers ", "torchao "))]
     blocks = [f"With {', '.join(others)}." if others else ""]
-    for version in dict.fromkeys(map(_version, its_runs)):
-        for dtype in dict.fromkeys(run.info["parameter_dtype"] for run in its_runs):
-            alike = [run for run in its_runs if run.info["parameter_dtype"] == dtype and _version(run) == version]
+    for version in dict.fromkeys(map(_version, case_runs)):
+        for dtype in dict.fromkeys(run.info["parameter_dtype"] for run in case_runs):
+            alike = [run for run in case_runs if run.info["parameter_dtype"] == dtype and _version(run) == version]
             for mode in MODES:
                 its_table = of_runs(columns_of(alike, mode), alike, mode, width)
                 blocks.append(f"{mode}, parameters in {dtype}{version}\n\n{its_table}")
     blocks.append(RATIOS)
     published = table(PUBLISHED, ["what", "figure", "shape and hardware", "source"], width)
-    return f"{framed(lines, blocks, its_runs)}\n\nas published by others, not measured here\n\n{published}"
+    return f"{framed(lines, blocks, case_runs)}\n\nas published by others, not measured here\n\n{published}"
 
 
 def _version(run: Run) -> str:
@@ -370,11 +370,11 @@ def _version(run: Run) -> str:
 
 def _ratios(lines: list[Record]) -> dict[str, dict[str, dict[str, Interval]]]:
     """Parameters' dtype and engine -> pass -> peer -> (ratio, low, high)."""
-    its_runs = runs(lines)
+    case_runs = runs(lines)
     ratios: dict[str, dict[str, dict[str, Interval]]] = {}
     for mode in MODES:
-        for run in its_runs:
-            times = paired(run, ours(run, its_runs), mode) if run.step is None else None
+        for run in case_runs:
+            times = paired(run, ours(run, case_runs), mode) if run.step is None else None
             if times:
                 group = f"{run.info['parameter_dtype']}{_version(run).replace('Transformer Engine', 'TE')}"
                 name = label(run.lines[-1], engine=False, settings=False)
@@ -397,27 +397,28 @@ def answer(lines: list[Record]) -> str:
     for columns in _ratios(lines).values():
         for name, (value, _, _) in columns[BOTH].items():
             nearest = min(nearest, (value, name))
-    return f"the nearest, {nearest[1]}, takes {nearest[0]:.2f} times ours, best launch each"
+    ratio_to_ours, name = nearest
+    return f"{name} comes nearest: its time is {ratio_to_ours:.2f} of ours, best launch each"
 
 
 def eager_losses(path: Path) -> str:
     """Which peers are faster than ours where both are launched one by one, with FP32 parameters: a line each."""
     lines = read(path)
-    its_runs = [run for run in runs(lines) if run.info["parameter_dtype"] == "float32"]
-    said = []
+    case_runs = [run for run in runs(lines) if run.info["parameter_dtype"] == "float32"]
+    sentences = []
     for mode in MODES:
-        for run in its_runs:
-            times = eager_ratio(run, its_runs, mode) if run.step is None else None
+        for run in case_runs:
+            times = eager_ratio(run, case_runs, mode) if run.step is None else None
             if times and times[2] < 1:
-                said.append(_loss(run, its_runs, mode, times[0]))
+                sentences.append(_loss(run, case_runs, mode, times[0]))
     whose = f"At {shape(lines[0])} with FP32 parameters"
-    if not said:
+    if not sentences:
         return f"{whose} no peer is faster than ours where both are launched one by one."
-    return "\n".join([f"{whose}, these are faster than ours where both are launched one by one:", "", *said])
+    return "\n".join([f"{whose}, these are faster than ours where both are launched one by one:", "", *sentences])
 
 
-def _loss(run: Run, its_runs: Sequence[Run], mode: str, of_ours: float) -> str:
-    base = ours(run, its_runs)
+def _loss(run: Run, case_runs: Sequence[Run], mode: str, of_ours: float) -> str:
+    base = ours(run, case_runs)
     assert base is not None
     by_best = paired(run, base, mode)
     best = f" (best launch each: {by_best[0]:.2f})" if by_best else ""

@@ -159,8 +159,8 @@ def run(study: Study, options: Options) -> int:
 def points_of(lines: list[Record]) -> dict[str, Points]:
     """Axis -> its points by size, from records."""
     by_shape: dict[str, dict[str, Run]] = {}
-    for its_run in runs(lines):
-        by_shape.setdefault(its_run.shape, {})[its_run.case["name"]] = its_run
+    for case_run in runs(lines):
+        by_shape.setdefault(case_run.shape, {})[case_run.case["name"]] = case_run
     by_axis: dict[str, dict[int, dict[str, Run]]] = {}
     for line in lines:
         if metric(line) == DONE:
@@ -173,7 +173,7 @@ def names_of(points: Points) -> list[str]:
     """The steps that any of them has, in the order of the ladder."""
     numbers_of: dict[str, int] = {}
     for _, by_step in points:
-        numbers_of |= {name: its_run.step or 0 for name, its_run in by_step.items()}
+        numbers_of |= {name: case_run.step or 0 for name, case_run in by_step.items()}
     return sorted(numbers_of, key=lambda name: numbers_of[name])
 
 
@@ -219,12 +219,12 @@ def launch_bound(points: Points, mode: str) -> dict[str, tuple[str, str]]:
     for name in names_of(points):
         eager, graph = [], []
         for size, by_step in points:
-            its_run = by_step.get(name)
-            if its_run is None:
+            case_run = by_step.get(name)
+            if case_run is None:
                 continue
-            if (bound := its_run.launch_bound(mode)) is not None:
+            if (bound := case_run.launch_bound(mode)) is not None:
                 eager.append((size, bound))
-            parts, replay_ms = its_run.parts(mode), its_run.median(mode, "graph")
+            parts, replay_ms = case_run.parts(mode), case_run.median(mode, "graph")
             if parts and replay_ms:
                 busy_ms = sum(parts.values()) - parts["idle"]
                 graph.append((size, busy_ms < LAUNCH_BOUND * replay_ms))
@@ -269,15 +269,15 @@ def growth(points: Points, mode: str, axis: str) -> dict[str, tuple[float | None
     return grown
 
 
-def added_memory(its_run: Run, mode: str) -> float | None:
+def added_memory(case_run: Run, mode: str) -> float | None:
     """Bytes at the peak beyond parameters, their gradients, x and dy; None where the peak is unknown."""
-    peak = its_run.value(mode, "peak memory", "eager")
+    peak = case_run.value(mode, "peak memory", "eager")
     if peak is None:
         return None
-    sizes_of = {name: its_run.info["config"][name] for name in SIZES}
+    sizes_of = {name: case_run.info["config"][name] for name in SIZES}
     config = BlockConfig(**sizes_of, amp_dtype=None)
     weights = sum(math.prod(its_shape) for its_shape in parameters.shapes(config).values())
-    itemsize = 4 if its_run.info["parameter_dtype"] == "float32" else 2
+    itemsize = 4 if case_run.info["parameter_dtype"] == "float32" else 2
     copies = 2 if mode == BOTH else 1                            # the gradients, too
     return peak - itemsize * (copies * weights + 2 * config.tokens * config.hidden_size)
 
@@ -285,12 +285,12 @@ def added_memory(its_run: Run, mode: str) -> float | None:
 # ------------------------------------------------------------------------------------------------------- what it shows
 
 
-def _cell(its_run: Run | None, mode: str) -> str:
-    if its_run is None:
+def _cell(case_run: Run | None, mode: str) -> str:
+    if case_run is None:
         return "n/a"
-    if its_run.status != "ok":
-        return its_run.status
-    ms = its_run.best_ms(mode)
+    if case_run.status != "ok":
+        return case_run.status
+    ms = case_run.best_ms(mode)
     return "not timed" if ms is None else figures(ms)
 
 
@@ -306,16 +306,16 @@ def _shape(points: Points) -> str:
     """What the shapes of a sweep have in common: B4 S* E768 ..., with a star for what differs."""
     sizes: dict[str, set[int]] = {}
     for _, by_step in points:
-        for its_run in by_step.values():
-            for letter, size in _config(its_run).dimensions.items():
+        for case_run in by_step.values():
+            for letter, size in _config(case_run).dimensions.items():
                 sizes.setdefault(letter, set()).add(size)
     words = [f"{letter}{min(seen)}" if len(seen) == 1 else f"{letter}*" for letter, seen in sizes.items()]
     return " ".join(words)
 
 
-def _config(its_run: Run) -> BlockConfig:
+def _config(case_run: Run) -> BlockConfig:
     """The shape of a run, from its record."""
-    recorded = its_run.info["config"]
+    recorded = case_run.info["config"]
     names = ("batch_size", "seq_len", "hidden_size", "num_heads", "ffn_hidden_size")
     return BlockConfig(**{name: recorded[name] for name in names})
 
@@ -374,8 +374,8 @@ def charts(lines: list[Record]) -> Charts:
 def _chart(axis: str, points: Points, machine_name: str):
     series: Mapping[str, list] = {name: [] for name in names_of(points)}
     for size, by_step in points:
-        for name, its_run in by_step.items():
-            if ms := its_run.best_ms(BOTH):
+        for name, case_run in by_step.items():
+            if ms := case_run.best_ms(BOTH):
                 series[name].append((size, ms))
     marks = {}
     for name, (smallest, unsure) in crossovers(points, BOTH).items():

@@ -71,8 +71,8 @@ def compiler_missing() -> str:
     """Why CUDA C++ can't be compiled for this torch, in one line; empty where it can."""
     if (home := cuda_home()) is None:
         return "there is no nvcc: install CUDA's toolkit, or set CUDA_HOME"
-    said = _output(str(home / "bin" / "nvcc"), "--version")
-    version = re.search(r"release (\d+)\.(\d+)", said)
+    sentences = _output(str(home / "bin" / "nvcc"), "--version")
+    version = re.search(r"release (\d+)\.(\d+)", sentences)
     wanted = (torch.version.cuda or "").partition(".")[0]
     if not version:
         return f"{home}/bin/nvcc does not say its version"

@@ -133,12 +133,12 @@ def save(lines: list[Record], options: Options, name: str, size: Size, kernels: 
     """Capture an experiment that has been measured at that size."""
     experiment = EXPERIMENTS[name]
     inputs = tensors(experiment, size, options.config.amp_dtype or torch.float32, options.device, options.seed)
-    its_runs = [run for run in runs(lines) if run.case["name"] == name and run.variant["size"] == list(size)]
-    if its_runs:
-        line = its_runs[0].lines[-1]
+    case_runs = [run for run in runs(lines) if run.case["name"] == name and run.variant["size"] == list(size)]
+    if case_runs:
+        line = case_runs[0].lines[-1]
         least = {mode: least_bytes(experiment, mode, inputs[0]) for mode in tables.PASSES}
         measured = {"device": runner(line)["name"], "versions": versions(line), "bytes at the least": least,
-                    "levels": {run.variant["level"]: _times_of(run) for run in its_runs}}
+                    "levels": {run.variant["level"]: _times_of(run) for run in case_runs}}
         captured.save(options.capture, name, experiment.plain, inputs, measured, kernels)
 
 

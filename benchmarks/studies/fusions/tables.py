@@ -30,9 +30,9 @@ def by_operation(lines: list[Record]) -> dict[str, list[Run]]:
     return of_operation
 
 
-def at_the_largest_size(its_runs: list[Run]) -> dict[str, Run]:
+def at_the_largest_size(case_runs: list[Run]) -> dict[str, Run]:
     """Level -> its run at the largest size of an operation."""
-    sized = [run for run in its_runs if run.variant["size"]]
+    sized = [run for run in case_runs if run.variant["size"]]
     largest = max((math.prod(run.variant["size"]) for run in sized), default=0)
     return {run.variant["level"]: run for run in sized if math.prod(run.variant["size"]) == largest}
 
@@ -51,8 +51,8 @@ def summary(lines: list[Record], width: int | None = None) -> str:
 
 def _of_same_size(lines: list[Record], width: int | None) -> str:
     rows = []
-    for name, its_runs in by_operation(lines).items():
-        levels = at_the_largest_size(its_runs)
+    for name, case_runs in by_operation(lines).items():
+        levels = at_the_largest_size(case_runs)
         cells = [_percents(levels.get(level)) for level in OWN]
         if not any(cells):
             continue
@@ -75,8 +75,8 @@ def _of_best(lines: list[Record], width: int | None) -> str:
     if best is None:
         return ""
     rows = []
-    for name, its_runs in by_operation(lines).items():
-        levels = at_the_largest_size(its_runs)
+    for name, case_runs in by_operation(lines).items():
+        levels = at_the_largest_size(case_runs)
         if _percents(levels.get(COPY), best):
             libraries = [f"{level} {_percents(run, best)}" for level, run in levels.items()
                          if level not in (*OWN, COPY) and _percents(run, best)]
@@ -88,10 +88,10 @@ def _of_best(lines: list[Record], width: int | None) -> str:
 def best_copy(lines: list[Record]) -> float | None:
     """GB/s of the fastest copy of any size in these records; None where no copy went beyond the caches."""
     rates = []
-    for its_runs in by_operation(lines).values():
-        beyond_the_cache = {tuple(run.variant["size"]) for run in its_runs
+    for case_runs in by_operation(lines).values():
+        beyond_the_cache = {tuple(run.variant["size"]) for run in case_runs
                             if run.variant["size"] and any(_percent(run, mode) for mode in PASSES)}
-        for run in its_runs:
+        for run in case_runs:
             if run.variant["level"] == COPY and tuple(run.variant["size"]) in beyond_the_cache:
                 rates += [values(line)[0] for line in run.lines if metric(line) == "work rate"]
     return max(rates, default=None)
@@ -134,15 +134,15 @@ def text(lines: list[Record], width: int | None = None) -> str:
     several_processes = len({info(line)["run"] for line in lines}) > 1
     without_percent = False
     best = best_copy(lines)
-    for name, its_runs in by_operation(lines).items():
+    for name, case_runs in by_operation(lines).items():
         of = ""
         if several_processes:
-            of = f" (commit {commits(itertools.chain.from_iterable(run.lines for run in its_runs))})"
+            of = f" (commit {commits(itertools.chain.from_iterable(run.lines for run in case_runs))})"
         for mode in PASSES:
-            if mode == FORWARD or any(run.best(mode) for run in its_runs):
-                blocks.append(f"{name}, {mode}{of}\n\n{_of_pass(its_runs, mode, on_gpu, best, width)}")
+            if mode == FORWARD or any(run.best(mode) for run in case_runs):
+                blocks.append(f"{name}, {mode}{of}\n\n{_of_pass(case_runs, mode, on_gpu, best, width)}")
             without_percent = without_percent or any(
-                run.best(mode) and run.value(mode, "percent of limit", run.best(mode)) is None for run in its_runs)
+                run.best(mode) and run.value(mode, "percent of limit", run.best(mode)) is None for run in case_runs)
     if best is not None:
         blocks.append(f"% same: {SAME_SIZE}. % best: {BEST}, of any size, which ran at {figures(best)} GB/s.")
     if without_percent:
@@ -160,19 +160,19 @@ def _skipped(lines: list[Record]) -> list[str]:
         if run.status == "skipped":
             levels = by_reason.setdefault(run.info["reason"], {})
             levels.setdefault(run.variant["level"], []).append(run.case["name"])
-    said = []
+    sentences = []
     for reason, levels in by_reason.items():
         named = [f"{level} of {', '.join(names)}" for level, names in levels.items()]
-        said.append(f"skipped: {reason}: {'; '.join(named)}")
-    return said
+        sentences.append(f"skipped: {reason}: {'; '.join(named)}")
+    return sentences
 
 
-def _of_pass(its_runs: list[Run], mode: str, on_gpu: bool, best: float | None, width: int | None) -> str:
+def _of_pass(case_runs: list[Run], mode: str, on_gpu: bool, best: float | None, width: int | None) -> str:
     """A row a size and level; columns in which nothing stands, or only "ok", are left out."""
-    unit = _unit(its_runs)
+    unit = _unit(case_runs)
     headers = ["size", "level", "status", "error", "us, eager", "us, graph", unit,
                "% same" if unit == "GB/s" else "% of matmul", "% best", "kernels" if on_gpu else "operators"]
-    rows = [_row(run, mode, best) for run in its_runs if run.variant["size"]]
+    rows = [_row(run, mode, best) for run in case_runs if run.variant["size"]]
     told = [0, 1]
     for place in range(2, len(headers)):
         if not {row[place] for row in rows} <= {"", "n/a", "ok"}:
@@ -216,8 +216,8 @@ def _copies(run: Run, mode: str) -> int:
     return extra(line)["copies"] if line else 1
 
 
-def _unit(its_runs: list[Run]) -> str:
-    for run in its_runs:
+def _unit(case_runs: list[Run]) -> str:
+    for run in case_runs:
         for line in run.lines:
             if metric(line) == "work rate":
                 return extra(line)["unit"]
@@ -251,8 +251,8 @@ def _curves(lines: list[Record]) -> dict[str, dict[str, Points]]:
 def answer(lines: list[Record]) -> str:
     """How near the compiler comes to a copy, at worst and at best."""
     percents = {}
-    for name, its_runs in by_operation(lines).items():
-        run = at_the_largest_size(its_runs).get("torch.compile")
+    for name, case_runs in by_operation(lines).items():
+        run = at_the_largest_size(case_runs).get("torch.compile")
         percent = run.value(FORWARD, "percent of limit", run.best(FORWARD)) if run and name != "attention" else None
         if percent:
             percents[name] = percent
