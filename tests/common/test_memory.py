@@ -69,3 +69,11 @@ def test_no_recorded_run_took_more_memory_than_was_foretold(path):
             config = BlockConfig(**fields | {"amp_dtype": DTYPES.get(fields["amp_dtype"])})
             shares.append(peak / memory.needed(config, steps.load(run.step).traits, GPU))
     assert len(shares) >= 6 and min(shares) > 0.1 and max(shares) <= 1, shares
+
+
+def test_a_shape_that_fits_leaves_a_tenth_of_the_memory():
+    """The estimate and the allocator's blocks are not exact: what takes all of it does not fit."""
+    config, traits = PRESETS["gpt2"], steps.load(2).traits
+    half = config.replace(batch_size=config.batch_size // 2)
+    total = int(memory.needed(half, traits, GPU) / 0.95)
+    assert memory.largest_that_fits(config, traits, GPU, total).batch_size < half.batch_size

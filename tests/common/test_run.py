@@ -1,6 +1,7 @@
 """What a user of the five scripts meets: every mistake as one line, every failure as a status, and the card."""
 import collections
 import contextlib
+import dataclasses
 import gzip
 import itertools
 import json
@@ -18,7 +19,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import PRESETS, compiler, evidence, limit, machine, memory, oracle, parameters, run, steps, subject, timing
+from common import (
+    PRESETS,
+    compiler,
+    evidence,
+    limit,
+    machine,
+    measurement,
+    memory,
+    oracle,
+    parameters,
+    run,
+    steps,
+    subject,
+    timing,
+)
 from common.iteration import BOTH, MODES
 from common.record_file import RecordFile, WriteError
 from common.result import Result
@@ -612,6 +627,7 @@ def test_a_stray_copy_beside_the_scripts_harms_no_command(tmp_path):
 import torch
 from benchmarks.studies import ladder
 from common import PRESETS, steps
+import dataclasses
 print(*(step.module.__file__ for step in steps.ALL))
 print(*(case.name for case in ladder.cases(PRESETS["tiny"], torch.device("cpu"))))
 """], cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -735,3 +751,17 @@ def test_a_mistake_ends_the_process_with_one_line(tmp_path):
     assert (status, out) == (2, "")
     assert one_line(err) == ("0_baseline.py: error: hidden_size 66 is not divisible by num_heads 4: "
                              "try hidden_size 64 or num_heads 3")
+
+
+def test_a_claim_that_the_backward_alone_refutes_fails_the_run(main, quick, monkeypatch):
+    """The forward may run what it claims while the backward does not."""
+    see = measurement.see_kernels
+
+    def see_kernels(subject_, iteration, mode, result, trace=None):
+        see(subject_, iteration, mode, result, trace)
+        if mode == BOTH:
+            result.evidence[mode] = dataclasses.replace(result.evidence[mode], verdict="refuted", because="it cheated")
+    monkeypatch.setattr(measurement, "see_kernels", see_kernels)
+    status, out, err = main(0, *TINY)
+    assert status == 1 and "forward+backward did not run as step 0 claims: it cheated" in one_line(err)
+    assert card_value(out, "status").startswith("failed")

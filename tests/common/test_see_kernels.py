@@ -128,3 +128,22 @@ def test_a_timeline_that_cannot_be_written_fails_the_run(monkeypatch):
     result = Result("2_sdpa", PRESETS["tiny"], "float32", FACTS)
     with pytest.raises(Failed, match=r"--profile a\.json: No space left on device"):
         measurement.see_kernels(SimpleNamespace(inputs=[torch.ones(1)], call=None), one, BOTH, result, "a.json")
+
+
+def test_when_compiling_pays_is_told_by_the_block_without_the_compiler(monkeypatch):
+    """Sampled from the compiled block itself it would never pay."""
+    stances = []
+
+    def few(iteration, device):
+        stances.append(torch._dynamo.eval_frame._stance.stance)
+        return [1.0]
+    monkeypatch.setattr(compiler, "is_compiled", lambda call: True)
+    monkeypatch.setattr(measurement, "_a_few_samples", few)
+    monkeypatch.setattr(evidence, "observe", lambda run, device, trace=None: Counter({"a kernel": 1}))
+    monkeypatch.setattr(evidence, "judge", lambda *_: "seen")
+    result = Result("3_compile", PRESETS["tiny"], "float32", FACTS, traits=steps.load(3).traits, matmul="float32")
+    result.compilation = Compilation(1.0, 0.5)
+    subject = SimpleNamespace(inputs=[torch.zeros(1)], call=None)
+    nothing = SimpleNamespace(run=lambda: [], between=lambda: None)
+    measurement.see_kernels(subject, nothing, BOTH, result)
+    assert stances == ["force_eager"] and result.compilation.uncompiled == [1.0]

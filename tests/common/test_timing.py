@@ -468,3 +468,31 @@ def test_slow_enqueueing_is_timed_fewer_times(run_ms, times, host, waits):
     """As often as begins within half a second, three times at the least."""
     assert timing.enqueue_ms(host.does("run", run_ms), timing.nothing) == run_ms
     assert host.calls.count("run") == 3 + times
+
+
+@pytest.mark.parametrize("other", [1.008, 0.992])
+def test_settled_is_told_by_the_farther_end_of_the_interval(other):
+    """Half of its width would call a median known to 0.4 % whose one side reaches 0.8 %."""
+    samples = [1.0] * 55 + [other] * 45
+    low, high = timing.median_interval(samples)
+    assert (high - low) / 2 < 0.005 < max(high - 1.0, 1.0 - low)
+    assert not timing.is_settled(samples, 0.005)
+
+
+def test_a_medians_interval_is_that_of_95_percent():
+    """Of 101 samples 0 to 100: by the binomial the 40th to the 61st, or one more at either end; of 90 % the 42nd on."""
+    low, high = timing.median_interval([float(number) for number in range(101)])
+    assert low in (39.0, 40.0) and high in (60.0, 61.0)
+
+
+def test_a_gpus_copy_is_beyond_the_reach_of_its_cache(monkeypatch):
+    """Of 64 MiB much would come from the cache: a B200's holds 126 MB."""
+    made = []
+
+    def ones(elements, device):
+        made.append(elements)
+        return torch.zeros(1)
+    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(torch, "randn", lambda *shape, **_: torch.zeros(1))
+    timing.calibration("cuda")
+    assert min(made) * 4 >= 4 * 126e6

@@ -110,3 +110,35 @@ def test_ten_shapes_need_the_raised_limit(cheap_backend):
             block = steps.load(3).build(config, values, "cpu")
             with torch._dynamo.config.patch(recompile_limit=8), torch.no_grad():
                 block(x)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_step_4s_branch_is_in_16_bits_with_gradients_and_without(with_gradients):
+    """In FP32 a forward under no_grad would be another, slower block than the one with gradients."""
+    config = BlockConfig(batch_size=2, seq_len=32, hidden_size=64, num_heads=4, amp_dtype=torch.bfloat16)
+    block = steps.load(4).build(config, parameters.seeded(config, 0), torch.device("cpu"))
+    seen = []
+    block.attn.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
+    block.mlp.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
+    with torch.set_grad_enabled(with_gradients):
+        y = block(torch.randn(2, 32, 64))
+    assert seen == [torch.bfloat16] * 2 and y.dtype == torch.float32
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("number", [2, 3])
+def test_the_attention_backends_have_the_order_that_they_are_listed_in(number, monkeypatch):
+    """Without `set_priority` torch takes its own order, and another kernel runs than the step claims."""
+    asked = []
+    step = steps.load(number)
+    real = step.module.sdpa_kernel
+
+    def sdpa_kernel(backends, set_priority=False):
+        asked.append((list(backends), set_priority))
+        return real(backends, set_priority=set_priority)
+    monkeypatch.setattr(step.module, "sdpa_kernel", sdpa_kernel)
+    config = BlockConfig(batch_size=2, seq_len=16, hidden_size=32, num_heads=2, amp_dtype=None)
+    with torch.compiler.set_stance("force_eager"):
+        step.build(config, parameters.seeded(config, 0), torch.device("cpu"))(torch.randn(2, 16, 32))
+    assert asked == [(step.module.BACKENDS, True)]

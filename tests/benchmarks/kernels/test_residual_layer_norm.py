@@ -119,3 +119,14 @@ def test_sizes_of_a_transformer(shape, dtype):
 @pytest.mark.gpu
 def test_under_the_compiler(fresh_dynamo):
     cases.assert_same_under_the_compiler(kernel, arguments((16, 256), torch.float16))
+
+
+@pytest.mark.unit
+def test_what_is_normalised_is_the_sum_as_the_next_layer_sees_it():
+    """In FP16 2048 and a half are 2048: the rounded rows are constant, and LayerNorm leaves the bias alone."""
+    x = torch.full((2, 64), 2048.0, dtype=torch.float16, device=cases.DEVICE)
+    residual = torch.tensor([0.5, -0.5] * 32, dtype=torch.float16, device=cases.DEVICE).expand(2, 64).contiguous()
+    assert torch.equal(x + residual, x)
+    weight, bias = torch.ones_like(x[0]), torch.zeros_like(x[0])
+    y, total = kernel(x, residual, weight, bias)
+    assert torch.equal(total, x) and not y.any()

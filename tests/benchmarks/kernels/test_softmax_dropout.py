@@ -452,3 +452,14 @@ def test_a_captured_graph_in_triton_draws_by_the_seed_it_finds():
         seed.fill_(value)
         graph.replay()
         assert torch.equal(y, softmax.softmax_dropout(x, 0.5, value))
+
+
+@pytest.mark.unit
+def test_the_threshold_of_dropout_is_exact():
+    """Of 65536 values of the bits it drops those below p * 65536. At the largest p one is left, which is kept."""
+    scores = torch.zeros(64, 64, 64, device=cases.DEVICE)
+    kept = {}
+    for left in (1, 2):
+        kept[left] = softmax.softmax_dropout(scores, 1 - left / 65536, 3, causal=False) != 0
+    expected = scores.numel() / 65536
+    assert 0 < kept[1].sum() < 4 * expected and kept[1].sum() < kept[2].sum() and (kept[1] & ~kept[2]).sum() == 0

@@ -1,4 +1,6 @@
 """Bytes through DRAM: what ncu says of kernels, what the profiler says of copies, and what attention is of both."""
+import dataclasses
+import json
 import subprocess
 from types import SimpleNamespace
 
@@ -10,7 +12,7 @@ from benchmarks.measure.cases import step_case
 from benchmarks.measure.session import Entry
 from benchmarks.records.read import case, extra, values
 from common import steps
-from common.iteration import BOTH, FORWARD
+from common.iteration import BOTH, FORWARD, MODES
 from common.result import Result
 from tests.helpers.made_records import CPU_CONFIG, GPU
 
@@ -154,3 +156,70 @@ def test_a_count_that_takes_too_long_is_a_reason(counted, monkeypatch):
     monkeypatch.setattr(counters, "activities", lambda subject, mode: [])
     monkeypatch.setattr(counters, "_count", late)
     assert all("timed out after 600 seconds" in extra(line)["reason"] for line in counted(2))
+
+
+def test_counting_leaves_the_caches_as_the_iteration_before_left_them(monkeypatch):
+    """ncu would flush them before each kernel, and the clocks would be its own: other traffic than what was timed."""
+    def run(command, **options):
+        for flag in ("--cache-control", "--clock-control"):
+            assert command[command.index(flag) + 1] == "none"
+        with open(command[command.index("--log-file") + 1], "w") as log:
+            log.write(NCU)
+        return subprocess.CompletedProcess(command, 0, "", "")
+    monkeypatch.setattr(counters.subprocess, "run", run)
+    assert counters._count("/bin/ncu", 2, CPU_CONFIG, BOTH)
+
+
+class Events(list):
+    """What happened, in order, on a machine that only seems to have a GPU."""
+
+    def torch(self) -> SimpleNamespace:
+        profiler = SimpleNamespace(start=lambda: self.append("counting"), stop=lambda: self.append("counted"))
+        return SimpleNamespace(device=lambda name: torch.device("cpu"), randn=torch.randn,
+                               cuda=SimpleNamespace(synchronize=lambda: None, profiler=profiler))
+
+    def iteration(self, mode: str) -> SimpleNamespace:
+        return SimpleNamespace(run=lambda: self.append("run"), between=lambda: None)
+
+
+def test_the_iteration_that_ncu_counts_is_warm(monkeypatch):
+    """The first ones compile, choose algorithms and fill caches."""
+    events = Events()
+    step = SimpleNamespace(build=lambda config, values, device: torch.nn.Identity(),
+                           traits=SimpleNamespace(needs_calibration=lambda config: False))
+    monkeypatch.setattr(counters, "torch", events.torch())
+    monkeypatch.setattr(counters.compiler, "use_private_caches", lambda: None)
+    monkeypatch.setattr(counters.steps, "load", lambda number: step)
+    monkeypatch.setattr(counters, "BlockSubject", lambda *_, **__: SimpleNamespace(iteration=events.iteration))
+    shape = dataclasses.asdict(CPU_CONFIG) | {"amp_dtype": "none"}
+    counters.main(["2", BOTH, json.dumps(shape)])
+    warm = events.index("counting")
+    assert warm >= 2 and events[warm:] == ["counting", "run", "counted"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_seen_is_a_warm_iteration_on_an_x_as_it_was_timed(mode, monkeypatch):
+    """Under no_grad an x that asks for gradients makes other compiled code run."""
+    events, x = Events(), torch.zeros(1, requires_grad=mode != BOTH)
+    seen = []
+
+    class Profiler:
+        def __enter__(self):
+            events.append("watching")
+            return self
+
+        def __exit__(self, *_):
+            events.append("seen")
+
+        def export_chrome_trace(self, path):
+            with open(path, "w") as file:
+                json.dump({"traceEvents": []}, file)
+    fake = events.torch()
+    monkeypatch.setattr(counters, "torch", fake)
+    monkeypatch.setattr(counters, "profile", lambda activities: Profiler())
+
+    def iteration(mode):
+        seen.append(x.requires_grad)
+        return events.iteration(mode)
+    assert counters.activities(SimpleNamespace(inputs=[x], iteration=iteration), mode) == []
+    assert events[0] == "run" and events[-3:] == ["watching", "run", "seen"] and seen == [mode == BOTH]

@@ -1,6 +1,7 @@
 """One process that measures: what is built, checked, timed and looked into, and how it goes on without a case."""
 import contextlib
 import statistics
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -633,3 +634,26 @@ def test_a_graph_and_its_eager_run_are_timed_in_the_same_rounds(studies_in_secon
             assert run.value(mode, "peak memory", "eager") > 0 and run.parts(mode)["GEMM"] > 0
             assert run.value(mode, "enqueue", "eager") > 0
     assert paired(first, second, BOTH)
+
+
+@unit
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_parts_stand_beside_the_samples_of_the_launch_that_was_profiled(launch, some, monkeypatch):
+    """A replay's parts beside the eager samples would leave the difference unexplained."""
+    entry = entry_of("a case")
+    entry.subject = SimpleNamespace(call=None)
+    taken = {"eager": [8.0] * 6, "graph": [4.0] * 6}
+    works = {RowKey(entry, each): Work(timing.nothing, timing.nothing, SimpleNamespace()) for each in LAUNCHES}
+    samples = {RowKey(entry, each): (taken[each], [0.0] * 6) for each in LAUNCHES}
+    given = []
+
+    class Profiler:
+        def fields(self, key, beside):
+            given.append(beside)
+            return {}
+
+    def see_kernels(subject, iteration, mode, result):
+        result.evidence[mode] = Evidence(Counter(), Counter(), "proven", "fake")
+    monkeypatch.setattr(measurement, "see_kernels", see_kernels)
+    some._explain(entry, FORWARD, works, Profiler(), launch, samples)
+    assert given == [taken[launch]]

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks.records import compare
+from benchmarks.records import compare, significance
 from benchmarks.records.compare import Comparison, software_differences
 from benchmarks.records.significance import rows
 from common import timing
@@ -536,3 +536,13 @@ def test_a_table_that_finds_the_disk_full_is_one_line(main, full_stdout):
     with full_stdout:
         status, _, err = main(process(1), process(2))
     assert status == 1 and err == "compare: error: [Errno 28] No space left on device\n"
+
+
+def test_a_files_own_floor_comes_before_the_recorded_one():
+    """What these machines of these days scatter by says more than what another day's did."""
+    loud = []
+    for number in range(6):
+        loud += process(200 + number, slower=every_step(1 + 0.1 * number))
+    own = significance.floors(several(0, 6))
+    known = compare._known_floors(several(0, 6), process(9), loud)
+    assert all(known[where] == floor < significance.floors(loud)[where] for where, floor in own.items())

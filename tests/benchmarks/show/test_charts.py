@@ -158,3 +158,10 @@ def test_bars_show_their_figures():
     first, second = charts.bars_chart(groups, "times", digits=2, line_at=1).axes
     assert [axis.get_title(loc="left") for axis in (first, second)] == list(groups)
     assert [text.get_text().strip() for text in first.texts] == ["2.00", "4.00"]
+
+
+def test_an_interval_reaches_from_its_low_end_to_its_high_one():
+    """With its ends swapped it would say the opposite of how sure the figure is in each direction."""
+    axis, = charts.bars_chart({"MLP": {"tuned": (2.0, 1.5, 3.5)}}, "times", digits=2).axes
+    segment, = [segment for lines in axis.collections for segment in lines.get_segments()]
+    assert sorted(segment[:, 0]) == [1.5, 3.5]

@@ -5,9 +5,11 @@ from benchmarks.records.gains import gain
 from benchmarks.records.read import Run, runs
 from benchmarks.show import part_charts
 from benchmarks.show.charts import plt
-from common.iteration import BOTH
+from benchmarks.show.tables import percent_of
+from common.iteration import BOTH, MODES
+from common.peaks import BURST
 from common.record import PARTS
-from tests.helpers.made_records import both, made
+from tests.helpers.made_records import both, copied, made
 
 pytestmark = pytest.mark.unit
 
@@ -100,3 +102,34 @@ def test_the_sustained_limit_lies_behind_that_of_a_burst():
     run = run_of("0_baseline", 8.0, limits={"sustained": {"matmul": 6.0}})
     _, limit = part_charts.limits([run]).axes
     assert lengths(limit) == [75.0, 50.0] and {text.get_text().strip() for text in limit.texts} == {"75 %", "50 %"}
+
+
+def test_what_is_unexplained_leads_to_the_later_steps_time():
+    """With the wrong sign the waterfall would end beside it."""
+    before = run_of("0_baseline", 8.0, parts(GEMM=6.0, idle=1.5), clocked=8.0)
+    after = run_of("1_cublas", 4.0, parts(GEMM=3.0, attention=0.9), clocked=4.0)
+    axis = part_charts.waterfalls([before, after]).axes[0]
+    *_, unexplained, last = axis.patches
+    assert gain(before, after, BOTH).unexplained != 0
+    assert unexplained.get_x() + unexplained.get_width() == pytest.approx(last.get_width()) == pytest.approx(4.0)
+
+
+def replayed() -> Run:
+    """A run whose replay is the faster way: its limit, and how much of it is reached, are others than the eager row's.
+    """
+    ms = both([8.0] * 6, [8.0] * 6) | both([4.0] * 6, [4.0] * 6, "graph")
+    lines = copied(made("0_baseline", ms, parts=dict.fromkeys(MODES, parts(GEMM=4.0)), of="graph"))
+    for line in lines:
+        if line["metric"]["name"] == "percent of limit":
+            case = line["benchmark"]["extra_info"]["case"]
+            line["metric"]["benchmark_values"] = [80.0 if case["launch"] == "graph" else 30.0]
+    (run,) = runs(lines)
+    return run
+
+
+def test_where_the_replay_is_shown_so_is_its_limit():
+    run = replayed()
+    (line,) = part_charts.stacked([run]).axes[0].lines
+    assert list(line.get_ydata()) == [2.0, 2.0]                    # `made` has half of the first sample
+    _, limit = part_charts.limits([run]).axes
+    assert lengths(limit)[0] == 80.0 and percent_of(run, BOTH, BURST) == 80.0

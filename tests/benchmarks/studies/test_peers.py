@@ -351,3 +351,38 @@ def test_both_settings_are_groups_of_their_own(prepared):
 def test_a_cpu_without_16_bit_matmuls_has_one_setting(prepared, a_cpu_without_bfloat16):
     found = prepared()
     assert len(found) == len(set(found)) and {dtype for _, dtype in found} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype, mixed", [(torch.float32, True), (torch.bfloat16, False)])
+def test_autocast_is_off_where_parameters_have_16_bits_already(dtype, mixed):
+    """It would run LayerNorm and softmax in FP32, and so slow the peer and flatter ours, which has it off there."""
+    config = BlockConfig(2, 16, 32, 2, amp_dtype=torch.bfloat16)
+    values, x, _ = case(config)
+    block = peers.build(peers.EncoderLayer, False, config, {name: t.to(dtype) for name, t in values.items()}, "cpu")
+    seen = []
+    block.layer.norm1.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    block(x.to(dtype))
+    assert seen == [mixed]
+
+
+def test_rows_that_say_casts_compiled_and_tuned_have_them(monkeypatch):
+    """Else two rows of Transformer Engine's layer would measure a third one again."""
+    made = []
+
+    def layer(config, dtype, output_dtype, fp8, tuned=False):
+        made.append((fp8, tuned))
+        return torch.nn.Identity()
+    monkeypatch.setattr(peers, "TransformerLayer", layer)
+    monkeypatch.setattr(peers, "compile_gradient_casts", lambda block: made.append("casts compiled"))
+    monkeypatch.setattr(peers.parameters, "load", lambda block, values, device: block)
+    config = BlockConfig(2, 16, 32, 2, amp_dtype=torch.bfloat16)
+    builds = {}
+    monkeypatch.setattr(peers, "block_case", lambda name, make, *_, variant, **__: builds.setdefault(
+        (name, variant.get("as")), make))
+    monkeypatch.setattr(peers, "step_case", lambda *_, **__: None)
+    peers.cases(config, torch.float32, torch.device("cpu"))
+    for row, expected in (("casts compiled", [(True, False), "casts compiled"]),
+                          ("tuned", [(True, True), "casts compiled"])):
+        made.clear()
+        builds["te.TransformerLayer", row](config, {"mlp.fc.weight": torch.ones(1)}, "cpu")
+        assert made == expected

@@ -14,11 +14,11 @@ from benchmarks.records.read import read, runs
 from benchmarks.show import study as frame
 from benchmarks.studies import sweep
 from common import PRESETS, memory, parameters, rounds, steps, timing
-from common.iteration import BOTH, FORWARD
+from common.iteration import BOTH, FORWARD, MODES
 from common.record import PARTS, record
 from common.record_file import RecordFile
 from common.result import Result
-from tests.helpers.made_records import FACTS, GPU, both, copied, made
+from tests.helpers.made_records import CPU_CONFIG, FACTS, GPU, both, copied, made
 from tests.helpers.said import one_line
 
 unit, integration = pytest.mark.unit, pytest.mark.integration
@@ -519,3 +519,20 @@ def test_a_size_that_does_not_fit_is_no_failure(main, monkeypatch):
 def test_mistakes_are_one_line_and_status_two(main, argv, words):
     status, out, err = main(*argv)
     assert (status, out) == (2, "") and words in one_line(err) and err.startswith("sweep: error: ")
+
+
+@pytest.mark.unit
+def test_idle_time_in_a_replay_is_no_work():
+    """Counted as busy, a replay that waits for most of its time would read as bound by its kernels."""
+    parts = dict.fromkeys(PARTS, 0.0) | {"GEMM": 0.3, "idle": 0.7}
+    lines = []
+    for size in (32, 64):
+        ms = both([2.0] * 6, [2.0] * 6) | both([1.0] * 6, [1.0] * 6, "graph")
+        config = CPU_CONFIG.replace(seq_len=size)
+        lines += made("0_baseline", ms, config=config, study="sweep", parts=dict.fromkeys(MODES, parts), of="graph",
+                      run=f"run {size}")
+    points = []
+    for size, run in zip((32, 64), runs(lines), strict=True):
+        points.append((size, {"0_baseline": run}))
+    _, by_graph = sweep.launch_bound(points, FORWARD)["0_baseline"]
+    assert by_graph == "up to 64"
