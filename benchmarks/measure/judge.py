@@ -27,14 +27,19 @@ from common.outcome import Failed, in_a_line, is_out_of_memory
 from common.phases import Phase
 
 
+def check_numerics(numerics: str | None) -> None:
+    """Raise ValueError unless they are known, or None."""
+    if numerics is not None and numerics not in NUMERICS:
+        raise ValueError(f"numerics {numerics!r}: give one of {', '.join(NUMERICS)}, or None")
+
+
 class Judge:
     """Holds one candidate against a truth. Without `meaning`, or with a gate, by its precision alone."""
 
     def __init__(self, candidate: Callable, truth: Truth, numerics: str | None = None,
                  parameters: Mapping[str, str] | None = None, overwrites_output: bool = False,
                  gate: float | None = None, meaning: bool = True):
-        if numerics is not None and numerics not in NUMERICS:
-            raise ValueError(f"numerics {numerics!r}: give one of {', '.join(NUMERICS)}, or None")
+        check_numerics(numerics)
         self.candidate, self.truth, self.numerics, self.gate = candidate, truth, numerics, gate
         self.overwrites_output, self.asks_meaning = overwrites_output, meaning and gate is None
         self.parameters, self.buffers = named_parameters(candidate), named_buffers(candidate)

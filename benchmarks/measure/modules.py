@@ -16,7 +16,7 @@ from benchmarks.measure.bounds import BOUNDS
 from benchmarks.measure.calls import Inputs, named_parameters, outputs_of
 from benchmarks.measure.cases import Case, Group, Setting
 from benchmarks.measure.checks import Judgement
-from benchmarks.measure.judge import Judge, validate
+from benchmarks.measure.judge import Judge, check_numerics, validate
 from benchmarks.measure.keeping import kept
 from benchmarks.measure.observing import Loss, Work, cotangent
 from benchmarks.measure.session import Session
@@ -193,7 +193,12 @@ def compare(modules: Mapping[str, Callable], inputs: Any, reference: Callable, r
     for name in (*(gates or {}), *overwrites_output, *declared):
         if name not in modules:
             raise ValueError(f"{name}: there is no such module; there are {', '.join(modules) or 'none'}")
+    for kind in declared.values():
+        check_numerics(kind)
+    if rounds < 1:
+        raise ValueError(f"rounds is {rounds}: give 1 or more")
     device = _device(modules, reference, given)
+    _check_pairs(parameters or {}, modules, reference)
     work = Work(given, loss, cotangents, seed)
     judgements: dict[str, Judgement] = {}
     with kept(reference, *modules.values()):
@@ -217,6 +222,16 @@ def compare(modules: Mapping[str, Callable], inputs: Any, reference: Callable, r
         session.measure(Group(cases, calibrated=False, watched=False))
         session.progress.finish()
     return Comparison({run.case["name"]: run for run in runs(session.lines)}, judgements)
+
+
+def _check_pairs(pairs: Mapping[str, str], modules: Mapping[str, Callable], reference: Callable) -> None:
+    """Raise ValueError for a pair of parameters whose names no module and the reference have."""
+    theirs = {name for module in modules.values() for name in named_parameters(module)}
+    for their, our in pairs.items():
+        if their not in theirs:
+            raise ValueError(f"parameters: no module has a {their}")
+        if our not in named_parameters(reference):
+            raise ValueError(f"parameters: the reference has no {our}")
 
 
 def _device(modules: Mapping[str, Callable], reference: Callable, inputs: Inputs) -> torch.device:

@@ -25,6 +25,10 @@ class Work:
     cotangents: int = 3
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.cotangents < 1:
+            raise ValueError(f"cotangents is {self.cotangents}: give 1 or more")
+
 
 @dataclass
 class Observation:

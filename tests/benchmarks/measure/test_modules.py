@@ -167,6 +167,21 @@ def test_a_gate_of_ones_own():
     assert checked["gradient of input 0"][1] == pytest.approx(3 * 0.02)
 
 
+@pytest.mark.parametrize("options, said", [
+    ({"numerics": "fp8"}, "numerics 'fp8': give one of tf32"),
+    ({"numerics": {"b": "tf32"}}, "b: there is no such module"),
+    ({"gates": {"b": 1.0}}, "b: there is no such module; there are a"),
+    ({"overwrites_output": ["b"]}, "b: there is no such module"),
+    ({"parameters": {"w": "weight"}}, "parameters: no module has a w"),
+    ({"parameters": {"weight": "w"}}, "parameters: the reference has no w"),
+    ({"rounds": 0}, "rounds is 0: give 1 or more"), ({"cotangents": 0}, "cotangents is 0: give 1 or more"),
+])
+def test_an_option_that_names_nothing_is_an_error(options, said):
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=said):
+        compare({"a": layer}, small(2, 2), layer, **options)
+
+
 @pytest.mark.parametrize("modules, inputs, said", [
     ({}, (small(2),), "no modules"), ({"a": gelu}, (), "inputs: they hold no tensor"),
     ({"a": gelu}, ([1.0],), "inputs: they hold no tensor"),
