@@ -83,9 +83,9 @@ class Judgement:
             of_kind = [check for check in self.checks if check.name.startswith(kind) and check.question != "chance"]
             names = {check.name.removesuffix(WITHOUT_GRADIENTS) for check in of_kind}
             untold = {check.name.removesuffix(WITHOUT_GRADIENTS) for check in of_kind if not check.proven}
-            told = f"{len(names) - len(untold)} of {len(names)}" if untold else str(len(names))
+            count = f"{len(names) - len(untold)} of {len(names)}" if untold else str(len(names))
             if names:
-                words.append(f"{told} {kind}{'s' if len(names) > 1 else ''}")
+                words.append(f"{count} {kind}{'s' if len(names) > 1 else ''}")
         return ", ".join(words)
 
     def __iter__(self) -> Iterator[Check]:

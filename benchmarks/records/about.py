@@ -72,10 +72,10 @@ def orders(lines: Iterable[Record]) -> list[Order]:
     """Of the series of one process that were timed side by side, one Order for each set of them."""
     every = []
     for line in lines:
-        told = extra(line)
-        if metric(line) == "latency" and told.get("offsets_s") and told.get("rounds"):
+        taken = extra(line)
+        if metric(line) == "latency" and taken.get("offsets_s") and taken.get("rounds"):
             name = f"{label(line)}, {case(line)['pass']}, {case(line)['launch']}"
-            every.append(Series(name, told["rounds"], told["offsets_s"]))
+            every.append(Series(name, taken["rounds"], taken["offsets_s"]))
     every.sort(key=lambda series: series.offsets_s[0])
     found: list[Order] = []
     for series in every:
@@ -101,10 +101,10 @@ def text(lines: list[Record]) -> str:
 
 
 def _of_process(name: str, lines: list[Record]) -> str:
-    told = [("process", [name]), ("what ran", _what(lines)), ("when", [_when(lines)]), ("where", _where(lines)),
+    sections = [("process", [name]), ("what ran", _what(lines)), ("when", [_when(lines)]), ("where", _where(lines)),
             ("sources", _sources(lines)), ("libraries", [_libraries(lines)]), ("rounds", _rounds(lines))]
     printed = []
-    for title, sentences in told:
+    for title, sentences in sections:
         wrapped = [part for sentence in sentences for part in wrap(sentence, WIDTH - LABEL)]
         printed.append(f"{title:<{LABEL}}" + f"\n{'':{LABEL}}".join(wrapped))
     return "\n".join(printed)
@@ -148,14 +148,14 @@ def _where(lines: list[Record]) -> list[str]:
 def _sources(lines: list[Record]) -> list[str]:
     """The commit, the digest, and whether this checkout has the same files."""
     commit, recorded = info(lines[0]).get("git"), info(lines[0]).get("sources")
-    told = [f"commit {commit or NOT_RECORDED}" + (" (with changes that were not committed)" if "+" in (commit or "")
+    entries = [f"commit {commit or NOT_RECORDED}" + (" (with changes that were not committed)" if "+" in (commit or "")
                                                  else "")]
     if not recorded:
-        return [*told, f"SHA-256 {NOT_RECORDED}: this checkout can't be held against it"]
+        return [*entries, f"SHA-256 {NOT_RECORDED}: this checkout can't be held against it"]
     here = sources.digest()
     if recorded == here:
-        return [*told, f"SHA-256 {recorded[:16]}: this checkout's sources match"]
-    return [*told, f"SHA-256 {recorded[:16]}: this checkout's sources differ (its own: {here[:16]})"]
+        return [*entries, f"SHA-256 {recorded[:16]}: this checkout's sources match"]
+    return [*entries, f"SHA-256 {recorded[:16]}: this checkout's sources differ (its own: {here[:16]})"]
 
 
 def _libraries(lines: list[Record]) -> str:
@@ -164,16 +164,16 @@ def _libraries(lines: list[Record]) -> str:
     for line in lines:
         for name, version in versions(line).items():
             known.setdefault(name, {})[version] = None
-    told = []
+    entries = []
     for name, title in TITLES.items():
         of_name = " and ".join(known.pop(name, {}))
         if of_name or name in ("torch", "numpy"):
-            told.append(f"{title} {of_name or NOT_RECORDED}")
+            entries.append(f"{title} {of_name or NOT_RECORDED}")
     has_engine = any(info(line)["engine"].startswith("Transformer Engine") for line in lines)
     if has_engine and not any("transformer_engine_cudnn" in versions(line) for line in lines):
-        told.append(f"{TITLES['transformer_engine_cudnn']} {NOT_RECORDED}")
-    told += [f"{name} {' and '.join(each)}" for name, each in known.items()]
-    return "; ".join(told)
+        entries.append(f"{TITLES['transformer_engine_cudnn']} {NOT_RECORDED}")
+    entries += [f"{name} {' and '.join(each)}" for name, each in known.items()]
+    return "; ".join(entries)
 
 
 def _rounds(lines: list[Record]) -> list[str]:
@@ -181,13 +181,13 @@ def _rounds(lines: list[Record]) -> list[str]:
     if not shared:
         timed_in_rounds = case(lines[0])["study"] != "step"
         return [NOT_RECORDED if timed_in_rounds else "none: a script times one case after the other"]
-    told = []
+    entries = []
     for order in shared:
         verdict = "interleaved: each took one sample of every case, and was over before the next began"
         if not order.interleaved:
             verdict = "NOT interleaved: some round lacks a case, or overlaps the next"
-        told.append(f"{order.rounds} of {len(order.series)} series, in {order.orders} different orders; {verdict}")
-    return list(dict.fromkeys(told))
+        entries.append(f"{order.rounds} of {len(order.series)} series, in {order.orders} different orders; {verdict}")
+    return list(dict.fromkeys(entries))
 
 
 # --------------------------------------------------------------------------------------------------------- the command

@@ -6,10 +6,10 @@ from common import engine, machine
 from common.record import Record
 
 
-def cautions(told: Iterable[Run]) -> list[str]:
+def cautions(runs: Iterable[Run]) -> list[str]:
     """What a reader of these runs must know besides their figures, a line each: none where all is as it should be."""
     sentences: dict[str, None] = {}
-    for run in told:
+    for run in runs:
         if run.status != "ok":
             sentences[f"{run.label}: {run.status}: {run.info['reason']}"] = None
         if slowed := run.info.get("slowed_percent"):

@@ -189,8 +189,8 @@ def of_study(study: Question) -> str:
         if study.long:
             blocks += [study.parts[f"{study.name} summary"](), f"[The tables, all of them]({stem}.txt)"]
         else:
-            told = study.told(lines, WIDTH).removeprefix(provenance(lines)).strip("\n")
-            blocks.append(_folded("The tables", told))
+            tables = study.told(lines, WIDTH).removeprefix(provenance(lines)).strip("\n")
+            blocks.append(_folded("The tables", tables))
     return "\n\n".join(blocks)
 
 
@@ -265,10 +265,10 @@ def attribution() -> str:
     within, beyond = 0, []
     for path in recorded("ladder"):
         lines = _without_counters(read(path))
-        told = [run for run in latest(lines).values() if run.best(BOTH)]
+        timed = [run for run in latest(lines).values() if run.best(BOTH)]
         if path.parent.name == "cpu":
             continue
-        for earlier, later in itertools.pairwise(told):
+        for earlier, later in itertools.pairwise(timed):
             for mode in MODES:
                 if earlier.parts(mode) and later.parts(mode):
                     of_pair = gain(earlier, later, mode)

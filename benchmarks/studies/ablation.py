@@ -225,12 +225,12 @@ def ladder_of(taken: Mapping[Combination, list[float]], players: tuple[str, ...]
     none_ms, whole_ms = medians.get(NONE), medians.get(whole)
     rows = []
     for player in players:
-        told = "n/a"
+        shown = "n/a"
         if share and player in sure:
             low, high = sure[player]
-            told = f"{100 * share[player]:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+            shown = f"{100 * share[player]:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
         rows.append([player, _times(none_ms, medians.get(frozenset({player}))),
-                     _times(medians.get(whole - {player}), whole_ms), told])
+                     _times(medians.get(whole - {player}), whole_ms), shown])
     shared_out = "100 %" if share else "nothing to share out" if none_ms and whole_ms else "n/a"
     rows.append(["all", _times(none_ms, whole_ms), "", shared_out])
     return rows

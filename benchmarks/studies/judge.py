@@ -135,11 +135,11 @@ def _cell(line: Record) -> str:
 def answer(lines: list[Record]) -> str:
     """How many of them it was right about."""
     runs = list(latest(lines).values())
-    told = []
+    shown = []
     for kind, sentences in (("wrong", "mistakes refused"), ("right", "right modules passed")):
         of_kind = [run.status == "ok" for run in runs if run.variant["kind"] == kind]
-        told.append(f"{sum(of_kind)} of {len(of_kind)} {sentences}")
-    return ", ".join(told)
+        shown.append(f"{sum(of_kind)} of {len(of_kind)} {sentences}")
+    return ", ".join(shown)
 
 
 register(Study("judge", __doc__, lambda options: [], text=text, run=run, answer=answer,

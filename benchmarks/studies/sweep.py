@@ -215,7 +215,7 @@ def launch_bound(points: Points, mode: str) -> dict[str, tuple[str, str]]:
     From the smallest size on. Eager: as on the card, see `result.launch_bound`. Graph: the kernels fill less than 80 %
     of the time.
     """
-    told = {}
+    shown = {}
     for name in names_of(points):
         eager, graph = [], []
         for size, by_step in points:
@@ -228,8 +228,8 @@ def launch_bound(points: Points, mode: str) -> dict[str, tuple[str, str]]:
             if parts and replay_ms:
                 busy_ms = sum(parts.values()) - parts["idle"]
                 graph.append((size, busy_ms < LAUNCH_BOUND * replay_ms))
-        told[name] = _up_to(eager), _up_to(graph)
-    return told
+        shown[name] = _up_to(eager), _up_to(graph)
+    return shown
 
 
 def _up_to(bound: Sequence[tuple[int, bool]]) -> str:

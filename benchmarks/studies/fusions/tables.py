@@ -173,11 +173,11 @@ def _of_pass(case_runs: list[Run], mode: str, on_gpu: bool, best: float | None, 
     headers = ["size", "level", "status", "error", "us, eager", "us, graph", unit,
                "% same" if unit == "GB/s" else "% of matmul", "% best", "kernels" if on_gpu else "operators"]
     rows = [_row(run, mode, best) for run in case_runs if run.variant["size"]]
-    told = [0, 1]
+    shown = [0, 1]
     for place in range(2, len(headers)):
         if not {row[place] for row in rows} <= {"", "n/a", "ok"}:
-            told.append(place)
-    return table([only(row, told) for row in rows], only(headers, told), width, keys=2)
+            shown.append(place)
+    return table([only(row, shown) for row in rows], only(headers, shown), width, keys=2)
 
 
 def _row(run: Run, mode: str, best_of_all: float | None) -> list[str]:
