@@ -1,0 +1,34 @@
+"""One look at a callable: the cotangents that its outputs get."""
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.measure.judge import validate
+from benchmarks.measure.observing import cotangent
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7, 42, 1000, 1234])
+def test_a_cotangent_is_no_input_that_somebody_draws(seed):
+    """After `torch.manual_seed(0)` the first tensor of the output's shape would be it, with the obvious seeds."""
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+    for own in range(3):
+        given = cotangent(x, 0, 0, own)
+        cosine = (given * x).sum() / (given.norm() * x.norm())
+        assert abs(cosine) < 0.5 and torch.equal(given, given.bfloat16().float())
+
+
+def test_the_gradient_of_a_norm_is_told_whatever_seed_its_input_has():
+    """Parallel to its input a cotangent leaves a gradient that is all rounding."""
+    torch.manual_seed(0)
+    x, norm = torch.randn(512, 256), nn.RMSNorm(256, eps=1e-6, elementwise_affine=False)
+    judgement = validate(lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6), norm, x)
+    precision = {check.name: check.error for check in judgement if check.question == "precision"}
+    assert judgement.proven and precision["gradient of input 0"] < 1e-6
+
+
+def test_cotangents_differ_by_output_number_and_seed():
+    output = torch.zeros(4, 4)
+    drawn = [cotangent(output, *which) for which in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))]
+    assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
