@@ -52,6 +52,13 @@ _TRAITS = {"0_baseline": _BASELINE, "1_cublas": _CUBLAS, "2_sdpa": _SDPA, "3_com
            "4_transformer_engine": _TRANSFORMER_ENGINE}
 ALL = tuple(Step(number, name, traits, ROOT / f"{name}.py") for number, (name, traits) in enumerate(_TRAITS.items()))
 
+_PLACES: dict[str | None, int] = {step.name: place for place, step in enumerate(ALL)}
+
+
+def place_of(name: str | None) -> int:
+    """Where the step of that name stands in the ladder; behind all of them for anything else."""
+    return _PLACES.get(name, len(ALL))
+
 
 def load(number: int) -> Step:
     """Step `number`, 0 to 4: steps.load(2).build(config, parameters, device) builds its block.

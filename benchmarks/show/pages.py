@@ -144,14 +144,15 @@ def scripts(preset: str) -> str:
 def scripts_table(lines: list[Record]) -> str:
     """A row per script's run: both passes in both launch modes, times the first and the previous, limit, memory, error.
     """
-    runs = sorted(latest(lines).values(), key=lambda run: (run.step or 0, not _tf32_alone(run), run.label))
-    plain = {run.step: run.best_ms(BOTH) for run in runs if not run.variant}
+    runs = sorted(latest(lines).values(), key=_in_the_order_of_the_ladder)
+    plain = {run.case["name"]: run.best_ms(BOTH) for run in runs if not run.variant}
+    step_before = {after.name: before.name for before, after in itertools.pairwise(steps.ALL)}
     rows = []
     for run in runs:
         if not all(runs[0].best(mode) and run.best(mode) for mode in MODES):
             rows.append([run.label] + ["n/a"] * 11)
             continue
-        own_ms, previous_ms = run.best_ms(BOTH), plain.get((run.step or 0) - 1)
+        own_ms, previous_ms = run.best_ms(BOTH), plain.get(step_before.get(run.case["name"]))
         medians = [number(run.median(mode, launch), ".2f") for mode in MODES for launch in LAUNCHES]
         times_first = [f"{(runs[0].best_ms(mode) or 0) / (run.best_ms(mode) or 1):.1f}" for mode in MODES]
         limits = [percent(percent_of(run, mode, BURST)) for mode in MODES]
@@ -168,6 +169,11 @@ def scripts_table(lines: list[Record]) -> str:
                "times the previous, f+b", "% of sustained limit, f / f+b", "% of burst limit, f / f+b", "J, f+b", "GiB",
                "branch error"]
     return markdown(rows, headers)
+
+
+def _in_the_order_of_the_ladder(run: Run) -> tuple[int, bool, str]:
+    """TF32 alone before a step's other ways."""
+    return steps.place_of(run.case["name"]), not _tf32_alone(run), run.label
 
 
 def _tf32_alone(run: Run) -> bool:

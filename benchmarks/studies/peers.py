@@ -170,6 +170,7 @@ IN_16_BITS = Traits(FUSED, tf32=True, autocast=True)
 IN_FP8 = Traits(FUSED, tf32=True, autocast=True, fp8=DELAYED, residual_in_16_bits=True)
 OF_TORCHAO = Traits(FUSED, tf32=True, autocast=True, compiled=True, fp8=DYNAMIC)
 RESIDUAL = "16-bit residual"
+OTHER_LIBRARIES = ("transformers", "torchao")              # whose versions stand above the tables
 OURS = tuple(step for step in steps.ALL if step.traits.compiled or step.traits.fp8)      # what peers are held against
 
 
@@ -349,15 +350,18 @@ def columns_of(case_runs: Sequence[Run], mode: str) -> list[Column]:
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records."""
     case_runs = runs(lines)
-    engines = dict.fromkeys(run.info["engine"] for run in case_runs)
-    others = [name for name in engines if name.startswith(("transformers ", "torchao "))]
+    used: dict[str, None] = {}
+    for run in case_runs:
+        known = engine.libraries_of(run.info["engine"])
+        used |= {f"{library} {known[library]}": None for library in OTHER_LIBRARIES if library in known}
+    others = list(used)
     blocks = [f"With {', '.join(others)}." if others else ""]
     for version in dict.fromkeys(map(_version, case_runs)):
         for dtype in dict.fromkeys(run.info["parameter_dtype"] for run in case_runs):
             alike = [run for run in case_runs if run.info["parameter_dtype"] == dtype and _version(run) == version]
             for mode in MODES:
-                its_table = of_runs(columns_of(alike, mode), alike, mode, width)
-                blocks.append(f"{mode}, parameters in {dtype}{version}\n\n{its_table}")
+                of_mode = of_runs(columns_of(alike, mode), alike, mode, width)
+                blocks.append(f"{mode}, parameters in {dtype}{version}\n\n{of_mode}")
     blocks.append(RATIOS)
     published = table(PUBLISHED, ["what", "figure", "shape and hardware", "source"], width)
     return f"{framed(lines, blocks, case_runs)}\n\nas published by others, not measured here\n\n{published}"

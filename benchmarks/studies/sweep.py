@@ -171,10 +171,8 @@ def points_of(lines: list[Record]) -> dict[str, Points]:
 
 def names_of(points: Points) -> list[str]:
     """The steps that any of them has, in the order of the ladder."""
-    numbers_of: dict[str, int] = {}
-    for _, by_step in points:
-        numbers_of |= {name: case_run.step or 0 for name, case_run in by_step.items()}
-    return sorted(numbers_of, key=lambda name: numbers_of[name])
+    names = {name: None for _, by_step in points for name in by_step}
+    return sorted(names, key=steps.place_of)
 
 
 def crossovers(points: Points, mode: str) -> dict[str, tuple[int | None, list[int]]]:
