@@ -61,6 +61,18 @@ class Inputs:
         args, kwargs = pytree.tree_map_only(Tensor, copied, (self.args, dict(self.kwargs)))
         return Inputs(args, kwargs)
 
+    def off_by_a_rounding(self, seed: int) -> "Inputs":
+        """Copies of which each floating element is a rounding larger, smaller or neither."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def off(t: Tensor) -> Tensor:
+            if not t.is_floating_point():
+                return t
+            steps = torch.randint(-1, 2, t.shape, generator=generator).to(t.device, t.dtype)
+            return t.detach() * (1 + steps * torch.finfo(t.dtype).eps)
+        args, kwargs = pytree.tree_map_only(Tensor, off, (self.args, dict(self.kwargs)))
+        return Inputs(args, kwargs)
+
     def call(self, module: Callable) -> Any:
         """module(*args, **kwargs)."""
         return module(*self.args, **self.kwargs)

@@ -1,5 +1,6 @@
 """What a reference means: its outputs and gradients in FP64, or in the best dtype that it runs in."""
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
@@ -10,10 +11,12 @@ from benchmarks.measure.bounds import FP32, FP64
 from benchmarks.measure.calls import Inputs, named_buffers, named_parameters
 from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.keeping import kept, without_dropout
-from benchmarks.measure.observing import Observation, Work, norm, observe, rounding_in
+from benchmarks.measure.observing import Observation, Work, distance, norm, observe, rounding_in
 from common.config import dtype_name
 from common.outcome import Failed, in_a_line, is_out_of_memory
 from common.phases import Phase
+
+PERTURBATIONS = 8
 
 
 class Truth:
@@ -102,11 +105,34 @@ class Truth:
                 self._own[kind] = observe(self.plain, self.work)
         return self._own[kind]
 
+    def furthest(self, numerics: str | None) -> Observation:
+        """As `own`, of each tensor the one furthest from the truth among runs whose inputs are off by a rounding.
+
+        A ReLU or a max-pool near its kink falls to the other side then, and moves whole gradients: nobody's mistake.
+        """
+        found = self.own(numerics)
+        kind = None if numerics == "float8" else numerics
+        for number in range(PERTURBATIONS):
+            work = dataclasses.replace(self.work, inputs=self.work.inputs.off_by_a_rounding(number))
+            with kept(self.plain), without_dropout(self.plain), multiplying_in(kind, self.work.inputs):
+                found = _further(found, observe(self.plain, work, alone=False), self.exact)
+        return found
+
     def in_dtype(self, dtype: torch.dtype) -> Observation:
         """What a copy of it gives in that dtype."""
         copy = deep_copy(self.plain, dtype)
         with without_dropout(copy):
             return observe(copy, self.work, dtype)
+
+
+def _further(a: Observation, b: Observation, exact: Observation) -> Observation:
+    """`a` with each gradient of `b` that is further from the exact one."""
+    gradients = dict(a.gradients)
+    for name, truth in exact.gradients.items():
+        mine, other = a.gradients.get(name), b.gradients.get(name)
+        if truth and mine and other and distance(other, truth) > distance(mine, truth):
+            gradients[name] = other
+    return dataclasses.replace(a, gradients=gradients)
 
 
 @contextlib.contextmanager

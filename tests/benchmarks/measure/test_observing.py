@@ -3,8 +3,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.measure.calls import Inputs
 from benchmarks.measure.judge import validate
-from benchmarks.measure.observing import cotangent
+from benchmarks.measure.observing import Work, cotangent, distance, norm
+from benchmarks.measure.truth import Truth
 
 pytestmark = pytest.mark.unit
 
@@ -32,3 +34,12 @@ def test_cotangents_differ_by_output_number_and_seed():
     output = torch.zeros(4, 4)
     drawn = [cotangent(output, *which) for which in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))]
     assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+
+
+def test_a_reference_near_a_kink_says_how_far_its_own_gradients_may_be_off():
+    """A rounding of the input moves a ReLU to its other side: who lands there makes no mistake."""
+    x = torch.tensor([[1.0, -1.0 + 2**-24]])
+    truth = Truth(lambda x: torch.relu(x.sum(-1)), Work(Inputs.of(x)))
+    exact, name = truth.exact.gradients["gradient of input 0"], "gradient of input 0"
+    assert distance(truth.own(None).gradients[name], exact) == 0
+    assert distance(truth.furthest(None).gradients[name], exact) == pytest.approx(norm(exact))
