@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     """The exit status of the command in `argv`; without one the list of them is printed."""
     argv = sys.argv[1:] if argv is None else argv
     name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
-    # Imported here: what ends the process in one line stands before torch is imported.
+    # Imported here, behind the check above. `common` comes first of all, and with it Ctrl-C in one line.
     from benchmarks import studies
     from benchmarks.records import about, compare
     from benchmarks.show import pages

@@ -102,8 +102,8 @@ def early_ends(name: str, file: RecordFile | None = None) -> Iterator[None]:
     except signals.Terminated as error:
         sys.exit(ended(error.number, name, file))
     except WriteError as error:
-        sentences = no_room(file, error) if file else str(error)
-        print(f"{name}: error: {sentences}", file=sys.stderr)
+        reason = no_room(file, error) if file else str(error)
+        print(f"{name}: error: {reason}", file=sys.stderr)
         sys.exit(EXIT["failed"])
     except (torch.OutOfMemoryError, MemoryError) as error:
         message = str(error) or "no message"

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-EXIT = {"ok": 0, "failed": 1, "usage": 2, "oom": 3, "skipped": 4, "interrupted": 130}
+EXIT = {"ok": 0, "failed": 1, "usage": 2, "oom": 3, "skipped": 4}
 
 
 class Failed(Exception):

@@ -211,6 +211,14 @@ def named_buffers(call: Callable) -> dict[str, Tensor]:
     return named
 
 
+def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    for name, t in tensors.items():
+        first.setdefault(id(t), name)
+    return {name: first[id(t)] for name, t in tensors.items()}
+
+
 def clean(name: str) -> str:
     """The name without what torch.compile and data-parallel wrappers put into it."""
     parts = [part for part in name.strip(".").split(".") if part != "_orig_mod"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.measure import chance, hints
 from benchmarks.measure.bounds import DRAWS_OTHERS, FP32, FP64, NOT_TWICE, NUMERICS, Standard
-from benchmarks.measure.calls import Inputs, named_buffers, named_parameters, partners
+from benchmarks.measure.calls import Inputs, first_names, named_buffers, named_parameters, partners
 from benchmarks.measure.checks import WITHOUT_GRADIENTS, Check, Judgement
 from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.keeping import compiled_inside, kept, loaded, without_dropout
@@ -235,7 +235,7 @@ class Judge:
 
     def _compare_parameters(self, standard: Standard, seen: Observation, own: Observation) -> None:
         """Each pair once; a tied one stands under its first name."""
-        ours_first, theirs_first = _first_names(self.truth.parameters), _first_names(self.parameters)
+        ours_first, theirs_first = first_names(self.truth.parameters), first_names(self.parameters)
         pairs = dict.fromkeys((ours_first[our], theirs_first[their]) for their, our in self.partners.items())
         exact = self.truth.exact.gradients
         for our, their in pairs:
@@ -273,14 +273,6 @@ class Judge:
 
     def _wrong(self, name: str, reason: str) -> None:
         self.checks.append(Check(name, "form", False, True, math.nan, math.nan, reason))
-
-
-def _first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name -> the first name of the same tensor."""
-    first: dict[int, str] = {}
-    for name, t in tensors.items():
-        first.setdefault(id(t), name)
-    return {name: first[id(t)] for name, t in tensors.items()}
 
 
 # --------------------------------------------------------------------------------------------------------- for a person

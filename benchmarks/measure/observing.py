@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.measure.calls import Inputs, named_buffers, named_parameters, outputs_of
+from benchmarks.measure.calls import Inputs, first_names, named_buffers, named_parameters, outputs_of
 from common.outcome import Failed, in_a_line
 
 Loss = Callable[[Any], Tensor]
@@ -103,10 +103,7 @@ def _look_at(seen: Observation, outputs: dict[str, Tensor], inputs: Inputs, work
 
 def _unique(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     """Without the further names of tied ones."""
-    first: dict[int, str] = {}
-    for name, parameter in parameters.items():
-        first.setdefault(id(parameter), name)
-    return {name: parameters[name] for name in first.values()}
+    return {name: parameters[name] for name in first_names(parameters).values()}
 
 
 @contextlib.contextmanager

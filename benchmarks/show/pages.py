@@ -284,8 +284,8 @@ def attribution() -> str:
                                       f"{of_pair.unexplained:+.3f} ms, the bound is {of_pair.bound:.3f}")
     if not within + len(beyond):
         return "Not recorded yet."
-    sentences = f"Of the {within + len(beyond)} recorded pairs {within} stay within the bound."
-    return sentences if not beyond else "\n".join([f"{sentences} These do not:", "", *beyond])
+    sentence = f"Of the {within + len(beyond)} recorded pairs {within} stay within the bound."
+    return sentence if not beyond else "\n".join([f"{sentence} These do not:", "", *beyond])
 
 
 def slowed_by(lines: list[Record]) -> float:

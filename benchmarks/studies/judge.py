@@ -107,9 +107,9 @@ def text(lines: list[Record], width: int | None = None) -> str:
     """Both tables, from records."""
     runs = list(latest(lines).values())
     blocks = [provenance(lines)]
-    for kind, sentences in (("wrong", WRONG_ONES), ("right", "Right ones")):
+    for kind, title in (("wrong", WRONG_ONES), ("right", "Right ones")):
         rows = [_row(run) for run in runs if run.variant["kind"] == kind]
-        blocks.append(f"{sentences}\n\n{table(rows, ['pair', *HEADERS.values(), 'tensor'], width)}")
+        blocks.append(f"{title}\n\n{table(rows, ['pair', *HEADERS.values(), 'tensor'], width)}")
     failed = [f"{run.label}: {run.info['reason']}" for run in runs if run.status != "ok"]
     return "\n\n".join([*blocks, *failed])
 
@@ -128,7 +128,7 @@ def _find(run: Run, question: str) -> Record:
 def _cell(line: Record) -> str:
     """2e+06; `form` where it is no figure; `passes` beside what is within its bound."""
     values = line["metric"]["benchmark_values"]
-    figure = f"{values[0]:.0e}" if values else "form" if not extra(line)["passed"] else "0"
+    figure = f"{values[0]:.0e}" if values else "form"
     return f"{figure} passes" if extra(line)["passed"] else figure
 
 
@@ -136,9 +136,9 @@ def answer(lines: list[Record]) -> str:
     """How many of them it was right about."""
     runs = list(latest(lines).values())
     shown = []
-    for kind, sentences in (("wrong", "mistakes refused"), ("right", "right modules passed")):
+    for kind, outcome in (("wrong", "mistakes refused"), ("right", "right modules passed")):
         of_kind = [run.status == "ok" for run in runs if run.variant["kind"] == kind]
-        shown.append(f"{sum(of_kind)} of {len(of_kind)} {sentences}")
+        shown.append(f"{sum(of_kind)} of {len(of_kind)} {outcome}")
     return ", ".join(shown)
 
 

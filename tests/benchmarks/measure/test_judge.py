@@ -137,6 +137,15 @@ def test_hooks_of_the_object_itself_are_judged():
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("change", [torch.zeros_like, lambda gradient: gradient / 2, lambda gradient: -gradient])
+def test_a_wrong_gradient_is_no_kink(change):
+    """A block of ReLUs is asked how far a rounding moves its gradients; that excuses no gradient that is wrong."""
+    pair = RIGHT["a residual block in train mode"](torch.float32)
+    pair.candidate.conv_1.weight.register_hook(change)
+    assert failed(judged(pair)) == {"gradient of conv_1.weight"}
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("numerics", ["bfloat16", "float8"])
 def test_declared_numerics_widen_the_precision_and_not_the_meaning(numerics):
     class Autocast(pairs.Block):
@@ -290,7 +299,7 @@ def test_a_parameter_without_a_partner_is_unproven_and_counted():
 def test_functions_are_compared_by_what_they_close_over():
     weight = tensor(4, 4).requires_grad_()
     loses = validate(lambda x: x @ weight.detach(), lambda x: x @ weight, tensor(2, 4))
-    assert not loses.proven
+    assert failed(loses) == {"gradient of weight"}
     assert validate(lambda x: (weight.mT @ x.mT).mT, lambda x: x @ weight, tensor(2, 4)).proven
 
 
