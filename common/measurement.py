@@ -1,14 +1,16 @@
 """One row of a card: how it is timed, in which state the machine was meanwhile, and which kernels ran."""
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from . import compiler, energy, evidence, machine, timing
+from . import compiler, energy, evidence, limit, machine, timing
 from .iteration import BOTH, Iteration
 from .outcome import Failed
+from .peaks import BURST, MeasuredPeaks
 from .result import Result, Row
 from .subject import Subject
+from .workload import Workload
 
 NOT_A_GPU = "CUDA graphs need a GPU"
 
@@ -52,6 +54,34 @@ def time_row(subject: Subject, mode: str, launch: str, row: Row, result: Result,
         if launch == "eager":
             row.enqueue_ms = timing.enqueue_ms(run, between)
     between()
+
+
+def row_of(subject: Subject, mode: str) -> Row:
+    """An empty one of that pass."""
+    workload = subject.workload
+    return Row(flops=workload.flops(mode), tokens=workload.tokens) if workload else Row()
+
+
+def hold_against_limits(rows: Sequence[tuple[Row, Workload, str]], peaks: MeasuredPeaks) -> None:
+    """Set the limits of (row, its work, pass) by every yardstick.
+
+    Where a row passes its limit, the peaks came out too low. They are measured once more, and all rows are held again.
+    """
+    while True:
+        beyond = []
+        for row, workload, mode in rows:
+            operations = list(workload.operations(mode))
+            if not operations:
+                continue
+            yardsticks = peaks.by_yardstick(workload)
+            for yardstick, known in yardsticks.items():
+                row.limits[yardstick] = limit.ms_by_kind(operations, known)
+            row.flop_bound = limit.flop_bound(operations, yardsticks[BURST])
+            if row.beyond_its_limit:
+                beyond.append(workload)
+        measured_again = [peaks.again(workload) for workload in beyond]
+        if not any(measured_again):
+            return
 
 
 def steadily(device: torch.device, run: Callable, between: Callable, row: Row, ms: float) -> None:

@@ -17,14 +17,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import machine
-from .config import BlockConfig
-from .limit import Arithmetic, Peaks
+from .iteration import BOTH
+from .limit import Peaks
 from .timing import clock_for, nothing
+from .workload import ATTENTION, COPY, MATMUL, MEMORY, Operation, Workload
 
 SUSTAINED, BURST, DATA_SHEET = YARDSTICKS = ("sustained", "burst", "data sheet")
-COPY = "copy"
 _FUSED = ("float16", "bfloat16")           # dtypes in which fused attention is measured apart
-_PASSES = ("attention", "attention backward")
 _BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 # ------------------------------------------------------------------------------------------------------- the data sheet
@@ -58,27 +57,27 @@ def data_sheet(name: str) -> tuple[Peaks, str] | None:
 # ----------------------------------------------------------------------------------------------------------- in a burst
 
 
-def measure_burst(config: BlockConfig, a: Arithmetic, device: torch.device, known: Peaks | None = None) -> Peaks:
-    """The best matmul rate per dtype over the block's own shapes and a large square, and the copy bandwidth.
+def measure_burst(workload: Workload, device: torch.device, known: Peaks | None = None) -> Peaks:
+    """The best matmul rate per dtype over the work's own shapes and a large square, and the copy bandwidth.
 
     What `known` holds already is taken from there. Best rates, each after a short rest: a GPU at its power limit
     multiplies slower, and how warm the last matmul left it must not decide what the next one is credited with. Random
     operands: zeros run faster than data.
     """
     side = 8192 if device.type == "cuda" else 1024
-    E, F = config.hidden_size, config.ffn_hidden_size
-    shapes = sorted({(config.tokens, E, 3 * E), (config.tokens, E, F), (config.tokens, F, E), (side, side, side)})
+    shapes = {operation.shape for operation in workload.forward if operation.kind == MATMUL} | {(side, side, side)}
     rates = dict(known.flops) if known else {}
-    for name in sorted({a.matmul, a.attention} - rates.keys()):
-        rates[name] = max(_matmul_rate(*shape, name, device) for shape in shapes)
+    for name in sorted(arithmetics(workload) - rates.keys()):
+        rates[name] = max(_matmul_rate(shape, name, device) for shape in sorted(shapes))
     if known and known.bandwidth:
         return Peaks(rates, known.bandwidth)
     copy, moved = copy_work(device)
     return Peaks(rates, moved / _best_seconds(copy, device))
 
 
-def _matmul_rate(m: int, k: int, n: int, dtype: str, device: torch.device) -> float:
+def _matmul_rate(shape: tuple[int, ...], dtype: str, device: torch.device) -> float:
     """FLOP/s of an [m, k] x [k, n] matmul."""
+    m, k, n = shape
     return 2 * m * k * n / _best_seconds(matmul_work("forward", m, k, n, dtype, device), device)
 
 
@@ -93,20 +92,8 @@ def _best_seconds(work: Callable, device: torch.device) -> float:
 # ------------------------------------------------------------------------------------------------------------- the work
 
 
-def own_matmuls(config: BlockConfig) -> list[tuple[str, str, int, int, int]]:
-    """(name, layout, m, k, n) of all matmuls [m, k] x [k, n] of one forward+backward of the block."""
-    N, E, F = config.tokens, config.hidden_size, config.ffn_hidden_size
-    matmuls = []
-    for name, inner, outer in (("qkv", E, 3 * E), ("attention projection", E, E), ("fc", E, F),
-                               ("mlp projection", F, E)):
-        matmuls.append((name, "forward", N, inner, outer))
-        matmuls.append((name, "input gradient", N, outer, inner))
-        matmuls.append((name, "weight gradient", outer, N, inner))
-    return matmuls
-
-
 def matmul_work(layout: str, m: int, k: int, n: int, dtype: str, device: torch.device) -> Callable[[], Any]:
-    """A matmul [m, k] x [k, n] of normal random operands, which lie in memory as they do in that pass of the block.
+    """A matmul [m, k] x [k, n] of normal random operands, which lie in memory as in that pass of a linear layer.
 
     FP8 reads both operands along k, whatever the pass; they fill its range, as scaling has them do.
     """
@@ -139,14 +126,14 @@ def _in_float8(values: torch.Tensor) -> torch.Tensor:
     return (values * 112).clamp_(-448, 448).to(torch.float8_e4m3fn)
 
 
-def attention_work(config: BlockConfig, dtype: str, backward: bool, backend: SDPBackend | None,
+def attention_work(shape: tuple[int, ...], dtype: str, backward: bool, backend: SDPBackend | None,
                    device: torch.device) -> Callable[[], Any]:
-    """Causal fused attention of the block's shape, [B, S, H, D] in memory, or its backward alone.
+    """Causal fused attention of a shape B, S, H, D, which lies so in memory, or its backward alone.
 
     Without a backend torch chooses. Raises RuntimeError where the backend can't do it.
     """
-    B, S, H = config.batch_size, config.seq_len, config.num_heads
-    packed = torch.randn(B, S, 3, H, config.hidden_size // H, device=device, dtype=getattr(torch, dtype))
+    B, S, H, D = shape
+    packed = torch.randn(B, S, 3, H, D, device=device, dtype=getattr(torch, dtype))
     q, k, v = (part.detach().requires_grad_() for part in packed.permute(2, 0, 3, 1, 4))
     backends = [backend] if backend else list(SDPBackend.__members__.values())[1:]
 
@@ -185,7 +172,7 @@ class Method:
     """How a sustained rate is measured, in seconds: fixed before anything is compared with it."""
     look: float                    # a look is that much work with nothing in between
     trial: float                   # of each piece of work; those within `close` of the best are looked at
-    elements: int                  # of x at the least: a smaller shape gets more sequences
+    elements: int                  # of an input at the least: a smaller one gets more tokens
     close: float = 0.95
     finalists: int = 2             # at most
     agree: float = 0.01            # looks that differ by no more have settled
@@ -215,18 +202,23 @@ class Sustained:
     in_rounds: list[float] = field(default_factory=list)         # rates in the same rounds as the steps'
 
 
-def filling(config: BlockConfig, device: torch.device) -> BlockConfig:
-    """The block's shape with so many sequences that launching its work takes no time beside it."""
-    elements = config.tokens * config.hidden_size
-    times = math.ceil(METHODS[device.type].elements / elements)
-    return config.replace(batch_size=config.batch_size * max(1, times))
+def filling(operation: Operation, device: torch.device) -> Operation:
+    """The same on so many tokens, or sequences, that launching it takes no time beside it."""
+    place = 1 if operation.layout == "weight gradient" else 0
+    elements = operation.shape[place] * min(size for other, size in enumerate(operation.shape) if other != place)
+    if operation.kind == ATTENTION:
+        elements = math.prod(operation.shape)
+    times = max(1, math.ceil(METHODS[device.type].elements / elements))
+    shape = list(operation.shape)
+    shape[place] *= times
+    return dataclasses.replace(operation, shape=tuple(shape), flops=times * operation.flops)
 
 
-def measure_sustained(config: BlockConfig, name: str, device: torch.device) -> Sustained:
-    """The sustained rate of `name`, as `Peaks.flops` has it, or of a copy. The best of all work of that kind counts."""
+def measure_sustained(workload: Workload, name: str, device: torch.device) -> Sustained:
+    """The sustained rate of `name`, an operation's. The best of all work of that kind counts."""
     method = METHODS[device.type]
     trials = []
-    for work in _work(filling(config, device), name, device):
+    for work in _work(workload, name, device):
         seconds, _ = _look(work, method.trial, device)
         trials.append((work.amount / seconds, work))
     trials.sort(key=lambda trial: -trial[0])
@@ -235,26 +227,32 @@ def measure_sustained(config: BlockConfig, name: str, device: torch.device) -> S
     return max(finals, key=lambda sustained: sustained.rate)
 
 
-def _work(config: BlockConfig, name: str, device: torch.device) -> Iterator[Work]:
+def _work(workload: Workload, name: str, device: torch.device) -> Iterator[Work]:
     if name == COPY:
         call, moved = copy_work(device)
         yield Work(f"copy of {moved / 2**31:g} GiB", call, moved)
         return
-    dtype, _, pass_ = name.partition(" ")
-    if not pass_:
-        for matmul, layout, m, k, n in own_matmuls(config):
-            yield Work(f"{matmul}, {layout}: [{m}, {k}] x [{k}, {n}]", matmul_work(layout, m, k, n, dtype, device),
-                       2.0 * m * k * n)
-        return
-    backward = pass_ == _PASSES[1]
-    flops = 2.0 * config.batch_size * config.seq_len**2 * config.hidden_size * (2 if backward else 1)
+    dtype, _, fused = name.partition(" ")
+    for operation in workload.operations(BOTH):
+        if fused and operation.rate == name:
+            yield from _attentions(filling(operation, device), device)
+        elif not fused and operation.kind == MATMUL:
+            filled = filling(operation, device)
+            m, k, n = filled.shape
+            yield Work(f"{operation.name}: [{m}, {k}] x [{k}, {n}]",
+                       matmul_work(operation.layout, m, k, n, dtype, device), filled.flops)
+
+
+def _attentions(operation: Operation, device: torch.device) -> Iterator[Work]:
+    """By every backend that has a kernel for it."""
     for backend in _BACKENDS if device.type == "cuda" else (None,):
         try:
-            call = attention_work(config, dtype, backward, backend, device)
-        except RuntimeError:                                     # that backend has no kernel for it
+            call = attention_work(operation.shape, operation.arithmetic, operation.layout == "backward", backend,
+                                  device)
+        except RuntimeError:
             continue
         kind = backend.name.lower() if backend else "torch's choice"
-        yield Work(f"{pass_}, {kind}: {config}", call, flops)
+        yield Work(f"{operation.name}, {kind}: {list(operation.shape)}", call, operation.flops)
 
 
 def steady(work: Work, device: torch.device) -> Sustained:
@@ -287,7 +285,7 @@ class MeasuredPeaks:
     """This machine's peaks, each measured when it is first asked for, and once more where a row passes it.
 
     Whatever else ran meanwhile made them too low: the better of two measurements counts. Sustained ones are those of
-    one shape, and there once `sustain` was called.
+    the work that first asked for them by `sustain`.
     """
 
     def __init__(self, device: torch.device):
@@ -296,48 +294,48 @@ class MeasuredPeaks:
         self.sustained: dict[str, Sustained] = {}                # as `Peaks.flops` has the names, and COPY
         name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else ""
         self.sheet = data_sheet(name)
-        self._twice: set[Arithmetic] = set()
+        self._twice: set[frozenset[str]] = set()
 
-    def of(self, config: BlockConfig, a: Arithmetic) -> Peaks:
-        """Those in a burst that are known so far, with those of this arithmetic."""
-        if not {a.matmul, a.attention} <= self.known.flops.keys():
-            self.known = measure_burst(config, a, self.device, self.known)
+    def of(self, workload: Workload) -> Peaks:
+        """Those in a burst that are known so far, with those of this work."""
+        if not (arithmetics(workload) <= self.known.flops.keys() and self.known.bandwidth):
+            self.known = measure_burst(workload, self.device, self.known)
         return self.known
 
-    def sustain(self, config: BlockConfig, a: Arithmetic) -> None:
-        """Measure what of this arithmetic is not known yet to be sustained."""
-        for name in _names(a):
-            if name not in self.sustained:
-                self.sustained[name] = measure_sustained(config, name, self.device)
-                self._is_a_peak(name)
+    def sustain(self, workload: Workload) -> None:
+        """Measure what of this work is not known yet to be sustained."""
+        for name in sorted(_rates(workload) - self.sustained.keys()):
+            self.sustained[name] = measure_sustained(workload, name, self.device)
+            self._is_a_peak(name)
 
     def release(self) -> None:
         """Free the tensors of the sustained work, where nothing runs it again: they would count as the block's."""
         for sustained in self.sustained.values():
             sustained.work = dataclasses.replace(sustained.work, call=nothing)
 
-    def by_yardstick(self, config: BlockConfig, a: Arithmetic) -> dict[str, Peaks]:
-        """Yardstick -> peaks, of those that know this arithmetic."""
-        yardsticks = {BURST: self.of(config, a)}
-        if _names(a) <= self.sustained.keys():
+    def by_yardstick(self, workload: Workload) -> dict[str, Peaks]:
+        """Yardstick -> peaks, of those that know this work."""
+        yardsticks = {BURST: self.of(workload)}
+        if _rates(workload) <= self.sustained.keys():
             rates = {name: sustained.rate for name, sustained in self.sustained.items()}
             yardsticks[SUSTAINED] = Peaks(rates, rates.pop(COPY))
-        if self.sheet and {a.matmul, a.attention} <= self.sheet[0].flops.keys():
+        if self.sheet and arithmetics(workload) <= self.sheet[0].flops.keys():
             yardsticks[DATA_SHEET] = self.sheet[0]
         return yardsticks
 
-    def again(self, config: BlockConfig, a: Arithmetic) -> bool:
-        """Measure those of this arithmetic once more. False where that has been done."""
-        if a in self._twice:
+    def again(self, workload: Workload) -> bool:
+        """Measure those of this work once more. False where that has been done."""
+        names = frozenset(_rates(workload))
+        if names in self._twice:
             return False
-        self._twice.add(a)
-        second = measure_burst(config, a, self.device)
+        self._twice.add(names)
+        second = measure_burst(workload, self.device)
         rates = dict(self.known.flops)
         for name, rate in second.flops.items():
             rates[name] = max(rate, rates.get(name, 0.0))
         self.known = Peaks(rates, max(self.known.bandwidth, second.bandwidth))
-        for name in _names(a) & self.sustained.keys():
-            self.raise_to(name, measure_sustained(config, name, self.device))
+        for name in sorted(names & self.sustained.keys()):
+            self.raise_to(name, measure_sustained(workload, name, self.device))
         return True
 
     def raise_to(self, name: str, second: Sustained) -> None:
@@ -362,16 +360,6 @@ class MeasuredPeaks:
         elif name in self.known.flops:
             self.known = Peaks(self.known.flops | {name: max(self.known.flops[name], rate)}, self.known.bandwidth)
 
-    def until_they_stay(self, hold: Callable[[], None]) -> None:
-        """Hold rows against these peaks; all of them again where one had the peaks measured once more."""
-        held_against = None
-        while held_against != self._rates():
-            held_against = self._rates()
-            hold()
-
-    def _rates(self) -> tuple[Peaks, dict[str, float]]:
-        return self.known, {name: sustained.rate for name, sustained in self.sustained.items()}
-
     def in_words(self, yardstick: str = BURST) -> str:
         """float16 812 TFLOP/s; copy 4.1 TB/s (read + written)."""
         if yardstick == DATA_SHEET:
@@ -382,19 +370,25 @@ class MeasuredPeaks:
             return "n/a"
         rates: list[str] = []
         for name, sustained in sorted(self.sustained.items()):
-            if name.endswith(_PASSES[1]):                        # stands beside its forward
+            if name.endswith(" backward"):                        # stands beside its forward
                 rates[-1] += f" and {_terascale(sustained.rate)} (backward)"
             elif name != COPY:
                 rates.append(f"{name} {_terascale(sustained.rate)}")
         return f"{', '.join(rates)} TFLOP/s; copy {self.sustained[COPY].rate / 1e12:.3g} TB/s"
 
 
-def _names(a: Arithmetic) -> set[str]:
-    """The sustained rates that an arithmetic asks for."""
-    names = {a.matmul, COPY}
-    if a.attention in _FUSED:
-        return names | {f"{a.attention} {pass_}" for pass_ in _PASSES}
-    return names | {a.attention}
+def arithmetics(workload: Workload) -> set[str]:
+    """What its FLOPs are in."""
+    return {operation.arithmetic for operation in workload.operations(BOTH) if operation.kind != MEMORY}
+
+
+def _rates(workload: Workload) -> set[str]:
+    """The sustained rates that it asks for."""
+    rates = {COPY}
+    for operation in workload.operations(BOTH):
+        fused = operation.kind == ATTENTION and operation.arithmetic in _FUSED
+        rates.add(operation.rate if fused else operation.arithmetic or COPY)
+    return rates
 
 
 def _terascale(rate: float) -> str:

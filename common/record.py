@@ -16,18 +16,24 @@ from typing import Any
 
 from .config import dtype_name
 from .iteration import BACKWARD, LAUNCHES, MODES
-from .peaks import BURST, COPY, DATA_SHEET, SUSTAINED, MeasuredPeaks
+from .peaks import BURST, DATA_SHEET, SUSTAINED, YARDSTICKS, MeasuredPeaks
 from .result import Result, Row
 from .timing import CACHE_STATE
+from .workload import COPY
 
 SCHEMA = "transformer block, 2"         # 1 had names in place of a case
 PARTS = ("attention", "GEMM", "softmax and mask", "normalisation and activation", "casts and copies",
          "residual and other", "idle")  # of an iteration's time, as the metric "time by part" has them
 PASSES = (*MODES, BACKWARD)
-FLOPS_FORMULA = "8BSE^2 + 4BSEF + 2BS^2E forward (causal attention counted half), twice that more backward"
+FLOPS_COUNTED = "of matmuls and attention, causal attention counted half; 2 for a multiplication and its addition"
 LIBRARIES = ("torch", "cuda", "cudnn", "triton", "transformer_engine", "numpy", "python")
 
 Record = dict[str, Any]
+
+
+def limit_name(yardstick: str) -> str:
+    """The metric that is the limit by it: "limit" by a burst, which older records have alone."""
+    return "limit" if yardstick == BURST else f"{yardstick} limit"
 
 
 def record(r: Result, metric: str, unit: str, values: list[float], mode: str, launch: str | None = None,
@@ -117,12 +123,12 @@ def _timed(r: Result, mode: str, launch: str, row: Row) -> list[Record]:
             lines.append(record(r, metric, unit, [value], mode, launch, emulated=r.emulated, **extra))
 
     add("throughput", "tokens/s", 1e3 * row.tokens / median if row.tokens else None)
-    add("rate", "FLOP/s", 1e3 * row.flops / median if row.flops else None, formula=FLOPS_FORMULA)
-    add("limit", "ms", row.limit_ms, flop_bound=row.flop_bound, by_kind=row.limits.get(BURST))
-    add("percent of limit", "%", row.percent_of_limit)
-    for yardstick in (SUSTAINED, DATA_SHEET):
-        add(f"{yardstick} limit", "ms", row.limit_by(yardstick), by_kind=row.limits.get(yardstick))
-        add(f"percent of {yardstick} limit", "%", row.percent_of(yardstick))
+    add("rate", "FLOP/s", 1e3 * row.flops / median if row.flops else None, counted=FLOPS_COUNTED)
+    for yardstick in YARDSTICKS:
+        of = limit_name(yardstick)
+        bound = {"flop_bound": row.flop_bound} if yardstick == BURST else {}
+        add(of, "ms", row.limit_by(yardstick), by_kind=row.limits.get(yardstick), **bound)
+        add(f"percent of {of}", "%", row.percent_of(yardstick))
     if used := row.energy:
         add("energy", "J", used.joules, watts=used.watts, sampled_watts=used.sampled_watts, seconds=used.seconds,
             joules_per_1000_tokens=1e3 * used.joules / row.tokens if row.tokens else None)

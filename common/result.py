@@ -9,7 +9,7 @@ import torch
 from .config import BlockConfig, dtype_name
 from .energy import Energy
 from .evidence import Evidence
-from .peaks import SUSTAINED
+from .peaks import BURST, SUSTAINED
 from .timing import Timing
 from .traits import Traits
 
@@ -37,7 +37,6 @@ class Row:
     reason: str = ""                     # where there is no timing
     flops: float = 0.0                   # of one iteration
     tokens: int = 0
-    limit_ms: float | None = None        # by the peaks of a burst
     flop_bound: float | None = None      # share of the matmuls' and attention's limit that FLOPs set, not bytes
     limits: dict[str, dict[str, float]] = field(default_factory=dict)    # yardstick -> kind of operation -> ms
     peak_bytes: int | None = None
@@ -49,10 +48,6 @@ class Row:
     @property
     def median(self) -> float | None:
         return self.timing.median if self.timing else None
-
-    @property
-    def percent_of_limit(self) -> float | None:
-        return 100 * self.limit_ms / self.median if self.limit_ms and self.median else None
 
     def limit_by(self, yardstick: str) -> float | None:
         """The limit in ms by the peaks of that yardstick; None where they are not known."""
@@ -66,7 +61,7 @@ class Row:
     @property
     def beyond_its_limit(self) -> bool:
         """Whether it is faster than the measured peaks allow: they came out too low."""
-        return max(self.percent_of_limit or 0.0, self.percent_of(SUSTAINED) or 0.0) > 100
+        return max(self.percent_of(yardstick) or 0.0 for yardstick in (BURST, SUSTAINED)) > 100
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from . import compiler, machine, measurement, memory, steps, timing
+from . import block_work, compiler, machine, measurement, memory, steps, timing
 from .card import card
 from .command_line import (
     Parser,
@@ -198,7 +198,8 @@ def _measure(step: Step, options: argparse.Namespace, result: Result) -> None:
     device, config = options.device, options.config
     result.neighbours = machine.neighbours(device)         # before this process is on the GPU itself
     try:
-        machine.refuse_beyond_memory(memory.needed(config, step.traits, device), device)
+        work = block_work.workload(config, step.traits, options.parameter_dtype, device)
+        machine.refuse_beyond_memory(work.bytes_needed, device)
     except MemoryError as error:
         result.status, result.reason = "oom", f"{error}; {_that_fits(step, options)}"
         return
@@ -213,10 +214,10 @@ def _measure(step: Step, options: argparse.Namespace, result: Result) -> None:
         block = prepare(step.build, options.parameter_dtype, device, options.seed, result, say)
         options.file.write(check_records(result))
         peaks = MeasuredPeaks(device)
-        if not result.emulated and block.arithmetic:
+        if not result.emulated and block.workload:
             say(Phase.CALIBRATING, "peaks of this machine")
-            peaks.of(config, block.arithmetic)
-            peaks.sustain(config, block.arithmetic)
+            peaks.of(block.workload)
+            peaks.sustain(block.workload)
             peaks.release()
             result.peaks = _in_words(peaks)
         for mode in MODES:
@@ -245,9 +246,8 @@ def _time(block: BlockSubject, mode: str, options: argparse.Namespace, result: R
         def progress(count: int, ms: float, what: str = f"{mode}, {launch}") -> None:
             say(Phase.SAMPLING, f"{what}: {count} samples, {ms:.3g} ms")
 
-        row = result.rows[mode, launch] = Row()
-        if not result.emulated:                            # of an emulation neither time nor rate means anything
-            row.flops, row.tokens = block.flops(mode), block.tokens
+        # Of an emulation neither time nor rate means anything.
+        row = result.rows[mode, launch] = Row() if result.emulated else measurement.row_of(block, mode)
         measurement.time_row(block, mode, launch, row, result, rule, progress)
     result.clock = timing.clock_for(device).name
     if not on_gpu:
@@ -260,12 +260,9 @@ def _in_words(peaks: MeasuredPeaks) -> dict[str, str]:
 
 def _hold_against_limit(block: BlockSubject, result: Result, peaks: MeasuredPeaks) -> None:
     """Set the limits of all rows so far: of an earlier pass again, since the peaks may have been measured again."""
-    def hold() -> None:
-        for (mode, _), row in result.rows.items():
-            if row.flops:
-                block.hold_against_limit(row, mode, peaks)
-
-    peaks.until_they_stay(hold)
+    assert block.workload
+    rows = [(row, block.workload, mode) for (mode, _), row in result.rows.items() if row.flops]
+    measurement.hold_against_limits(rows, peaks)
     peaks.release()
     result.peaks = _in_words(peaks)
     for yardstick in (SUSTAINED, BURST):

@@ -9,14 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from . import compiler, engine, iteration, limit, oracle, parameters, replay
+from . import block_work, compiler, engine, iteration, oracle, parameters, replay
 from .config import BlockConfig, dtype_name
 from .iteration import BOTH, FORWARD, Iteration
-from .limit import Arithmetic
 from .outcome import Failed
-from .peaks import MeasuredPeaks
 from .phases import Phase
-from .result import Compilation, Result, Row
+from .result import Compilation, Result
+from .workload import Workload
 
 Build = Callable[[BlockConfig, dict[str, Tensor], torch.device], nn.Module]
 
@@ -29,8 +28,7 @@ class Subject:
     cotangents: Sequence[Tensor]
     parameters: Mapping[str, Tensor]
     gates: tuple[float, float]                 # relative L2 error of a replay: of an output, of a gradient
-    arithmetic: Arithmetic | None = None       # None: it has no limit
-    tokens: int = 0                            # that one call takes in
+    workload: Workload | None = None           # of one call; None: it has no limit
 
     def iteration(self, mode: str) -> Iteration:
         """One iteration of a pass."""
@@ -52,13 +50,6 @@ class Subject:
         """How many there are in one iteration; times are told of one call."""
         return 1
 
-    def flops(self, mode: str) -> float:
-        """Of one call; 0 where they are not counted."""
-        return 0.0
-
-    def hold_against_limit(self, row: Row, mode: str, peaks: MeasuredPeaks) -> None:
-        """Set the limit of a row, where its work has one."""
-
     @property
     def own_bytes(self) -> int:
         """Bytes of its parameters, inputs and cotangents."""
@@ -78,23 +69,6 @@ class BlockSubject(Subject):
         state = functools.partial(engine.fp8_state, cast(nn.Module, self.call))
         return replay.Proof(*self.gates, weights=weights, residual=self.inputs[0], fp8_state=state)
 
-    def flops(self, mode: str) -> float:
-        """Of its matmuls, causal attention counted as the half it needs."""
-        return limit.flops(self.config, mode == BOTH)
-
-    def hold_against_limit(self, row: Row, mode: str, peaks: MeasuredPeaks) -> None:
-        """Set the limit of a row. Where the row passes it, the peaks came out too low and are measured once more."""
-        if self.arithmetic is None:
-            return
-        while True:
-            known = peaks.of(self.config, self.arithmetic)
-            row.limit_ms = limit.limit_ms(self.config, self.arithmetic, known, mode == BOTH)
-            row.flop_bound = limit.flop_bound(self.config, self.arithmetic, known, mode == BOTH)
-            for yardstick, of_it in peaks.by_yardstick(self.config, self.arithmetic).items():
-                row.limits[yardstick] = limit.ms_by_kind(self.config, self.arithmetic, of_it, mode == BOTH)
-            if not row.beyond_its_limit or not peaks.again(self.config, self.arithmetic):
-                return
-
 
 def prepare(build: Build, parameter_dtype: torch.dtype, device: torch.device, seed: int, result: Result,
             say: Callable[..., None], time_compiler: bool = True) -> BlockSubject:
@@ -107,8 +81,8 @@ def prepare(build: Build, parameter_dtype: torch.dtype, device: torch.device, se
     """
     config, traits = result.config, result.traits
     assert config is not None
-    arithmetic = traits.arithmetic(config, parameter_dtype, device)
-    result.matmul = arithmetic.matmul
+    workload = block_work.workload(config, traits, parameter_dtype, device)
+    result.matmul = workload.matmul
     result.residual = dtype_name(traits.residual(config, parameter_dtype))
     say(Phase.BUILDING)
     seed *= 3                                    # parameters, x and dy have one each, and no other run has the same
@@ -123,8 +97,8 @@ def prepare(build: Build, parameter_dtype: torch.dtype, device: torch.device, se
     result.emulated = engine.is_emulated(result.engine)
     if compiler.holds_compiled(block) and (missing := compiler.missing(device)):
         raise NotImplementedError(missing)
-    subject = BlockSubject(block, [x], [dy], dict(block.named_parameters()), oracle.GATES[result.matmul], arithmetic,
-                           tokens=config.tokens, config=config)
+    subject = BlockSubject(block, [x], [dy], dict(block.named_parameters()), oracle.GATES[result.matmul], workload,
+                           config=config)
     if compiler.is_compiled(block) and time_compiler:
         say(Phase.COMPILING, "cold and warm")
         result.compilation = compilation_time(subject)

@@ -3,12 +3,11 @@
 A step, a case of a study, a peer and a user's own model each carry traits. What depends on a block asks them.
 """
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from .config import BlockConfig
 from .evidence import FUSED_ATTENTION, Claims
-from .limit import Arithmetic
 from .precision import cpu_multiplies_bfloat16
 
 BY_HAND, FUSED, FUSED_IN_16_BITS = "by hand", "fused", "fused in 16 bits"      # attention
@@ -19,46 +18,67 @@ _TENSOR_CORES = ["FP8 matmul", "16-bit matmul", "TF32 matmul"]
 
 
 @dataclass(frozen=True)
+class Arithmetic:
+    """What a block computes in, and how many bytes things have."""
+    matmul: str                # "float64", "float32", "tf32", "float16", "bfloat16" or "float8"
+    attention: str
+    parameter_bytes: int       # parameters, their gradients, x and y
+    activation_bytes: int      # what travels between the matmuls
+    operand_bytes: int         # the left operand of a matmul: 1 in FP8
+    weight_bytes: int          # what a matmul reads of its weight: 1 where it was quantized before
+
+
+class Asked(Protocol):
+    """What a run asks for in numerics; a BlockConfig has it among its fields."""
+    @property
+    def amp_dtype(self) -> torch.dtype | None: ...                # autocast's; None: no autocast, and no FP8
+    @property
+    def fp8_weights(self) -> str: ...
+    @property
+    def fp8_attention(self) -> bool: ...
+
+
+@dataclass(frozen=True)
 class Traits:
     """What a block does, whoever wrote it. Where that is `claimed`, its kernels must bear it out."""
     attention: str | None = None         # BY_HAND, FUSED or FUSED_IN_16_BITS; None: nothing is known of it
     tf32: bool = False                   # its FP32 matmuls may round to TF32
-    autocast: bool = False               # over FP32 parameters it runs under autocast, where the config has a dtype
+    autocast: bool = False               # over FP32 parameters it runs under autocast, where a dtype is asked for
     compiled: bool = False               # by torch.compile
     fp8: str | None = None               # under autocast its matmuls are in FP8, with DELAYED or DYNAMIC scaling
     residual_in_16_bits: bool = False    # under autocast the residual is in its dtype, not in that of the parameters
     claimed: bool = False
 
-    def mixed(self, config: BlockConfig, parameter_dtype: torch.dtype) -> bool:
-        """Whether it computes in 16 bits or in FP8 at that config."""
+    def mixed(self, asked: Asked, parameter_dtype: torch.dtype) -> bool:
+        """Whether it computes in 16 bits or in FP8 there."""
         takes_it = self.autocast or self.fp8 is not None
-        return takes_it and config.amp_dtype is not None and parameter_dtype != torch.float64
+        return takes_it and asked.amp_dtype is not None and parameter_dtype != torch.float64
 
-    def arithmetic(self, config: BlockConfig, parameter_dtype: torch.dtype, device: torch.device) -> Arithmetic:
+    def arithmetic(self, asked: Asked, parameter_dtype: torch.dtype, device: torch.device) -> Arithmetic:
         """What it computes in on that device."""
-        mixed = self.mixed(config, parameter_dtype)
+        mixed = self.mixed(asked, parameter_dtype)
         dtype = parameter_dtype
-        if self.autocast and config.amp_dtype is not None and parameter_dtype == torch.float32:
-            dtype = config.amp_dtype
+        if self.autocast and asked.amp_dtype is not None and parameter_dtype == torch.float32:
+            dtype = asked.amp_dtype
         name = str(dtype).removeprefix("torch.")
         if name == "float32" and self.tf32 and device.type == "cuda" and torch.cuda.is_tf32_supported():
             name = "tf32"                                          # older GPUs ignore the switch
         if not (mixed and self.fp8):
             return Arithmetic(name, name, parameter_dtype.itemsize, dtype.itemsize, operand_bytes=dtype.itemsize,
                               weight_bytes=parameter_dtype.itemsize)
-        kept = config.fp8_weights != "per-call"
-        return Arithmetic("float8", "float8" if config.fp8_attention else name, parameter_dtype.itemsize,
+        kept = asked.fp8_weights != "per-call"
+        return Arithmetic("float8", "float8" if asked.fp8_attention else name, parameter_dtype.itemsize,
                           dtype.itemsize, operand_bytes=1, weight_bytes=1 if kept else parameter_dtype.itemsize)
 
-    def residual(self, config: BlockConfig, parameter_dtype: torch.dtype) -> torch.dtype:
+    def residual(self, asked: Asked, parameter_dtype: torch.dtype) -> torch.dtype:
         """The dtype that the residual travels in."""
-        if self.residual_in_16_bits and config.amp_dtype is not None:
-            return config.amp_dtype
+        if self.residual_in_16_bits and asked.amp_dtype is not None:
+            return asked.amp_dtype
         return parameter_dtype
 
-    def needs_calibration(self, config: BlockConfig) -> bool:
+    def needs_calibration(self, asked: Asked) -> bool:
         """Whether its FP8 scales must first see some calls."""
-        return self.fp8 == DELAYED and config.amp_dtype is not None
+        return self.fp8 == DELAYED and asked.amp_dtype is not None
 
     def holds_scores(self, device: torch.device) -> bool:
         """Whether it keeps S x S scores for its backward, as attention by hand does, and on a CPU all of them may."""

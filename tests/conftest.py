@@ -118,7 +118,7 @@ def studies_in_seconds(monkeypatch):
     peaks = limit.Peaks(dict.fromkeys(dtypes, 1e12), 1e11)
     small = torch.ones(16)
     monkeypatch.setattr("common.peaks.measure_burst", lambda *_: peaks)
-    monkeypatch.setattr("common.peaks.measure_sustained", lambda config, name, device: sustained(name, small.sum))
+    monkeypatch.setattr("common.peaks.measure_sustained", lambda workload, name, device: sustained(name, small.sum))
     monkeypatch.setattr(timing, "calibration", lambda device: dict.fromkeys(("gemm", "copy"), small.sum))
     monkeypatch.setattr(timing.EventClock, "settle_ms", 1.0)
     monkeypatch.setattr(timing.EventClock, "burst_ms", 1.0)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from common import memory, timing
+from common import block_work, memory, timing
 from common.config import BlockConfig
 from common.iteration import MODES
 from common.record import Record
@@ -13,6 +13,7 @@ from common.result import Result
 from common.steps import Step
 from common.subject import Build, Subject, prepare
 from common.traits import Traits, amp_default
+from common.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,16 @@ class Case:
     work: Mapping[str, str] = field(default_factory=dict)       # input -> dtype and shape, where it is no block
     step: int | None = None                # the step's number, where it is one of the five
     missing: str = ""                      # why it can't run on this machine, where that is known beforehand
-    memory: Callable[[torch.device], int] = lambda device: 0    # bytes that it needs, estimated on the high side
+    workload: Workload | None = None       # where it is known beforehand
+    that_fits: Callable[[int], str] = lambda total: "give smaller inputs"      # into so many bytes, in words
+
+    @property
+    def bytes_needed(self) -> int:
+        """Estimated on the high side; 0 where nothing is known."""
+        return self.workload.bytes_needed if self.workload else 0
 
 
-def block_case(name: str, build: Build, config: BlockConfig, traits: Traits, *,
+def block_case(name: str, build: Build, config: BlockConfig, traits: Traits, device: torch.device, *,
                parameter_dtype: torch.dtype = torch.float32, variant: Mapping[str, Any] | None = None,
                step: int | None = None, missing: str = "") -> Case:
     """A case whose block has the canonical parameters; it is checked against FP64 as a step is."""
@@ -47,10 +54,11 @@ def block_case(name: str, build: Build, config: BlockConfig, traits: Traits, *,
         return prepare(build, parameter_dtype, setting.device, setting.seed, result, setting.say,
                        setting.time_compiler)
 
-    def bytes_needed(device: torch.device) -> int:
-        return memory.needed(config, traits, device)
+    def that_fits(total: int) -> str:
+        return memory.that_fits(config, traits, device, total)
+    workload = block_work.workload(config, traits, parameter_dtype, device)
     return Case(name, prepare_block, config, traits, parameter_dtype, variant or {}, step=step, missing=missing,
-                memory=bytes_needed)
+                workload=workload, that_fits=that_fits)
 
 
 def step_case(step: Step, config: BlockConfig, device: torch.device, *, missing: str = "",
@@ -63,7 +71,7 @@ def step_case(step: Step, config: BlockConfig, device: torch.device, *, missing:
             config.check_fp8()
         except ValueError as error:
             missing = str(error)
-    return block_case(step.name, build or step.build, config, step.traits, parameter_dtype=parameter_dtype,
+    return block_case(step.name, build or step.build, config, step.traits, device, parameter_dtype=parameter_dtype,
                       step=step.number, missing=missing)
 
 

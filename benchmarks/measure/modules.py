@@ -85,9 +85,8 @@ def record_checks(judgement: Judgement, result: Result) -> None:
         raise Failed(judgement.failure)
 
 
-def subject_of(module: Callable, work: Work, gates: tuple[float, float], kind: Callable[..., Checked] = Checked
-               ) -> Checked:
-    """A module that was checked, on copies of the inputs. `gates` are those of a replay; `kind` makes it."""
+def subject_of(module: Callable, work: Work, gates: tuple[float, float]) -> Checked:
+    """A module that was checked, on copies of the inputs. `gates` are those of a replay."""
     inputs = work.inputs.copies()
     with torch.enable_grad():
         returned = inputs.call(module)
@@ -101,7 +100,7 @@ def subject_of(module: Callable, work: Work, gates: tuple[float, float], kind: C
         given = [torch.ones_like(outputs[name]) for name in taking]
     leaves = [t.detach() for t in inputs.named().values()]
     parameters = {name: t for name, t in named_parameters(module).items() if t.requires_grad}
-    return kind(call, leaves, given, parameters, gates, takes_gradient=bool(taking))
+    return Checked(call, leaves, given, parameters, gates, takes_gradient=bool(taking))
 
 
 # ------------------------------------------------------------------------------------------------------------ comparing

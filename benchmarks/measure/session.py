@@ -18,7 +18,7 @@ import torch
 from benchmarks.measure import attribution
 from benchmarks.measure.cases import Case, Group, Setting
 from benchmarks.measure.progress import Progress
-from common import compiler, engine, machine, measurement, memory, rounds, timing
+from common import compiler, engine, machine, measurement, rounds, timing
 from common.config import BlockConfig, dtype_name
 from common.iteration import LAUNCHES, Iteration
 from common.outcome import Failed, is_out_of_memory, judged
@@ -26,7 +26,7 @@ from common.peaks import MeasuredPeaks
 from common.phases import Phase
 from common.record import Record, check_records, peak_records, record, row_records, status_record
 from common.record_file import RecordFile
-from common.result import Result, Row
+from common.result import Result
 from common.subject import Subject
 
 WARM_UP_ROUNDS = 2
@@ -113,10 +113,10 @@ class Session:
             self.prepare(case)
         self.say(Phase.CALIBRATING, "peaks of this machine")    # now: the rounds fill the memory with graphs
         for entry in self.alive():
-            if entry.subject:
-                entry.subject.hold_against_limit(Row(), group.modes[0], self.peaks)
-            if group.sustained and entry.subject and entry.subject.arithmetic and entry.case.config:
-                self.peaks.sustain(entry.case.config, entry.subject.arithmetic)
+            if entry.subject and entry.subject.workload:
+                self.peaks.of(entry.subject.workload)
+                if group.sustained:
+                    self.peaks.sustain(entry.subject.workload)
         for mode in group.modes:
             try:
                 self.time(group, mode)
@@ -133,8 +133,8 @@ class Session:
         result = Result(case.name, case.config, dtype_name(case.parameter_dtype), self.facts, step=case.step,
                         traits=case.traits, variant=dict(case.variant), work=dict(case.work), study=self.study,
                         run=self.run, neighbours=self.neighbours, slowed_percent=self.slow_down)
-        if case.config is not None:
-            result.matmul = case.traits.arithmetic(case.config, case.parameter_dtype, self.device).matmul
+        if case.workload:
+            result.matmul = case.workload.matmul
         entry = Entry(case, result)
         self.entries.append(entry)
         setting = Setting(self.device, self.seed, lambda phase, detail="": self._say_of(case, phase, detail),
@@ -142,7 +142,7 @@ class Session:
         with judged(result, lambda: self._out_of_memory(case), foreign=not case.traits.claimed):
             if case.missing:
                 raise NotImplementedError(case.missing)
-            machine.refuse_beyond_memory(case.memory(self.device), self.device)
+            machine.refuse_beyond_memory(case.bytes_needed, self.device)
             entry.subject = case.prepare(setting, result)
             self.has_compiled = self.has_compiled or compiler.is_compiled(entry.subject.call)
             if result.emulated:
@@ -249,12 +249,11 @@ class Session:
             row.timing = timing.Timing(per_call, timing.is_settled(per_call), clock.in_rounds, calibration,
                                        list(range(len(taken))), offsets)
 
-        def hold() -> None:
-            for key in samples:
-                if isinstance(key, RowKey) and key.entry.subject:
-                    key.entry.subject.hold_against_limit(key.entry.result.rows[mode, key.launch], mode, self.peaks)
-
-        self.peaks.until_they_stay(hold)
+        rows = []
+        for key in samples:
+            if isinstance(key, RowKey) and key.entry.subject and key.entry.subject.workload:
+                rows.append((key.entry.result.rows[mode, key.launch], key.entry.subject.workload, mode))
+        measurement.hold_against_limits(rows, self.peaks)
 
     def _explain(self, entry: Entry, mode: str, works: dict[Key, Work], profiler: attribution.Profiled, launch: str,
                  samples: dict[Key, timing.Samples]) -> None:
@@ -299,7 +298,7 @@ class Session:
         """What is timed for one row, which it sets up; None, with the reason in the row, where that can't be."""
         subject = entry.subject
         assert subject is not None
-        row = entry.result.rows[mode, launch] = Row(flops=subject.flops(mode), tokens=subject.tokens)
+        row = entry.result.rows[mode, launch] = measurement.row_of(subject, mode)
         if launch == "graph":
             replay, row.reason = subject.replay(mode)         # its memory is the pool, beside those of all other cases
             return Work(replay, timing.nothing) if replay else None
@@ -424,10 +423,7 @@ class Session:
             torch.cuda.empty_cache()
 
     def _out_of_memory(self, case: Case) -> str:
-        fits = "give smaller inputs"
-        if case.config is not None:
-            fits = memory.that_fits(case.config, case.traits, self.device, machine.memory_total(self.device))
-        return f"{machine.peak_in_words(self.device)}; {fits}"
+        return f"{machine.peak_in_words(self.device)}; {case.that_fits(machine.memory_total(self.device))}"
 
 
 def _timed_seconds(clock: timing.Clock, key: Key, samples: dict[Key, timing.Samples], expected: dict[Key, float]

@@ -7,7 +7,7 @@ from benchmarks.records.read import Run, extra, label, latest, paired, runner, v
 from common import iteration
 from common.iteration import MODES
 from common.peaks import BURST, SUSTAINED
-from common.record import Record
+from common.record import Record, limit_name
 from common.text import NOT_AVAILABLE, figures, number, percent, ratio, table
 
 
@@ -111,8 +111,7 @@ def _rate(run: Run, context: Context) -> str:
 
 def percent_of(run: Run, mode: str, yardstick: str) -> float | None:
     """How much of the limit by that yardstick the faster way of launching reaches; None where it was not measured."""
-    name = "percent of limit" if yardstick == BURST else f"percent of {yardstick} limit"
-    return run.value(mode, name, run.best(mode))
+    return run.value(mode, f"percent of {limit_name(yardstick)}", run.best(mode))
 
 
 def joules(run: Run, mode: str) -> float | None:

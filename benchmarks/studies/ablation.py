@@ -99,7 +99,7 @@ def cases(config: BlockConfig, device: torch.device) -> list[Case]:
     for combination in combinations(tf32, on_gpu, config.amp_dtype is not None):
         own = config if "autocast" in combination else config.replace(amp_dtype=None)
         of_ablation.append(block_case("block", functools.partial(build, combination), own, traits_of(combination),
-                                      variant={"optimizations": ordered(combination)}))
+                                      device, variant={"optimizations": ordered(combination)}))
     return of_ablation
 
 
@@ -110,7 +110,7 @@ def groups(options: Options) -> list[Group]:
 
 def refine(options: Options) -> None:
     """Without captured graphs where need be: they keep their memory, and these are many."""
-    needed = sum(case.memory(options.device) for case in cases(options.config, options.device))
+    needed = sum(case.bytes_needed for case in cases(options.config, options.device))
     if needed > 0.9 * machine.memory_total(options.device):
         options.launches = options.launches[:1]
 

@@ -6,12 +6,11 @@ The whole block, attention, MLP, LayerNorm and the QKV projection, all in 16 bit
 16-bit arithmetic): naive (three separate projections, attention by hand, LayerNorm and GELU from elementary
 operations), tuned (fused projection, fused attention, the library's LayerNorm and GELU), the tuned one compiled, and
 the best that is known (Transformer Engine's, but for LayerNorm in FP8). Each is checked against FP64, then all of a
-part are timed in interleaved rounds. The limit is that of the part's own operations, as in common/limit.py.
+part are timed in interleaved rounds. The limit is that of the part's own operations, as in common/block_work.py.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 import functools
 import math
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -21,25 +20,25 @@ from torch.nn import functional as F
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.cases import Case, Group, Setting
 from benchmarks.measure.judge import Judge
-from benchmarks.measure.modules import Checked, record_checks, subject_of
+from benchmarks.measure.modules import record_checks, subject_of
 from benchmarks.measure.observing import Work
 from benchmarks.measure.truth import Truth
 from benchmarks.records.read import Run, paired, runs
 from benchmarks.show.charts import Charts, Interval, bars_chart
 from benchmarks.show.study import Options, Study, register
 from benchmarks.show.tables import STATUS, WORST_ERROR, Column, Context, framed, of_runs
-from common import compiler, engine, limit, machine, memory, oracle, parameters, steps
+from common import block_work, compiler, engine, machine, memory, oracle, parameters, steps
 from common.command_line import Parser
 from common.config import LAYER_NORM_EPS, BlockConfig
 from common.iteration import BOTH, MODES
 from common.outcome import Failed
-from common.peaks import MeasuredPeaks
 from common.phases import Phase
 from common.record import Record
-from common.result import Result, Row
+from common.result import Result
 from common.subject import Subject
 from common.text import figures, number, ratio, table
 from common.traits import BY_HAND, DELAYED, FUSED, Traits
+from common.workload import Workload
 
 WAYS = {  # how a part is written -> its traits; all compute in the dtype of their parameters
     "naive": Traits(BY_HAND),
@@ -47,7 +46,7 @@ WAYS = {  # how a part is written -> its traits; all compute in the dtype of the
     "compiled": Traits(FUSED, compiled=True),
     "best known": Traits(FUSED, fp8=DELAYED),
 }
-PARTS = {  # part -> (where it is in a block; its operations in common/limit.py, by how their names begin; how many)
+PARTS = {  # part -> (where it is in a block; its operations in common/block_work.py, as their names begin; how many)
     "block": ("", ("",), 1),
     "attention": ("attn", ("qkv", "attention"), 1),
     "MLP": ("mlp", ("fc", "mlp"), 1),
@@ -257,25 +256,17 @@ class Given:
 _given = functools.lru_cache(maxsize=1)(Given)             # of the part that is measured; the one before is let go of
 
 
-@dataclass
-class PartSubject(Checked):
-    """A part of the block, whose limit is that of its own operations."""
-    part: str = field(kw_only=True)
-    config: BlockConfig = field(kw_only=True)
-
-    def hold_against_limit(self, row: Row, mode: str, peaks: MeasuredPeaks) -> None:
-        """Set the limit of a row, in the arithmetic that the part has; without one it has no limit."""
-        if self.arithmetic is None:
-            return
-        _, names, count = PARTS[self.part]
-        known = peaks.of(self.config, self.arithmetic)
-        row.limit_ms = limit.limit_ms(self.config, self.arithmetic, known, mode == BOTH, names) / count
+def work_of(part: str, whole: Workload) -> Workload:
+    """The part's own operations."""
+    _, names, count = PARTS[part]
+    return whole.part(names, 1 / count)
 
 
 def part_case(part: str, way: str, config: BlockConfig, device: torch.device, seed: int) -> Case:
     """One part written in one way."""
     dtype, traits = config.amp_dtype or torch.float32, WAYS[way]
     gate = FP8_GATES.get(part, oracle.MODULE_GATES[dtype]) if traits.fp8 else oracle.MODULE_GATES[dtype]
+    workload = work_of(part, block_work.workload(config, traits, dtype, device))
 
     def prepare(setting: Setting, result: Result) -> Subject:
         given = _given(part, config, device, seed)
@@ -287,14 +278,12 @@ def part_case(part: str, way: str, config: BlockConfig, device: torch.device, se
         setting.say(Phase.CHECKING)
         graphs = counters["stats"]["unique_graphs"]
         record_checks(Judge(module, given.truth, gate=gate if traits.fp8 else None).judge(), result)
-        # What is best known has no limit of its own here.
-        arithmetic = None if traits.fp8 else traits.arithmetic(config, dtype, device)
-        kind = functools.partial(PartSubject, part=part, config=config, tokens=config.tokens, arithmetic=arithmetic)
-        subject = subject_of(module, given.work, (3 * gate, 3 * gate), kind)
+        subject = subject_of(module, given.work, (3 * gate, 3 * gate))
+        subject.workload = workload.part(()) if traits.fp8 else workload     # what is best known has no limit here
         if traits.compiled and counters["stats"]["unique_graphs"] == graphs:
             raise Failed("torch.compile compiled nothing")
         return subject
-    return Case(part, prepare, config, traits, dtype, {"way": way})
+    return Case(part, prepare, config, traits, dtype, {"way": way}, workload=workload)
 
 
 def calibrate(module: nn.Module, x: Tensor) -> None:

@@ -106,7 +106,7 @@ def _in_this_process(study: Study, options: Options) -> int:
 
 def holds_all(options: Options) -> bool:
     """Whether all steps fit into this GPU together: each with a captured graph, which keeps its memory."""
-    needed = sum(case.memory(options.device) for case in cases(options.config, options.device, options.steps))
+    needed = sum(case.bytes_needed for case in cases(options.config, options.device, options.steps))
     return needed < 0.9 * machine.memory_total(options.device)
 
 

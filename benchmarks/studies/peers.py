@@ -221,7 +221,7 @@ def build_torchao(recipe: str, config: BlockConfig, values: dict[str, Tensor], d
 def cases(config: BlockConfig, dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Ours and all peers with parameters of `dtype`."""
     def peer(name: str, variant: dict, traits: Traits, make: Callable, missing: str) -> Case:
-        return block_case(name, make, config, traits, parameter_dtype=dtype, variant=variant, missing=missing)
+        return block_case(name, make, config, traits, device, parameter_dtype=dtype, variant=variant, missing=missing)
 
     missing = missing_libraries(config, dtype, device)
     every = []

@@ -18,6 +18,7 @@ from common.peaks import YARDSTICKS
 from common.result import Compilation, Result, Row
 from common.timing import Timing
 from common.traits import amp_default
+from common.workload import Operation, Workload
 from tests.helpers.made_results import (
     CPU,
     EMULATED,
@@ -238,7 +239,7 @@ def test_the_cards_figures_are_those_of_its_rows():
     """Worked by hand: of 7.2 ms, 1.2 TFLOP, 16384 tokens, a limit of 5 ms, 3 GiB."""
     r = finished(gpu=True)
     other = Timing([20.0, 30.0, 10.0, 40.0, 50.0, 60.0], False, "CUDA events")
-    r.rows[BOTH, "eager"] = row(timing=other, flops=3e12, limit_ms=7.0, peak_bytes=2**29, enqueue_ms=1.5)
+    r.rows[BOTH, "eager"] = row(timing=other, flops=3e12, peak_bytes=2**29, enqueue_ms=1.5)
     r.evidence = r.evidence | {BOTH: Evidence(Counter({"a": 2}), Counter(), "proven", "")}
     figures = {line[:20].rstrip(): line[20:].split() for line in card(r).splitlines()}
     assert figures["median ms"] == ["7.200", "7.200", "35.000", "7.200"]
@@ -320,6 +321,9 @@ def test_of_an_emulation_there_are_times_and_no_rates():
     assert card_value(card(RESULTS["H200"]), "timing") == "measured"
 
 
+OF_4_GFLOP = Workload("float32", (Operation("a", "matmul", 4e9, 1.0, "float32"),), tokens=1000)
+
+
 @pytest.mark.parametrize("is_emulated", [False, True])
 def test_a_run_gives_its_rows_a_rate_unless_it_is_emulated(is_emulated, monkeypatch):
     def time_row(subject, mode, launch, timed, *_):
@@ -327,7 +331,7 @@ def test_a_run_gives_its_rows_a_rate_unless_it_is_emulated(is_emulated, monkeypa
     monkeypatch.setattr(measurement, "time_row", time_row)
     r = replace(begun(4, gpu=False), emulated=is_emulated)
     options = SimpleNamespace(device=CPU_DEVICE, launch="both", max_seconds=1.0)
-    block = SimpleNamespace(flops=lambda mode: 4e9, tokens=1000)
+    block = SimpleNamespace(workload=OF_4_GFLOP)
     for mode in MODES:
         run._time(block, mode, options, r, lambda *what: None)
     printed = card(r)
@@ -343,7 +347,7 @@ def test_a_run_says_of_a_row_that_nobody_asked_for_why_it_is_empty(monkeypatch):
     monkeypatch.setattr(measurement, "time_row", lambda *_: None)
     r = begun(0, gpu=False)
     options = SimpleNamespace(device=CPU_DEVICE, launch="eager", max_seconds=1.0)
-    run._time(SimpleNamespace(flops=lambda mode: 4e9, tokens=1000), BOTH, options, r, lambda *what: None)
+    run._time(SimpleNamespace(workload=OF_4_GFLOP), BOTH, options, r, lambda *what: None)
     assert r.rows[BOTH, "graph"] == Row(reason="--launch eager")
     assert card_value(card(r), "n/a because") == "--launch eager"
 

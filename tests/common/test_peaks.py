@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from common import BlockConfig, limit, run, steps
+from common import BlockConfig, limit, measurement, run, steps
 from common import peaks as peaks_module
+from common.block_work import work_in
 from common.iteration import BOTH, FORWARD
-from common.limit import Arithmetic, Peaks
+from common.limit import Peaks
 from common.peaks import (
     BURST,
     DATA_SHEET,
@@ -29,21 +30,22 @@ from common.peaks import (
     matmul_work,
     measure_burst,
     measure_sustained,
-    own_matmuls,
     steady,
 )
 from common.result import Result, Row
 from common.subject import BlockSubject
 from common.timing import Timing
+from common.traits import Arithmetic
+from common.workload import ATTENTION, MATMUL, Operation, Workload
 from tests.helpers.made_results import CPU as CPU_FACTS
 
 pytestmark = pytest.mark.unit
 
 CPU = torch.device("cpu")
 SMALL = BlockConfig(batch_size=1, seq_len=16, hidden_size=16, num_heads=1)                     # F = 64
-FP32 = Arithmetic("float32", "float32", parameter_bytes=4, activation_bytes=4, operand_bytes=4, weight_bytes=4)
-FP16 = Arithmetic("float16", "float16", parameter_bytes=4, activation_bytes=2, operand_bytes=2, weight_bytes=4)
-FP8 = Arithmetic("float8", "float16", parameter_bytes=4, activation_bytes=2, operand_bytes=1, weight_bytes=4)
+FP32 = work_in(Arithmetic("float32", "float32", 4, 4, operand_bytes=4, weight_bytes=4), SMALL)
+FP16 = work_in(Arithmetic("float16", "float16", 4, 2, operand_bytes=2, weight_bytes=4), SMALL)
+FP8 = work_in(Arithmetic("float8", "float16", 4, 2, operand_bytes=1, weight_bytes=4), SMALL)
 NOTHING = Peaks({}, 0.0)
 
 
@@ -56,9 +58,9 @@ def rates(monkeypatch):
     """A matmul's rate is the area of its result, a copy takes 1 ms. The value: which matmuls were asked for."""
     asked = []
 
-    def rate(m, k, n, name, device):
-        asked.append((name, m, k, n))
-        return float(m * n)
+    def rate(shape, name, device):
+        asked.append((name, *shape))
+        return float(shape[0] * shape[2])
     monkeypatch.setattr("common.peaks._matmul_rate", rate)
     monkeypatch.setattr("common.peaks._best_seconds", lambda work, device: 1e-3)
     return asked
@@ -66,20 +68,20 @@ def rates(monkeypatch):
 
 def test_a_peak_is_of_the_best_shape_a_large_square_among_them(rates):
     """A copy reads and writes."""
-    assert measure_burst(SMALL, FP32, CPU) == Peaks({"float32": 1024.0**2}, 2 * 4 * 2**26 / 1e-3)
+    assert measure_burst(FP32, CPU) == Peaks({"float32": 1024.0**2}, 2 * 4 * 2**26 / 1e-3)
     shapes = {(m, k, n) for _, m, k, n in rates}
-    assert shapes == {(16, 16, 48), (16, 16, 64), (16, 64, 16), (1024, 1024, 1024)}
+    assert shapes == {(16, 16, 16), (16, 16, 48), (16, 16, 64), (16, 64, 16), (1024, 1024, 1024)}
 
 
 def test_each_arithmetic_of_a_block_has_a_peak(rates):
-    found = measure_burst(SMALL, FP8, CPU, Peaks({}, 5.0))
+    found = measure_burst(FP8, CPU, Peaks({}, 5.0))
     assert found.flops.keys() == {"float8", "float16"} and found.bandwidth == 5.0
 
 
 def test_a_peak_that_is_known_is_not_measured_again(rates):
     known = Peaks({"float16": 7.0, "float64": 1.0}, 5.0)
-    assert measure_burst(SMALL, FP16, CPU, known) == known and not rates
-    found = measure_burst(SMALL, FP8, CPU, known)
+    assert measure_burst(FP16, CPU, known) == known and not rates
+    found = measure_burst(FP8, CPU, known)
     assert found == Peaks(known.flops | {"float8": 1024.0**2}, 5.0) and {name for name, *_ in rates} == {"float8"}
 
 
@@ -101,7 +103,7 @@ def test_the_peak_of_float32_and_of_tf32_is_of_its_own_matmul(dtype, precision, 
     monkeypatch.setattr("common.peaks._best_seconds", at_once)
     torch.set_float32_matmul_precision("medium")
     try:
-        assert _matmul_rate(4, 4, 4, dtype, CPU) == 2 * 4**3
+        assert _matmul_rate((4, 4, 4), dtype, CPU) == 2 * 4**3
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -111,7 +113,7 @@ def test_the_peak_of_float32_and_of_tf32_is_of_its_own_matmul(dtype, precision, 
 def test_peaks_are_measured_for_what_the_step_computes_in():
     """One matmul rate for each dtype and the copy bandwidth; the caller's matmul precision is left as it was."""
     before = torch.get_float32_matmul_precision()
-    peaks = measure_burst(SMALL, Arithmetic("bfloat16", "float32", 4, 2, 2, 4), CPU)
+    peaks = measure_burst(work_in(Arithmetic("bfloat16", "float32", 4, 2, 2, 4), SMALL), CPU)
     assert peaks.flops.keys() == {"bfloat16", "float32"} and all(0 < rate < 1e16 for rate in peaks.flops.values())
     assert 0 < peaks.bandwidth < 1e14 and torch.get_float32_matmul_precision() == before
 
@@ -125,8 +127,8 @@ def measured(monkeypatch):
     def set_up(*found: Peaks) -> list:
         asked, remaining = [], iter(found)
 
-        def measure_burst(config, a, device, known=None):
-            asked.append((a, known))
+        def measure_burst(workload, device, known=None):
+            asked.append((workload, known))
             return next(remaining)
         monkeypatch.setattr("common.peaks.measure_burst", measure_burst)
         return asked
@@ -139,8 +141,8 @@ def test_a_peak_is_measured_when_it_is_first_asked_for(measured):
     asked = measured(first, both)
     peaks = MeasuredPeaks(CPU)
     assert asked == []
-    assert peaks.of(SMALL, FP16) == peaks.of(SMALL, FP16) == first
-    assert peaks.of(SMALL, FP8) == peaks.of(SMALL, FP16) == peaks.known == both
+    assert peaks.of(FP16) == peaks.of(FP16) == first
+    assert peaks.of(FP8) == peaks.of(FP16) == peaks.known == both
     assert asked == [(FP16, NOTHING), (FP8, first)]
 
 
@@ -148,18 +150,18 @@ def test_of_two_measurements_the_better_one_counts(measured):
     """Of each peak by itself. What is measured again is measured from nothing."""
     asked = measured(Peaks({"float8": 1.0, "float16": 9.0}, 3.0), Peaks({"float8": 5.0, "float16": 4.0}, 2.0))
     peaks = MeasuredPeaks(CPU)
-    peaks.of(SMALL, FP8)
-    assert peaks.again(SMALL, FP8)
+    peaks.of(FP8)
+    assert peaks.again(FP8)
     assert peaks.known == Peaks({"float8": 5.0, "float16": 9.0}, 3.0)
     assert asked == [(FP8, NOTHING), (FP8, None)]
 
 
-def test_peaks_are_measured_again_once_for_each_arithmetic(measured):
+def test_peaks_are_measured_again_once_for_each_kind_of_work(measured):
     asked = measured(*[Peaks({"float16": 1.0, "float8": 1.0}, 1.0)] * 4)
     peaks = MeasuredPeaks(CPU)
-    peaks.of(SMALL, FP8)
-    assert [peaks.again(SMALL, a) for a in (FP16, FP16, FP8, FP16, FP8)] == [True, False, True, False, False]
-    assert [a for a, _ in asked] == [FP8, FP16, FP8]
+    peaks.of(FP8)
+    assert [peaks.again(work) for work in (FP16, FP16, FP8, FP16, FP8)] == [True, False, True, False, False]
+    assert [work for work, _ in asked] == [FP8, FP16, FP8]
 
 
 def test_peaks_in_words():
@@ -169,9 +171,8 @@ def test_peaks_in_words():
                                 "copy 4.1 TB/s (read + written)")
 
 
-def subject_of(arithmetic: Arithmetic | None) -> BlockSubject:
-    """A block that computes so; nothing of it is called."""
-    return BlockSubject(None, [], [], {}, (1.0, 1.0), arithmetic, tokens=SMALL.tokens, config=SMALL)
+def hold(peaks: MeasuredPeaks, *rows: Row, mode: str = FORWARD, work: Workload = FP32) -> None:
+    measurement.hold_against_limits([(row, work, mode) for row in rows], peaks)
 
 
 def timed(ms: float, **changes) -> Row:
@@ -184,18 +185,22 @@ def memory_alone(bandwidth: float) -> Peaks:
 
 
 def limit_at(peaks: Peaks, mode: str = FORWARD) -> float:
-    return limit.limit_ms(SMALL, FP32, peaks, mode == BOTH)
+    return limit.limit_ms(FP32.operations(mode), peaks)
+
+
+def bound_at(peaks: Peaks, mode: str = FORWARD) -> float:
+    return limit.flop_bound(FP32.operations(mode), peaks)
 
 
 def test_a_row_that_passes_its_limit_has_the_peaks_measured_again(measured):
     slow, fast = memory_alone(1e3), Peaks({"float32": 1.0}, 1e6)
     asked = measured(slow, fast)
     peaks, beyond = MeasuredPeaks(CPU), timed(0.99 * limit_at(slow))
-    subject_of(FP32).hold_against_limit(beyond, FORWARD, peaks)
+    hold(peaks, beyond)
     better = Peaks({"float32": 1e30}, 1e6)
     assert len(asked) == 2 and peaks.known == better
-    assert beyond.limit_ms == limit_at(better) and beyond.percent_of_limit < 100
-    assert beyond.flop_bound == limit.flop_bound(SMALL, FP32, better, False)
+    assert beyond.limit_by(BURST) == limit_at(better) and beyond.percent_of(BURST) < 100
+    assert beyond.flop_bound == bound_at(better)
 
 
 @pytest.mark.parametrize("mode", [FORWARD, BOTH])
@@ -203,9 +208,9 @@ def test_a_row_within_its_limit_leaves_the_peaks_alone(measured, mode):
     found = Peaks({"float32": 3e5}, 1e5)
     asked = measured(found)
     within = timed(1.01 * limit_at(found, mode))
-    subject_of(FP32).hold_against_limit(within, mode, MeasuredPeaks(CPU))
-    assert within.limit_ms == limit_at(found, mode) and 98 < within.percent_of_limit < 100
-    assert within.flop_bound == limit.flop_bound(SMALL, FP32, found, mode == BOTH) and len(asked) == 1
+    hold(MeasuredPeaks(CPU), within, mode=mode)
+    assert within.limit_by(BURST) == limit_at(found, mode) and 98 < within.percent_of(BURST) < 100
+    assert within.flop_bound == bound_at(found, mode) and len(asked) == 1
 
 
 def test_peaks_that_stay_too_low_are_measured_twice_and_no_more(measured):
@@ -215,8 +220,8 @@ def test_peaks_that_stay_too_low_are_measured_twice_and_no_more(measured):
     peaks = MeasuredPeaks(CPU)
     for mode in (FORWARD, FORWARD, BOTH):
         beyond = timed(0.5 * limit_at(slow, mode))
-        subject_of(FP32).hold_against_limit(beyond, mode, peaks)
-        assert beyond.percent_of_limit == pytest.approx(200)
+        hold(peaks, beyond, mode=mode)
+        assert beyond.percent_of(BURST) == pytest.approx(200)
     assert len(asked) == 2
 
 
@@ -224,29 +229,37 @@ def test_rows_before_one_that_passes_are_held_against_the_new_peaks(measured):
     slow, fast = memory_alone(1e3), memory_alone(2e3)
     measured(slow, fast)
     peaks, within, beyond = MeasuredPeaks(CPU), timed(1.5 * limit_at(slow)), timed(0.9 * limit_at(slow))
-
-    def hold():
-        for row in (within, beyond):
-            subject_of(FP32).hold_against_limit(row, FORWARD, peaks)
-    peaks.until_they_stay(hold)
-    assert within.limit_ms == beyond.limit_ms == limit_at(fast)
+    hold(peaks, within, beyond)
+    assert within.limit_by(BURST) == beyond.limit_by(BURST) == limit_at(fast)
 
 
 def test_a_row_that_was_not_timed_has_a_limit_and_passes_none(measured):
     asked = measured(memory_alone(1e3))
     empty = Row(reason="CUDA graphs need a GPU")
-    subject_of(FP32).hold_against_limit(empty, FORWARD, MeasuredPeaks(CPU))
-    assert empty.limit_ms == limit_at(memory_alone(1e3)) and len(asked) == 1
+    hold(MeasuredPeaks(CPU), empty)
+    assert empty.limit_by(BURST) == limit_at(memory_alone(1e3)) and len(asked) == 1
 
 
-def test_what_is_in_no_arithmetic_has_no_limit(measured):
-    asked = measured()
-    without = timed(1.0)
-    subject_of(None).hold_against_limit(without, FORWARD, MeasuredPeaks(CPU))
-    assert without.limit_ms is None and without.flop_bound is None and not asked
+def test_each_row_that_passes_has_the_peaks_of_its_own_work_measured_again(measured):
+    """Both in one go: then all rows are held once more."""
+    asked = measured(*[Peaks({"float32": 1.0, "float16": 1.0}, 1.0)] * 3)
+    peaks = MeasuredPeaks(CPU)
+    measurement.hold_against_limits([(timed(1e-9), FP32, FORWARD), (timed(1e-9), FP16, BOTH)], peaks)
+    assert [work for work, _ in asked] == [FP32, FP32, FP16]
+
+
+def test_work_that_computes_nothing_needs_the_copy_alone(rates):
+    """A LayerNorm's: no matmul is timed for it, in a burst or sustained."""
+    norms = FP32.part(("layer norms",))
+    assert MeasuredPeaks(CPU).of(norms) == Peaks({}, 2 * 4 * 2**26 / 1e-3) and not rates
+    assert peaks_module._rates(norms) == {"copy"} and peaks_module._rates(FP32) == {"copy", "float32"}
+    assert peaks_module._rates(FP8) == {"copy", "float8", "float16 attention", "float16 attention backward"}
 
 
 # --------------------------------------------------------------------------------------------------- said on the card
+
+
+block = BlockSubject(None, [], [], {}, (1.0, 1.0), FP32, config=SMALL)      # nothing of it is called
 
 
 def result_of(**rows: Row) -> Result:
@@ -262,10 +275,10 @@ def test_peaks_that_stay_too_low_are_said_beside_the_peaks(measured):
     measured(slow, slow)
     peaks = MeasuredPeaks(CPU)
     result = result_of(forward=timed(0.9 * limit_at(slow)), both=timed(1.1 * limit_at(slow, BOTH)))
-    run._hold_against_limit(subject_of(FP32), result, peaks)
+    run._hold_against_limit(block, result, peaks)
     assert result.peaks[BURST] == f"{peaks.in_words()}; measured twice, and too low for forward, eager"
     result.rows[BOTH, "eager"] = timed(0.9 * limit_at(slow, BOTH))
-    run._hold_against_limit(subject_of(FP32), result, peaks)
+    run._hold_against_limit(block, result, peaks)
     assert result.peaks[BURST] == (f"{peaks.in_words()}; measured twice, and too low for "
                             "forward, eager and forward+backward, eager")
 
@@ -276,34 +289,23 @@ def test_better_peaks_are_those_of_the_rows_before_too(measured):
     measured(slow, fast)
     peaks = MeasuredPeaks(CPU)
     result = result_of(forward=timed(1.5 * limit_at(slow)))
-    run._hold_against_limit(subject_of(FP32), result, peaks)
-    assert result.rows[FORWARD, "eager"].limit_ms == limit_at(slow)
+    run._hold_against_limit(block, result, peaks)
+    assert result.rows[FORWARD, "eager"].limit_by(BURST) == limit_at(slow)
     result.rows[BOTH, "eager"] = timed(0.5 * limit_at(slow, BOTH))
-    run._hold_against_limit(subject_of(FP32), result, peaks)
-    assert result.rows[FORWARD, "eager"].limit_ms == limit_at(fast)
-    assert result.rows[BOTH, "eager"].limit_ms == limit_at(fast, BOTH)
+    run._hold_against_limit(block, result, peaks)
+    assert result.rows[FORWARD, "eager"].limit_by(BURST) == limit_at(fast)
+    assert result.rows[BOTH, "eager"].limit_by(BURST) == limit_at(fast, BOTH)
     assert result.peaks[BURST] == peaks.in_words() and "measured twice" not in result.peaks[BURST]
 
 
 def test_a_way_of_launching_that_was_not_asked_for_has_no_limit(measured):
     measured(memory_alone(1e3))
     result = result_of(forward=Row(reason="--launch graph"))
-    run._hold_against_limit(subject_of(FP32), result, MeasuredPeaks(CPU))
-    assert result.rows[FORWARD, "eager"].limit_ms is None
+    run._hold_against_limit(block, result, MeasuredPeaks(CPU))
+    assert result.rows[FORWARD, "eager"].limits == {}
 
 
 # ------------------------------------------------------------------------------------------------------------- the work
-
-
-def test_the_blocks_own_matmuls_are_all_of_its_forward_and_backward():
-    matmuls = own_matmuls(SMALL)
-    attention = sum(operation.flops for operation in limit.operations(SMALL, FP32, True)
-                    if operation.kind == "attention")
-    assert len(matmuls) == 12 and len({(name, layout) for name, layout, *_ in matmuls}) == 12
-    assert sum(2 * m * k * n for *_, m, k, n in matmuls) == limit.flops(SMALL, True) - attention
-    shapes = {operation.name: operation.flops for operation in limit.operations(SMALL, FP32, True)}
-    for name, layout, m, k, n in matmuls:
-        assert 2 * m * k * n == shapes[name if layout == "forward" else f"{name}, {layout}"]
 
 
 @pytest.mark.parametrize("layout, strides", [
@@ -339,8 +341,7 @@ def test_attention_is_causal_and_of_the_blocks_shape(backward, monkeypatch):
         asked.append((q.shape, q.stride(), torch.is_grad_enabled(), how))
         return real(q, k, v, **how)
     monkeypatch.setattr(peaks_module, "scaled_dot_product_attention", attention)
-    config = BlockConfig(batch_size=2, seq_len=8, hidden_size=16, num_heads=2)
-    work = attention_work(config, "bfloat16", backward, None, CPU)
+    work = attention_work((2, 8, 2, 8), "bfloat16", backward, None, CPU)
     made = len(asked)
     work()
     shape, stride, graded, how = asked[-1]
@@ -348,10 +349,17 @@ def test_attention_is_causal_and_of_the_blocks_shape(backward, monkeypatch):
     assert graded == backward and len(asked) == made + (not backward)        # a backward alone has no forward in it
 
 
-@pytest.mark.parametrize("config, batch_size", [(SMALL, 1024), (BlockConfig(3, 16, 16, 1), 3 * 342),
-                                                (BlockConfig(64, 64, 64, 1), 64)])
-def test_a_small_shape_gets_more_sequences(config, batch_size):
-    assert filling(config, CPU) == config.replace(batch_size=batch_size)
+@pytest.mark.parametrize("kind, layout, shape, filled", [
+    (MATMUL, "forward", (16, 16, 48), (16384, 16, 48)), (MATMUL, "forward", (48, 16, 64), (48 * 342, 16, 64)),
+    (MATMUL, "input gradient", (16, 48, 16), (16384, 48, 16)),
+    (MATMUL, "weight gradient", (16, 16, 64), (16, 16384, 64)),
+    (MATMUL, "forward", (4096, 64, 64), (4096, 64, 64)), (ATTENTION, "backward", (2, 16, 1, 16), (1024, 16, 1, 16)),
+    (ATTENTION, "forward", (64, 64, 1, 64), (64, 64, 1, 64))])
+def test_a_small_shape_gets_more_tokens(kind, layout, shape, filled):
+    """As many times more FLOPs; what it is named, and what else it has, stays."""
+    operation = Operation("a", kind, 8.0, 1.0, "float32", shape, layout)
+    times = math.prod(filled) / math.prod(shape)
+    assert filling(operation, CPU) == Operation("a", kind, 8.0 * times, 1.0, "float32", filled, layout)
 
 
 # ------------------------------------------------------------------------------------------------------------ sustained
@@ -390,7 +398,7 @@ def test_the_best_of_all_work_counts_among_those_close_to_it(looks, monkeypatch)
     """Trials: b is best, c within 5 % of it, a is not; looked at longer, c is better than b."""
     monkeypatch.setattr(peaks_module, "_work", lambda *_: iter([work_of("a"), work_of("b"), work_of("c")]))
     asked = looks(1.0, 0.5, 0.51, 0.6, 0.6, 0.55, 0.55)
-    best = measure_sustained(SMALL, "float32", CPU)
+    best = measure_sustained(FP32, "float32", CPU)
     assert best.work.what == "c" and best.rate == pytest.approx(1 / 0.55)
     assert [what for what, _ in asked] == ["a", "b", "c", "b", "b", "c", "c"]
     assert [duration for _, duration in asked] == [METHODS["cpu"].trial] * 3 + [METHODS["cpu"].look] * 4
@@ -400,18 +408,19 @@ def test_the_best_of_all_work_counts_among_those_close_to_it(looks, monkeypatch)
     ("float32", 12, None), ("copy", 1, 2 * 4 * 2**26), ("bfloat16 attention", 1, 2 * 16**2 * 16 * 1024),
     ("bfloat16 attention backward", 1, 4 * 16**2 * 16 * 1024)])
 def test_what_is_repeated_for_each_rate(name, pieces, amount):
-    works = list(_work(filling(SMALL, CPU), name, CPU))
+    in_bfloat16 = work_in(Arithmetic("float32", "bfloat16", 4, 2, 2, 4), SMALL)
+    works = list(_work(in_bfloat16, name, CPU))
     assert len(works) == pieces and (amount is None or works[0].amount == amount)
     assert all(callable(work.call) and work.amount > 0 for work in works)
 
 
 def test_an_attention_backend_that_has_no_kernel_is_left_out(monkeypatch):
-    def attention(config, dtype, backward, backend, device):
+    def attention(shape, dtype, backward, backend, device):
         if backend is SDPBackend.CUDNN_ATTENTION:
             raise RuntimeError("No available kernel")
         return backend
     monkeypatch.setattr(peaks_module, "attention_work", attention)
-    backends = [work.call for work in _work(SMALL, "float16 attention", torch.device("cuda"))]
+    backends = [work.call for work in _work(FP16, "float16 attention", torch.device("cuda"))]
     assert backends == [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
@@ -434,12 +443,12 @@ def sustaining(monkeypatch):
     def set_up(*rates):
         remaining, asked = iter(rates), []
 
-        def measure(config, name, device):
+        def measure(workload, name, device):
             asked.append(name)
             return Sustained(next(remaining), work_of(name), 1.0, True)
         monkeypatch.setattr(peaks_module, "measure_sustained", measure)
-        monkeypatch.setattr(peaks_module, "measure_burst", lambda config, a, device, known=None: Peaks(
-            {a.matmul: 9.0, a.attention: 9.0}, 7.0))
+        monkeypatch.setattr(peaks_module, "measure_burst", lambda workload, device, known=None: Peaks(
+            dict.fromkeys(peaks_module.arithmetics(workload), 9.0), 7.0))
         return asked
     return set_up
 
@@ -448,11 +457,11 @@ def test_sustained_rates_are_measured_once_each(sustaining):
     """Fused attention apart, where there is one; in FP32 its matmuls' rate stands for it."""
     asked = sustaining(*range(1, 9))
     peaks = MeasuredPeaks(CPU)
-    assert peaks.by_yardstick(SMALL, FP16).keys() == {BURST}
-    peaks.sustain(SMALL, FP16)
+    assert peaks.by_yardstick(FP16).keys() == {BURST}
+    peaks.sustain(FP16)
     assert sorted(asked) == ["copy", "float16", "float16 attention", "float16 attention backward"]
-    peaks.sustain(SMALL, FP8)
-    peaks.sustain(SMALL, FP32)
+    peaks.sustain(FP8)
+    peaks.sustain(FP32)
     assert asked[4:] == ["float8", "float32"]
 
 
@@ -467,40 +476,31 @@ def test_released_work_holds_no_tensors():
     assert held() is None and peaks.sustained["copy"].work.what == "a copy"
 
 
-def test_attention_has_its_own_sustained_rate_forward_and_backward():
-    own = Peaks({"float16": 4.0, "float16 attention": 2.0, "float16 attention backward": 1.0}, math.inf)
-    plain = Peaks({"float16": 4.0}, math.inf)
-    slower, faster = (limit.ms_by_kind(SMALL, FP16, peaks, True) for peaks in (own, plain))
-    flops = 2 * 16**2 * 16
-    assert slower["attention"] == pytest.approx(1e3 * (flops / 2 + 2 * flops)) and slower["memory"] == 0.0
-    assert faster["attention"] == pytest.approx(1e3 * 3 * flops / 4) and slower["matmul"] == faster["matmul"]
-    assert sum(slower.values()) == pytest.approx(limit.limit_ms(SMALL, FP16, own, True))
-
-
 def test_the_better_rate_counts_wherever_it_was_seen(sustaining):
     """Measured again, or in the rounds; and what can be sustained can be had in a burst."""
     asked = sustaining(*[3.0] * 2, *[5.0] * 2)
     peaks = MeasuredPeaks(CPU)
-    peaks.of(SMALL, FP32)
-    peaks.sustain(SMALL, FP32)
+    peaks.of(FP32)
+    peaks.sustain(FP32)
     peaks.took_part("float32", [2000.0, 1000.0, 500.0])                # 0.5, 1 and 2 a second: slower than alone
     assert peaks.sustained["float32"].rate == 3.0 and peaks.sustained["float32"].in_rounds == [0.5, 1.0, 2.0]
-    assert peaks.again(SMALL, FP32) and len(asked) == 4
+    assert peaks.again(FP32) and len(asked) == 4
     assert peaks.sustained["float32"].rate == 5.0 and peaks.sustained["float32"].in_rounds == [0.5, 1.0, 2.0]
     peaks.took_part("float32", [50.0] * 9)
     assert peaks.sustained["float32"].rate == 20.0 == peaks.known.flops["float32"] and peaks.known.bandwidth == 7.0
     peaks.took_part("copy", [50.0] * 9)
     assert peaks.known.bandwidth == 20.0
-    assert peaks.by_yardstick(SMALL, FP32)[SUSTAINED] == Peaks({"float32": 20.0}, 20.0)
+    assert peaks.by_yardstick(FP32)[SUSTAINED] == Peaks({"float32": 20.0}, 20.0)
 
 
 def test_a_row_beyond_what_is_sustained_has_the_peaks_measured_again(sustaining):
     """Within its limit by the burst's rates, too."""
     asked = sustaining(*[1e-6] * 2, *[8.0] * 2)
     peaks = MeasuredPeaks(CPU)
-    peaks.sustain(SMALL, FP32)
-    row = timed(1.0001 * limit.limit_ms(SMALL, FP32, Peaks({"float32": 9.0}, 7.0), False))
-    assert subject_of(FP32).hold_against_limit(row, FORWARD, peaks) is None and len(asked) == 4
+    peaks.sustain(FP32)
+    row = timed(1.0001 * limit_at(Peaks({"float32": 9.0}, 7.0)))
+    hold(peaks, row)
+    assert len(asked) == 4
     assert row.percent_of(SUSTAINED) > 100 and row.beyond_its_limit and row.percent_of(BURST) < 100
     assert row.limit_by(DATA_SHEET) is None and row.percent_of(DATA_SHEET) is None
 
@@ -523,7 +523,7 @@ def test_an_unknown_gpu_has_no_data_sheet(sustaining):
     peaks = MeasuredPeaks(CPU)
     assert data_sheet("a GPU") is None and peaks.sheet is None and peaks.in_words(DATA_SHEET) == "n/a: not known here"
     peaks.sheet = data_sheet("NVIDIA A100-SXM4-80GB")
-    assert DATA_SHEET in peaks.by_yardstick(SMALL, FP16) and DATA_SHEET not in peaks.by_yardstick(SMALL, FP8)
+    assert DATA_SHEET in peaks.by_yardstick(FP16) and DATA_SHEET not in peaks.by_yardstick(FP8)
 
 
 def test_peaks_of_every_yardstick_fit_on_the_card():

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from common import BlockConfig, steps
+from common.peaks import BURST
 from common.result import Compilation, Result, Row, launch_bound
 from common.timing import Timing
 from common.traits import Traits
@@ -22,9 +23,9 @@ def test_launch_bound_is_a_much_faster_replay(graph, enqueue, bound):
 
 
 def test_percent_of_limit_is_the_limit_over_the_median():
-    assert row(limit_ms=3.6).percent_of_limit == pytest.approx(50) and row().median == 7.2
-    assert row(limit_ms=None).percent_of_limit is None
-    assert Row(limit_ms=3.6).percent_of_limit is None and Row().median is None
+    assert row(limits={BURST: {"matmul": 3.0, "memory": 0.6}}).percent_of(BURST) == pytest.approx(50)
+    assert row().median == 7.2 and row(limits={}).percent_of(BURST) is None
+    assert Row(limits={BURST: {"matmul": 3.6}}).percent_of(BURST) is None and Row().median is None
 
 
 @pytest.mark.parametrize("uncompiled, said", [

@@ -21,6 +21,7 @@ import torch
 
 from common import (
     PRESETS,
+    block_work,
     compiler,
     evidence,
     limit,
@@ -73,7 +74,7 @@ def few_samples(iteration, clock, between, *_) -> timing.Timing:
 def quick(monkeypatch):
     """Known peaks and a few real samples: a run in a second."""
     monkeypatch.setattr("common.peaks.measure_burst", lambda *_: PEAKS)
-    monkeypatch.setattr("common.peaks.measure_sustained", lambda config, name, device: sustained(name))
+    monkeypatch.setattr("common.peaks.measure_sustained", lambda workload, name, device: sustained(name))
     monkeypatch.setattr(timing, "calibration", lambda device: {})
     monkeypatch.setattr(timing, "measure", few_samples)
 
@@ -455,15 +456,14 @@ def test_each_pass_has_its_own_work_and_its_own_limit(main, quick, tmp_path):
         if record["benchmark"]["extra_info"]["case"]["launch"] == "eager":
             timed[record["benchmark"]["mode"], record["metric"]["name"]] = record["metric"]
     config = PRESETS["tiny"]
-    arithmetic = steps.load(0).traits.arithmetic(config, torch.float32, CPU)
+    work = block_work.workload(config, steps.load(0).traits, torch.float32, CPU)
     for mode in MODES:
-        backward = mode == BOTH
         seconds = timed[mode, "latency"]["extra_info"]["median"] / 1e3
         (rate,), (throughput,) = (timed[mode, name]["benchmark_values"] for name in ("rate", "throughput"))
-        assert rate * seconds == pytest.approx(limit.flops(config, backward))
+        assert rate * seconds == pytest.approx(work.flops(mode))
         assert throughput * seconds == pytest.approx(config.tokens)
-        assert timed[mode, "limit"]["benchmark_values"] == [limit.limit_ms(config, arithmetic, PEAKS, backward)]
-    assert limit.flops(config, True) == 3 * limit.flops(config, False)
+        assert timed[mode, "limit"]["benchmark_values"] == [limit.limit_ms(work.operations(mode), PEAKS)]
+    assert work.flops(BOTH) == 3 * work.flops("forward")
     assert timed["forward", "limit"] != timed[BOTH, "limit"]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from common import BlockConfig, compiler, limit, oracle, parameters, steps, subject
+from common import BlockConfig, block_work, compiler, measurement, oracle, parameters, steps, subject
 from common.iteration import BOTH, FORWARD
 from common.outcome import Failed
 from common.result import Result, Row
@@ -251,7 +251,7 @@ def test_a_block_is_built_and_checked_before_anything_else(step):
     assert result.compilation is None and not result.emulated
     assert result.errors.keys() == {"output", "branch", "input gradient", "parameter gradient"}
     assert prepared_block.gates == oracle.GATES["float32"]
-    assert prepared_block.tokens == CONFIG.tokens and prepared_block.config is CONFIG
+    assert prepared_block.workload.tokens == CONFIG.tokens and prepared_block.config is CONFIG
     (x,), (dy,) = prepared_block.inputs, prepared_block.cotangents
     assert x.shape == dy.shape == (2, 16, 32) and not torch.equal(x, dy)
 
@@ -367,47 +367,16 @@ def test_a_replay_must_follow_weights_that_are_not_kept(fp8_weights, followed):
     assert proof.residual is x and (proof.output_gate, proof.gradient_gate) == oracle.GATES["float64"]
 
 
-class FakePeaks:
-    """Peaks of so much at first, and of so much when measured again."""
-
-    def __init__(self, *flops):
-        self.flops, self.asked = list(flops), 0
-
-    def of(self, config, arithmetic):
-        return limit.Peaks({arithmetic.matmul: self.flops[0], arithmetic.attention: self.flops[0]}, 1e30)
-
-    def by_yardstick(self, config, arithmetic):
-        return {"burst": self.of(config, arithmetic)}
-
-    def again(self, config, arithmetic):
-        self.asked += 1
-        if len(self.flops) > 1:
-            self.flops.pop(0)
-            return True
-        return False
+def test_a_prepared_block_has_the_work_of_its_config():
+    block, result = prepared(0)
+    assert block.workload == block_work.workload(block.config, steps.load(0).traits, torch.float32, CPU)
+    assert result.matmul == block.workload.matmul == "float32" and block.workload.bytes_needed > 0
 
 
-@pytest.mark.parametrize("flops, asked, below", [((1e12,), 0, True), ((1e6, 1e12), 1, True), ((1e6, 1e6), 2, False)],
-                         ids=["below", "below when measured again", "beyond all the same"])
-def test_a_row_beyond_its_limit_has_the_peaks_measured_again(flops, asked, below):
-    prepared_block, _ = prepared(0)
-    peaks = FakePeaks(*flops)
-    row = Row(timing=types.SimpleNamespace(median=1.0))
-    prepared_block.hold_against_limit(row, BOTH, peaks)
-    assert row.limit_ms == pytest.approx(prepared_block.flops(BOTH) / peaks.flops[0] * 1e3)
-    assert sum(row.limits["burst"].values()) == pytest.approx(row.limit_ms)
-    assert (row.percent_of_limit <= 100) == below and row.flop_bound == 1.0 and peaks.asked == asked
-
-
-def test_what_has_no_arithmetic_has_no_limit():
-    values, x, dy = case(CONFIG)
-    row = Row(timing=types.SimpleNamespace(median=1.0))
-    foreign = subject_of(steps.load(0).build(CONFIG, values, "cpu"), x, dy)
-    foreign.hold_against_limit(row, BOTH, None)
-    assert row.limit_ms is None
+def test_what_has_no_workload_has_a_row_without_a_rate():
+    _, x, dy = case(CONFIG)
     call = subject.Subject(torch.sin, [x], [dy], {}, (1e-3, 3e-3))
-    call.hold_against_limit(row, BOTH, None)
-    assert row.limit_ms is None and call.flops(BOTH) == 0.0 and call.calls(BOTH) == 1 and call.has(BOTH)
+    assert measurement.row_of(call, BOTH) == Row() and call.calls(BOTH) == 1 and call.has(BOTH)
 
 
 def test_traits_decide_what_is_calibrated_and_not_the_block():

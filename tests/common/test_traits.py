@@ -4,8 +4,7 @@ import torch
 
 from common import PRESETS, BlockConfig, oracle, steps, traits
 from common.evidence import FUSED_ATTENTION, Claims
-from common.limit import Arithmetic
-from common.traits import BY_HAND, DELAYED, DYNAMIC, FUSED, FUSED_IN_16_BITS, Traits, amp_default
+from common.traits import BY_HAND, DELAYED, DYNAMIC, FUSED, FUSED_IN_16_BITS, Arithmetic, Traits, amp_default
 
 pytestmark = pytest.mark.unit
 

@@ -78,7 +78,7 @@ def decibels(error: float) -> float:
 def subject_of(block, x, dy, kind: str = "float64") -> BlockSubject:
     """The block as what is timed; its gates are those of what it multiplies in, `kind`."""
     named = dict(block.named_parameters())
-    return BlockSubject(block, [x], [dy], named, oracle.GATES[kind], tokens=block.config.tokens, config=block.config)
+    return BlockSubject(block, [x], [dy], named, oracle.GATES[kind], config=block.config)
 
 
 def calibrate(block, x, dy) -> None:

@@ -9,6 +9,7 @@ from common import PRESETS, steps
 from common.energy import Energy
 from common.evidence import Evidence
 from common.iteration import LAUNCHES, MODES
+from common.peaks import BURST
 from common.record import check_records, record, row_records, status_record
 from common.result import Result, Row
 from common.timing import Timing
@@ -41,9 +42,9 @@ def made(name: str, ms: dict, *, run="one", study="ladder", facts=FACTS, config=
             if samples := ms.get((mode, launch)):
                 timing = Timing(list(samples), True, "fake", calibration or {}, list(range(len(samples))),
                                 [0.5 * number for number in range(len(samples))])
-                r.rows[mode, launch] = Row(timing, flops=1e9, tokens=1, peak_bytes=peak, limit_ms=samples[0] / 2,
-                                           flop_bound=flop_bound, enqueue_ms=enqueue if launch == "eager" else None,
-                                           limits=limits or {})
+                r.rows[mode, launch] = Row(timing, flops=1e9, tokens=1, peak_bytes=peak, flop_bound=flop_bound,
+                                           enqueue_ms=enqueue if launch == "eager" else None,
+                                           limits={BURST: {"matmul": samples[0] / 2}} | (limits or {}))
                 if joules:
                     r.rows[mode, launch].energy = Energy(joules, 1.0, 1.0, 1.0)
                 r.evidence[mode] = Evidence(Counter({"a kernel": 3}), Counter(), "proven", "fake")

@@ -6,9 +6,10 @@ from common import PRESETS, steps
 from common.energy import Energy
 from common.evidence import Evidence
 from common.iteration import LAUNCHES, MODES
-from common.peaks import BURST, COPY, DATA_SHEET, SUSTAINED, Sustained, Work
+from common.peaks import BURST, DATA_SHEET, SUSTAINED, Sustained, Work
 from common.result import Compilation, Result, Row
 from common.timing import Timing
+from common.workload import COPY
 
 CPU_NAME = "A CPU whose name is as long as makers of CPUs like it, 64-Core Processor @ 3.70GHz"
 CPU = {"device": "cpu", "name": CPU_NAME, "cpu_model": CPU_NAME, "cpu_threads": 2, "gpu_uuid": None,
@@ -36,7 +37,7 @@ ENERGY = Energy(joules=4.8, watts=666.7, sampled_watts=670.0, seconds=1.1)
 def row(**changes) -> Row:
     """Of a GPU, eager: a median of 7.2 ms, 1.2 TFLOP, 16384 tokens."""
     timed = Timing(SAMPLES, True, "CUDA events", {"copy": [0.5, 0.6]}, ROUNDS, OFFSETS)
-    return replace(Row(timed, flops=1.2e12, tokens=16384, limit_ms=5.0, limits=dict(LIMITS), peak_bytes=3 * 2**30,
+    return replace(Row(timed, flops=1.2e12, tokens=16384, limits=dict(LIMITS), peak_bytes=3 * 2**30,
                        enqueue_ms=0.9, energy=ENERGY), **changes)
 
 
@@ -59,7 +60,7 @@ def finished(gpu: bool, **changes) -> Result:
             elif launch == "eager":
                 rows[mode, launch] = row(enqueue_ms=None, energy=None)
             else:
-                rows[mode, launch] = Row(reason="CUDA graphs need a GPU", limit_ms=5.0)
+                rows[mode, launch] = Row(reason="CUDA graphs need a GPU", limits=dict(LIMITS))
     kinds = Counter({"16-bit matmul": 4, "cuDNN attention": 1})
     seen = Evidence(Counter(KERNELS), kinds, "proven", "4 16-bit matmul, 1 cuDNN attention")
     step = steps.load(2)
@@ -77,7 +78,7 @@ def emulated() -> Result:
     """A run of step 4 on a CPU: there are times, and no rates."""
     step, result = steps.load(4), finished(gpu=False)
     for timed in result.rows.values():
-        timed.flops, timed.tokens, timed.limit_ms, timed.limits = 0.0, 0, None, {}
+        timed.flops, timed.tokens, timed.limits = 0.0, 0, {}
     return replace(result, name=step.name, step=step.number, traits=step.traits, matmul="float8", engine=EMULATED,
                    emulated=True, residual="bfloat16", peaks={})
 

@@ -37,11 +37,13 @@ from benchmarks.studies.fusions import tables
 from benchmarks.studies.fusions.subjects import COPY, CopySubject, OperationSubject, clock_for, copying, finish
 from common import exclusive, machine
 from common.command_line import Parser, tell
+from common.config import dtype_name
 from common.iteration import LAUNCHES
 from common.outcome import EXIT
 from common.phases import Phase
 from common.record import Record
 from common.result import Result
+from common.workload import Workload
 
 Size = tuple[int, ...]
 
@@ -62,16 +64,17 @@ def case(name: str, level: str, call: Callable | str, size: Size, options: Optio
         assert not isinstance(call, str)
         inputs = _inputs(name, size, dtype, setting.device, setting.seed)
         if level == COPY:
-            return CopySubject(call, experiment, [inputs[0].detach()], setting.seed, options.config)
+            return CopySubject(call, experiment, [inputs[0].detach()], setting.seed)
         setting.say(Phase.CHECKING)
         errors = check(call, experiment, inputs, setting.seed + 1)
         result.errors = {what: (error, None) for what, error in errors.items()}
         has_backward = any(what.startswith("gradient") for what in errors)
-        return OperationSubject(call, experiment, inputs, setting.seed, options.config, has_backward)
+        return OperationSubject(call, experiment, inputs, setting.seed, has_backward)
 
     missing = call if isinstance(call, str) else ""
     return Case(name, prepare, options.config, parameter_dtype=dtype, missing=missing,
-                variant={"size": None if missing else list(size), "level": level})
+                variant={"size": None if missing else list(size), "level": level},
+                workload=Workload(dtype_name(dtype)))
 
 
 def group(name: str, size: Size, options: Options) -> Group:

@@ -8,15 +8,14 @@ from torch import Tensor
 
 from benchmarks.kernels.operations import Experiment, least_bytes, least_flops
 from common import iteration, replay, timing
-from common.config import BlockConfig
+from common.config import dtype_name
 from common.iteration import BACKWARD, FORWARD, Iteration
-from common.peaks import MeasuredPeaks
+from common.peaks import BURST
 from common.record import Record, record
-from common.result import Result, Row
+from common.result import Result
 from common.subject import Subject
-from common.traits import Traits
+from common.workload import ATTENTION, COPY, Operation, Workload
 
-COPY = "copy"                          # the level that the others are percent of
 MOST_COPIES = 64                       # of an operation's tensors: small ones stay in a cache all the same
 BEYOND = 4                             # times the last cache, which keeps some of what is only a little larger than it
 
@@ -25,11 +24,10 @@ class OperationSubject(Subject):
     """One level of an operation on `inputs`, of which x is the first; forward and backward apart."""
 
     def __init__(self, call: Callable, experiment: Experiment, inputs: Sequence[Tensor], seed: int,
-                 config: BlockConfig, has_backward: bool = True):
+                 has_backward: bool = True):
         self.x = inputs[0]
-        super().__init__(call, inputs, [], {}, gates=(1e-2, 1e-2),
-                         arithmetic=Traits().arithmetic(config, self.x.dtype, self.x.device))
-        self.experiment, self.seed, self.config, self.has_backward = experiment, seed, config, has_backward
+        super().__init__(call, inputs, [], {}, gates=(1e-2, 1e-2), workload=workload_of(experiment, self.x))
+        self.experiment, self.seed, self.has_backward = experiment, seed, has_backward
         self.cache = math.inf                              # bytes; of a CPU's caches nothing is known
         if self.x.is_cuda:
             self.cache = torch.cuda.get_device_properties(self.x.device).L2_cache_size
@@ -69,11 +67,15 @@ class OperationSubject(Subject):
             iterate = self.iteration(mode)
         return replay.verified(iterate, self.proof(), stream, captured)
 
-    def hold_against_limit(self, row: Row, mode: str, peaks: MeasuredPeaks) -> None:
-        """Attention's is the matmul rate of a GPU; that of all others is the copy's time, see `finish`."""
-        flops = least_flops(self.experiment, mode, self.x)
-        if flops and self.x.is_cuda and self.arithmetic:
-            row.limit_ms = flops / peaks.of(self.config, self.arithmetic).flops[self.arithmetic.matmul] * 1e3
+
+def workload_of(experiment: Experiment, x: Tensor) -> Workload | None:
+    """Attention's FLOPs, at the matmul rate of a GPU; the limit of all others is the copy's time, see `finish`."""
+    if not (x.is_cuda and least_flops(experiment, FORWARD, x)):
+        return None
+    dtype = dtype_name(x.dtype)
+    forward, backward = (Operation(mode, ATTENTION, least_flops(experiment, mode, x), 0.0, dtype)
+                         for mode in (FORWARD, BACKWARD))
+    return Workload(dtype, (forward,), (backward,))
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -114,7 +116,7 @@ def finish(timed: list[tuple[Result, Subject]], mode: str) -> list[Record]:
     for result, subject, launch, row in rows:
         assert isinstance(subject, OperationSubject) and row.median
         if copied and subject.is_beyond_the_cache(mode) and result.variant["level"] != COPY:
-            row.limit_ms = min(filter(None, copied))
+            row.limits[BURST] = {COPY: min(filter(None, copied))}
         moved, flops = subject.least_bytes(mode), least_flops(subject.experiment, mode, subject.x)
         unit, rate = ("TFLOP/s", flops / row.median / 1e9) if flops else ("GB/s", moved / row.median / 1e6)
         records.append(record(result, "work rate", unit, [rate], mode, launch, bytes=moved, flops=flops,

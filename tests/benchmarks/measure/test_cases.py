@@ -19,7 +19,7 @@ def test_a_steps_case_has_all_that_the_step_has(step):
     case = step_case(step, CPU_CONFIG, CPU)
     assert (case.name, case.step, case.traits, case.config) == (step.name, step.number, step.traits, CPU_CONFIG)
     assert (case.parameter_dtype, case.missing, case.variant) == (torch.float32, "", {})
-    assert case.memory(GPU) == memory.needed(CPU_CONFIG, step.traits, GPU) > 0
+    assert case.bytes_needed == memory.needed(CPU_CONFIG, step.traits, CPU) > 0
 
 
 def test_fp8_is_emulated_where_a_cpu_has_no_autocast():
@@ -47,7 +47,7 @@ def test_a_block_is_prepared_as_a_step_is(monkeypatch):
 
     def say(what):
         """Nobody listens."""
-    case = block_case("a peer", build, CPU_CONFIG, Traits(autocast=True), parameter_dtype=torch.bfloat16,
+    case = block_case("a peer", build, CPU_CONFIG, Traits(autocast=True), CPU, parameter_dtype=torch.bfloat16,
                       variant={"size": [1]})
     result = Result("a peer", CPU_CONFIG, "bfloat16", FACTS)
     case.prepare(Setting(CPU, 7, say, time_compiler=False), result)
@@ -65,7 +65,7 @@ def test_a_step_may_be_built_in_another_way():
 
 def test_what_is_no_block_needs_no_config():
     case = Case("an operation", prepare=None)
-    assert case.config is None and case.memory(GPU) == 0 and not case.traits.claimed
+    assert case.config is None and case.bytes_needed == 0 and not case.traits.claimed
 
 
 def test_a_group_is_timed_in_both_passes_by_the_devices_clock():

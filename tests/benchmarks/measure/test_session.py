@@ -16,11 +16,11 @@ from common import PRESETS, compiler, evidence, limit, machine, measurement, pea
 from common.evidence import Evidence
 from common.iteration import BOTH, FORWARD, LAUNCHES, MODES, Iteration
 from common.outcome import Failed
-from common.peaks import MeasuredPeaks
 from common.phases import Phase
 from common.record_file import RecordFile
 from common.result import Compilation, Result, Row
 from common.traits import Traits
+from common.workload import Operation, Workload
 from tests.helpers.made_records import CPU_CONFIG, FACTS
 
 unit, integration = pytest.mark.unit, pytest.mark.integration
@@ -61,7 +61,7 @@ def test_a_group_is_checked_timed_and_looked_into(some):
             assert len(run.samples(mode, "eager")) == 6 and not run.samples(mode, "graph")
             assert sum(run.parts(mode).values()) > 0 and run.attributed(mode)
             assert run.find(mode, "launches")["metric"]["extra_info"]["verdict"] == "proven"
-            flops = limit.flops(CPU_CONFIG, mode == BOTH)
+            flops = step_case(steps.load(0), CPU_CONFIG, CPU).workload.flops(mode)
             assert run.value(mode, "rate", "eager") * run.median(mode, "eager") == pytest.approx(1e3 * flops)
         assert run.value(BOTH, "limit", "eager") > 2 * run.value(FORWARD, "limit", "eager")
     assert all(paired(*runs.values(), mode) for mode in MODES)
@@ -138,10 +138,10 @@ def test_memory_that_does_not_hold_a_case_is_a_row(some, monkeypatch):
 @unit
 def test_a_case_beyond_this_machines_memory_is_refused_unbuilt(some):
     config = CPU_CONFIG.replace(batch_size=2**20)
-    entry = some.prepare(block_case("large", lambda *_: pytest.fail("it was built"), config, Traits()))
+    entry = some.prepare(block_case("large", lambda *_: pytest.fail("it was built"), config, Traits(), CPU))
     assert entry.subject is None and entry.result.status == "oom"
     assert "--batch-size" in entry.result.reason and "GiB in use at the peak" in entry.result.reason
-    no_block = Case("large", prepare=None, memory=lambda device: 2**60)
+    no_block = Case("large", prepare=None, workload=Workload("float32", bytes_needed=2**60))
     assert some.prepare(no_block).result.reason.endswith("; give smaller inputs")
 
 
@@ -167,10 +167,10 @@ def test_an_emulation_is_checked_and_not_timed(some):
 def test_another_librarys_error_is_a_row_and_ours_is_an_error(some, error, reason):
     def build(*_):
         raise error
-    entry = some.prepare(block_case("theirs", build, CPU_CONFIG, Traits()))
+    entry = some.prepare(block_case("theirs", build, CPU_CONFIG, Traits(), CPU))
     assert entry.subject is None and (entry.result.status, entry.result.reason) == ("failed", reason)
     with pytest.raises(type(error)):
-        some.prepare(block_case("ours", build, CPU_CONFIG, steps.load(2).traits))
+        some.prepare(block_case("ours", build, CPU_CONFIG, steps.load(2).traits, CPU))
 
 
 @unit
@@ -436,7 +436,7 @@ def test_where_no_graph_can_be_left_out_memory_has_run_out(some):
 def test_rounds_that_run_out_of_memory_end_their_group_at_most(some, monkeypatch, may_not_fit):
     def full(*_):
         raise torch.OutOfMemoryError("no")
-    subject = SimpleNamespace(call=None, hold_against_limit=lambda *_: None)
+    subject = SimpleNamespace(call=None, workload=None)
     group = Group([Case("a", lambda setting, result: subject)], may_not_fit=may_not_fit)
     monkeypatch.setattr(some, "time", full)
     if not may_not_fit:
@@ -453,7 +453,7 @@ def test_a_case_that_does_not_fit_once_it_is_timed_ends_alone(some):
     """An iteration may need more than the check of one sequence did."""
     def iteration(mode):
         raise torch.OutOfMemoryError("no")
-    large = SimpleNamespace(call=None, has=lambda mode: True, flops=lambda mode: 0.0, tokens=0, iteration=iteration)
+    large = SimpleNamespace(call=None, has=lambda mode: True, workload=None, iteration=iteration)
     some.prepare(Case("large", lambda setting, result: large, CPU_CONFIG))
     assert some._ready(Group([]), FORWARD) == {} and some.alive() == []
     assert some.lines[-1]["benchmark"]["extra_info"]["status"] == "oom"
@@ -463,6 +463,7 @@ def test_a_case_that_does_not_fit_once_it_is_timed_ends_alone(some):
 
 
 ONE = ["between", "run"]
+SEVEN_TOKENS = Workload("float32", (Operation("a", "matmul", 5.0, 1.0, "float32"),), tokens=7)
 
 
 class Watched:
@@ -471,7 +472,7 @@ class Watched:
     def __init__(self, some: Session, monkeypatch):
         self.some, self.order = some, []
         self.entry = entry_of("a")
-        self.entry.subject = SimpleNamespace(tokens=7, flops=lambda mode: 5.0, iteration=self.iteration, own_bytes=1000,
+        self.entry.subject = SimpleNamespace(workload=SEVEN_TOKENS, iteration=self.iteration, own_bytes=1000,
                                              replay=lambda mode: (print, ""))
         monkeypatch.setattr(some, "device", GPU)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.order.append("wait"))
@@ -579,31 +580,20 @@ def test_peaks_are_measured_while_calibrating(some, monkeypatch):
     assert set(phases) == {Phase.CALIBRATING} and Phase.CALIBRATING in PURPOSES["calibrating"]
 
 
-class HeldAgainstBandwidth:
-    """Its limit is the known bandwidth, which it has measured as `better` where that is given."""
-
-    def __init__(self, better: float | None = None):
-        self.better = better
-
-    def calls(self, mode: str) -> int:
-        return 1
-
-    def hold_against_limit(self, row: Row, mode: str, peaks: MeasuredPeaks) -> None:
-        if self.better:
-            peaks.known = limit.Peaks({}, self.better)
-        row.limit_ms = peaks.known.bandwidth
-
-
 @unit
-def test_rows_of_a_pass_are_held_against_the_same_peaks(some):
-    """Though the second row has them measured again."""
-    entries = [entry_of("before"), entry_of("passes its limit")]
-    for entry, subject_ in zip(entries, (HeldAgainstBandwidth(), HeldAgainstBandwidth(7.0)), strict=True):
-        entry.subject = subject_
+def test_rows_of_a_pass_are_held_against_the_same_peaks(some, monkeypatch):
+    """Though only the second row has them measured again. What has no workload has no limit."""
+    found = iter([limit.Peaks({"float32": 1.0}, 1.0), limit.Peaks({"float32": 1e4}, 1.0)])
+    monkeypatch.setattr(peaks, "measure_burst", lambda *_: next(found))
+    entries = [entry_of("before"), entry_of("passes its limit"), entry_of("of no known work")]
+    for entry, work in zip(entries, (SEVEN_TOKENS, SEVEN_TOKENS, None), strict=True):
+        entry.subject = SimpleNamespace(workload=work, calls=lambda mode: 1)
         entry.result.rows[FORWARD, "eager"] = Row()
-    samples = {RowKey(entry, "eager"): ([1.0, 2.0], [0.0, 1.0]) for entry in entries}
+    taken = zip(entries, (6e3, 4e3, 1.0), strict=True)
+    samples = {RowKey(entry, "eager"): ([ms] * 6, [0.0] * 6) for entry, ms in taken}
     some._fill_rows(FORWARD, {}, samples, timing.HostClock())
-    assert [entry.result.rows[FORWARD, "eager"].limit_ms for entry in entries] == [7.0, 7.0]
+    limits = [entry.result.rows[FORWARD, "eager"].limit_by("burst") for entry in entries]
+    assert limits == [1e3, 1e3, None]
 
 
 @unit

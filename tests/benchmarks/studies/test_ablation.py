@@ -101,7 +101,7 @@ def test_a_combination_is_judged_by_what_it_has(monkeypatch):
     for case_ in ablation.cases(PRESETS["tiny"], CUDA):
         arithmetic = case_.traits.arithmetic(case_.config, torch.float32, CUDA)
         found[name_of(case_.variant["optimizations"])] = arithmetic.matmul, case_.traits.attention
-        assert case_.step is None and not case_.traits.claimed and case_.memory(CUDA) > 0
+        assert case_.step is None and not case_.traits.claimed and case_.bytes_needed > 0
     assert len(found) == 20
     assert found["FP32"] == ("float32", BY_HAND) and found["SDPA + compile"] == ("float32", FUSED)
     assert found["TF32 + SDPA"] == ("tf32", FUSED) and found["autocast"] == ("float16", BY_HAND)

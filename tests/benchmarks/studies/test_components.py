@@ -10,10 +10,11 @@ from benchmarks.measure.cases import Setting
 from benchmarks.measure.modules import compare
 from benchmarks.records.read import read, runs
 from benchmarks.studies import components
-from common import BlockConfig, compiler, limit, machine, oracle, parameters
+from common import PRESETS, BlockConfig, block_work, compiler, limit, machine, measurement, oracle, parameters
 from common.iteration import BOTH, FORWARD, MODES
 from common.limit import Peaks
 from common.result import Result, Row
+from common.traits import Arithmetic
 from tests.helpers.blocks import case
 from tests.helpers.made_records import FACTS, both, made
 from tests.helpers.said import one_line
@@ -91,7 +92,7 @@ def test_all_ways_of_a_part_share_what_fp64_says_of_it(monkeypatch):
         case_ = components.part_case("MLP", way, CONFIG, CPU, 0)
         result = Result("MLP", case_.config, "float32", FACTS)
         subject = case_.prepare(setting, result)
-        assert subject.tokens == CONFIG.tokens and result.errors["output"][0] < result.errors["output"][1]
+        assert subject.workload.tokens == CONFIG.tokens and result.errors["output"][0] < result.errors["output"][1]
         assert "gradient of fc.weight" in result.errors
     assert len(made_of) == 1
 
@@ -109,13 +110,11 @@ def test_a_part_that_is_not_there_is_missing_with_the_reason():
 
 def limit_of(name: str, arithmetic, peaks: Peaks, mode: str = FORWARD) -> float:
     """The limit in ms that a row of a part gets."""
-    row = Row()
-    subject = components.PartSubject(None, [], [], {}, (1.0, 1.0), arithmetic, part=name, config=CONFIG)
-    subject.hold_against_limit(row, mode, SimpleNamespace(of=lambda *_: peaks))
-    return row.limit_ms
+    work = components.work_of(name, block_work.work_in(arithmetic, CONFIG))
+    return limit.limit_ms(work.operations(mode), peaks)
 
 
-IN_FP8 = limit.Arithmetic("float8", "float16", parameter_bytes=4, activation_bytes=2, operand_bytes=1, weight_bytes=4)
+IN_FP8 = Arithmetic("float8", "float16", parameter_bytes=4, activation_bytes=2, operand_bytes=1, weight_bytes=4)
 ENDLESS = 1e30                                             # bytes/s: what is left is FLOPs
 
 
@@ -149,7 +148,10 @@ def test_attention_is_held_against_the_peak_of_its_own_dtype():
 
 @unit
 def test_what_is_best_known_has_no_limit_of_its_own():
-    assert limit_of("MLP", None, Peaks({}, ENDLESS)) is None
+    """Of its operations nothing is said; its tokens are counted."""
+    known, row = block_work.work_in(IN_FP8, CONFIG).part(()), Row()
+    measurement.hold_against_limits([(row, known, BOTH)], SimpleNamespace())
+    assert row.limits == {} and known.tokens == CONFIG.tokens and known.flops(BOTH) == 0.0
 
 
 # -------------------------------------------------------------------------------------------------------- what it shows
@@ -237,7 +239,10 @@ def test_a_study_of_the_parts(study_main, cheap_backend, tmp_path):
     tuned = ways["tuned"]
     limits = [tuned.value(mode, "limit", "eager") for mode in MODES]
     assert tuned.value(FORWARD, "percent of limit", "eager") > 0 and limits[1] > 2 * limits[0]
-    assert tuned.value(FORWARD, "rate", "eager") is None                                 # its FLOPs are not counted
+    in_fp32 = block_work.work_in(Arithmetic("float32", "float32", 4, 4, 4, 4), PRESETS["tiny"])
+    of_attention = components.work_of("attention", in_fp32)
+    counted = tuned.value(FORWARD, "rate", "eager") * tuned.median(FORWARD, "eager") / 1e3
+    assert counted == pytest.approx(of_attention.flops(FORWARD))
     assert ways["best known"].status == "skipped"
     assert all(len(ways[way].samples(FORWARD, "eager")) == 6 for way in ("naive", "tuned", "compiled"))
 

@@ -18,9 +18,10 @@ from benchmarks.show import study as frame
 from benchmarks.studies import fusions
 from benchmarks.studies.fusions import subjects, tables
 from benchmarks.studies.fusions.subjects import COPY, CopySubject, OperationSubject
-from common import BlockConfig, timing
+from common import BlockConfig, limit, timing
 from common.iteration import BACKWARD, FORWARD, LAUNCHES
 from common.limit import Peaks
+from common.peaks import BURST
 from common.record import record
 from common.result import Result, Row
 from common.timing import Timing
@@ -55,7 +56,7 @@ def given_to(name: str) -> list[torch.Tensor]:
 
 def subject_of(name: str, call=None, kind=OperationSubject, has_backward=True) -> OperationSubject:
     experiment = operations.EXPERIMENTS[name]
-    return kind(call or experiment.plain, experiment, given_to(name), 0, CONFIG, has_backward)
+    return kind(call or experiment.plain, experiment, given_to(name), 0, has_backward)
 
 
 def made(name: str, level: str, size: list[int] | None, ms: dict, *, facts=GPU, run="one", status="ok", reason="",
@@ -314,7 +315,7 @@ def finished(levels: dict[str, dict], mode=FORWARD, name="SiLU", beyond=True, mo
 def test_a_level_is_held_against_the_faster_copy(monkeypatch):
     rows, _ = finished({"eager": {"eager": 4.0, "graph": 2.0}, "mine": {"eager": 1.0, "graph": None},
                         COPY: {"eager": 1.5, "graph": 1.0}}, monkeypatch=monkeypatch)
-    percents = {key: row.percent_of_limit for key, row in rows.items()}
+    percents = {key: row.percent_of(BURST) for key, row in rows.items()}
     assert percents == {("eager", "eager"): 25.0, ("eager", "graph"): 50.0, ("mine", "eager"): 100.0,
                         ("mine", "graph"): None, (COPY, "eager"): None, (COPY, "graph"): None}
 
@@ -322,9 +323,9 @@ def test_a_level_is_held_against_the_faster_copy(monkeypatch):
 @unit
 def test_within_a_cache_and_without_a_copy_there_is_no_percentage(monkeypatch):
     rows, _ = finished({"eager": {"eager": 4.0}, COPY: {"eager": 1.0}}, beyond=False, monkeypatch=monkeypatch)
-    assert rows["eager", "eager"].percent_of_limit is None
+    assert rows["eager", "eager"].percent_of(BURST) is None
     rows, _ = finished({"eager": {"eager": 4.0}}, monkeypatch=monkeypatch)
-    assert rows["eager", "eager"].percent_of_limit is None
+    assert rows["eager", "eager"].percent_of(BURST) is None
 
 
 @unit
@@ -344,13 +345,11 @@ def test_a_rate_is_of_bytes_and_attentions_of_flops(name, expected, monkeypatch)
 def test_attention_is_held_against_the_matmul_rate_of_a_gpu():
     experiment, q = operations.EXPERIMENTS["attention"], given_to("attention")[0]
     flops = operations.least_flops(experiment, FORWARD, q)
-    peaks = SimpleNamespace(of=lambda config, arithmetic: Peaks({arithmetic.matmul: 1e9}, 1.0))
-    subject, row = subject_of("attention"), Row()
-    subject.hold_against_limit(row, FORWARD, peaks)
-    assert row.limit_ms is None                            # of a CPU nothing is known
-    subject.x = SimpleNamespace(is_cuda=True, shape=q.shape)
-    subject.hold_against_limit(row, FORWARD, peaks)
-    assert row.limit_ms == pytest.approx(1e3 * flops / 1e9)
+    assert subjects.workload_of(experiment, q) is None                   # of a CPU nothing is known
+    work = subjects.workload_of(experiment, SimpleNamespace(is_cuda=True, shape=q.shape, dtype=torch.float16))
+    assert limit.limit_ms(work.operations(FORWARD), Peaks({"float16": 1e9}, 1.0)) == pytest.approx(1e3 * flops / 1e9)
+    norm = SimpleNamespace(is_cuda=True, shape=(3, 40), dtype=torch.float16)
+    assert subjects.workload_of(operations.EXPERIMENTS["RMSNorm"], norm) is None
 
 
 # -------------------------------------------------------------------------------------------------------------- tables

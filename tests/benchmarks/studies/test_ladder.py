@@ -17,7 +17,7 @@ from benchmarks.show import charts, tables
 from benchmarks.show import study as frame
 from benchmarks.show.tables import Context
 from benchmarks.studies import ladder
-from common import PRESETS, limit, machine, rounds, steps
+from common import PRESETS, block_work, machine, rounds, steps
 from common.iteration import BOTH, FORWARD, LAUNCHES, MODES
 from common.record import PARTS
 from common.record_file import RecordFile
@@ -305,7 +305,7 @@ def test_steps_are_checked_timed_and_explained_together(main, tmp_path):
     timed = [by_label[name] for name in ("0_baseline", "1_cublas", "2_sdpa")]
     for run, mode in itertools.product(timed, MODES):
         assert len(run.samples(mode, "eager")) == 6 and sum(run.parts(mode).values()) > 0
-        flops = limit.flops(GPU_CONFIG, mode == BOTH)
+        flops = block_work.workload(PRESETS["tiny"], steps.load(0).traits, torch.float32, CPU).flops(mode)
         assert run.value(mode, "rate", "eager") * run.median(mode, "eager") == pytest.approx(1e3 * flops)
     assert by_label["1_cublas, no autocast"].status == "skipped" and "no TF32" in out
     assert STUDY.told(lines).strip() == out.strip()
