@@ -174,11 +174,15 @@ def memory_total(device: torch.device) -> int:
     return total
 
 
+class BeyondMemory(MemoryError):
+    """A machine has less than is needed; the message says how much."""
+
+
 def refuse_beyond_memory(needed: int, device: torch.device, what: str = "") -> None:
-    """Raise MemoryError where a CPU's memory does not hold `needed` bytes: Linux would kill the process instead."""
+    """Raise BeyondMemory where a CPU's memory does not hold `needed` bytes: Linux would kill the process instead."""
     total = memory_total(device)
     if device.type == "cpu" and needed > total:
-        raise MemoryError(f"{what}about {needed / 2**30:,.0f} GiB needed, this machine has {total / 2**30:.0f}")
+        raise BeyondMemory(f"{what}about {needed / 2**30:,.0f} GiB needed, this machine has {total / 2**30:.0f}")
 
 
 def memory_peak(device: torch.device) -> int:

@@ -1,13 +1,14 @@
-"""One row of a card: how it is timed, in which state the machine was meanwhile, and which kernels ran."""
+"""One row: what is timed, its limit, in which state the machine was meanwhile, and which kernels ran."""
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from . import compiler, energy, evidence, limit, machine, timing
 from .iteration import BOTH, Iteration
 from .outcome import Failed
-from .peaks import BURST, MeasuredPeaks
+from .peaks import BURST, DATA_SHEET, YARDSTICKS, MeasuredPeaks
 from .result import Result, Row
 from .subject import Subject
 from .workload import Workload
@@ -15,45 +16,77 @@ from .workload import Workload
 NOT_A_GPU = "CUDA graphs need a GPU"
 
 
-def time_row(subject: Subject, mode: str, launch: str, row: Row, result: Result, rule: timing.StopRule,
-             progress: Callable[[int, float], None] | None = None) -> None:
-    """Fill `row` with samples, or with the reason why there are none."""
+@dataclass(frozen=True)
+class Work:
+    """What is timed for one row."""
+    run: Callable
+    between: Callable[[], None] = timing.nothing
+    iteration: Iteration | None = None     # launched eagerly; None for a replay
+
+
+def ready(subject: Subject, mode: str, launch: str, row: Row, alone: bool = False, watched: bool = True) -> Work | None:
+    """What is timed for one row, warm; None, with the reason in the row, where that can't be.
+
+    Where it is `watched`, the row gets its peak memory and the host's time to launch. The memory is that of the process
+    where the work is `alone` in it, and else what an iteration adds to the parameters and inputs.
+    """
     device = subject.inputs[0].device
     on_gpu = device.type == "cuda"
     if launch == "graph" and not on_gpu:
         row.reason = NOT_A_GPU
-        return
-    if on_gpu:
+        return None
+    if alone and on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
     def read_peak_memory() -> None:
-        row.peak_bytes = machine.memory_peak(device)
+        if alone:
+            row.peak_bytes = machine.memory_peak(device)
 
-    iteration = subject.iteration(mode)
-    run, between = iteration.run, iteration.between
-    if launch == "graph":
+    if launch == "graph":                                  # beside others its memory is the pool, for all of them
         replay, row.reason = subject.replay(mode, read_peak_memory)
-        if replay is None:
-            return
-        run, between = replay, timing.nothing
+        return Work(replay) if replay else None
+    iteration = subject.iteration(mode)
     for _ in range(2):
-        between()
-        run()
-    if launch == "eager":
-        read_peak_memory()
-    with compiler.compiled_for_good(subject.call):
-        row.timing = timing.measure(run, timing.clock_for(device), between, rule, progress,
-                                    timing.calibration(device))
-    if on_gpu:
-        steadily(device, run, between, row, row.timing.median)
-        throttled = {*result.state.get("throttled", ()), *row.state.get("throttled", ())}
-        result.state = dict(row.state)
-        if "throttled" in row.state:
-            result.state["throttled"] = sorted(throttled)
-        if launch == "eager":
-            row.enqueue_ms = timing.enqueue_ms(run, between)
-    between()
+        iteration.between()
+        iteration.run()
+    read_peak_memory()
+    iteration.between()
+    if watched and on_gpu:
+        if not alone:
+            row.peak_bytes = _peak_memory(subject, iteration, device)
+        row.enqueue_ms = timing.enqueue_ms(iteration.run, iteration.between)
+    return Work(iteration.run, iteration.between, iteration)
+
+
+def _peak_memory(subject: Subject, iteration: Iteration, device: torch.device) -> int:
+    """Bytes of parameters, inputs and whatever an iteration adds at its peak: what it would need alone."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    iteration.run()
+    peak = torch.cuda.max_memory_allocated(device) - before + subject.own_bytes
+    iteration.between()
+    return peak
+
+
+def read_state(work: Work, row: Row, result: Result, device: torch.device, ms: float, metered: bool) -> None:
+    """The machine's state while it does what takes `ms`, and where the row is `metered` the joules of that.
+
+    On a GPU the work runs for 150 ms or three times: clocks follow it. Metered it runs for a second or two. A run is
+    throttled by what throttled any of its rows.
+    """
+    if device.type != "cuda":
+        result.state = machine.state(device)
+        return
+    if metered:
+        _steadily(device, work, row, ms)
+    else:
+        row.state = under_load(device, work, max(3, math.ceil(150 / ms)))
+    throttled = {*result.state.get("throttled", ()), *row.state.get("throttled", ())}
+    result.state = dict(row.state)
+    if "throttled" in row.state:
+        result.state["throttled"] = sorted(throttled)
 
 
 def row_of(subject: Subject, mode: str) -> Row:
@@ -84,34 +117,44 @@ def hold_against_limits(rows: Sequence[tuple[Row, Workload, str]], peaks: Measur
             return
 
 
-def steadily(device: torch.device, run: Callable, between: Callable, row: Row, ms: float) -> None:
+def say_peaks(result: Result, peaks: MeasuredPeaks) -> None:
+    """Put the peaks in words into a result, with the rows that pass what they allow."""
+    for yardstick in YARDSTICKS:
+        words = peaks.in_words(yardstick)
+        beyond = []
+        for (mode, launch), row in result.rows.items():
+            if yardstick != DATA_SHEET and (row.percent_of(yardstick) or 0.0) > 100:
+                beyond.append(f"{mode}, {launch}")
+        if beyond:
+            words += f"; measured twice, and too low for {' and '.join(beyond)}"
+        result.peaks[yardstick] = words
+
+
+def _steadily(device: torch.device, work: Work, row: Row, ms: float) -> None:
     """Run what takes `ms` for a second or two without a pause: energy and machine state of `row`."""
     count = max(3, math.ceil(1e3 * energy.seconds_needed() / ms))
 
-    def work() -> None:
-        row.state = under_load(device, run, between, count)
-    row.energy, row.energy_reason = energy.metered(device, work, count)
+    def repeat() -> None:
+        row.state = under_load(device, work, count)
+    row.energy, row.energy_reason = energy.metered(device, repeat, count)
     if not row.state:                                      # there was nothing to meter
-        row.state = under_load(device, run, between, 3)
+        row.state = under_load(device, work, 3)
 
 
-def under_load(device: torch.device, run: Callable, between: Callable, count: int) -> dict:
-    """The machine's state late in `count` iterations, with a fifth of them, or two, still to run.
+def under_load(device: torch.device, work: Work, count: int) -> dict:
+    """The machine's state late in `count` iterations on a GPU, with a fifth of them, or two, still to run.
 
     An idle GPU is never throttled, and its clocks need a moment to follow the work.
     """
-    mostly_done = None
+    mostly_done = torch.cuda.Event()
     for number in range(count):
-        if number == count - max(2, count // 5) and device.type == "cuda":
-            mostly_done = torch.cuda.Event()
+        if number == count - max(2, count // 5):
             mostly_done.record()
-        between()
-        run()
-    if mostly_done:
-        mostly_done.synchronize()                          # the host is ahead by what the launch queue holds
+        work.between()
+        work.run()
+    mostly_done.synchronize()                              # the host is ahead by what the launch queue holds
     readings = machine.state(device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.cuda.synchronize(device)
     return readings
 
 

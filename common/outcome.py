@@ -25,7 +25,7 @@ class Outcome(Protocol):
 
 
 @contextlib.contextmanager
-def judged(outcome: Outcome, out_of_memory: Callable[[], str], foreign: bool = False) -> Iterator[None]:
+def judged(outcome: Outcome, out_of_memory: Callable[[BaseException], str], foreign: bool = False) -> Iterator[None]:
     """Turn what a block can fail by into the status and reason of `outcome`.
 
     Any other error passes; where the block is `foreign`, another library's or a user's, it is a failure like the rest.
@@ -36,13 +36,13 @@ def judged(outcome: Outcome, out_of_memory: Callable[[], str], foreign: bool = F
         outcome.status, outcome.reason = "failed", str(error)
     except NotImplementedError as error:
         outcome.status, outcome.reason = "skipped", str(error)
-    except (torch.OutOfMemoryError, MemoryError):
-        outcome.status, outcome.reason = "oom", out_of_memory()
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        outcome.status, outcome.reason = "oom", out_of_memory(error)
     except RuntimeError as error:
         if isinstance(error, torch._dynamo.exc.TorchDynamoException):    # in a clause above, Ctrl-C would import it too
             outcome.status, outcome.reason = "failed", _of_the_compiler(error)
         elif is_out_of_memory(error):
-            outcome.status, outcome.reason = "oom", out_of_memory()
+            outcome.status, outcome.reason = "oom", out_of_memory(error)
         elif foreign:
             outcome.status, outcome.reason = "failed", in_a_line(error)
         else:

@@ -1,17 +1,15 @@
 """What every step does when it is run: parse, build, check, time, look at the kernels, report."""
 import argparse
-import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from . import block_work, compiler, machine, measurement, memory, steps, timing
+from . import compiler, measurement, steps, timing
 from .card import card
+from .cases import Group, block_case
 from .command_line import (
     Parser,
     check_seed,
@@ -25,17 +23,14 @@ from .command_line import (
     shape_arguments,
     tell,
 )
-from .config import DTYPES, FP8_WEIGHTS, BlockConfig, dtype_name
+from .config import DTYPES, FP8_WEIGHTS
 from .exclusive import alone, process_seconds
-from .iteration import BOTH, LAUNCHES, MODES
-from .outcome import EXIT, Failed, judged
-from .peaks import BURST, SUSTAINED, YARDSTICKS, MeasuredPeaks
-from .phases import Phase
-from .record import check_records, peak_records, record, row_records, status_record
+from .iteration import LAUNCHES
+from .outcome import EXIT
+from .record import peak_records, record
 from .record_file import RecordFile, WriteError
-from .result import Result, Row
+from .session import Session
 from .steps import Step
-from .subject import BlockSubject, prepare
 from .traits import amp_default
 
 MAX_SECONDS = {"cuda": timing.StopRule.max_seconds, "cpu": 3.0}           # a card should come within a minute
@@ -175,110 +170,27 @@ def _is_timeline(file) -> bool:
 def _measure_and_report(step: Step, options: argparse.Namespace) -> int:
     """Run, print the card, and return the exit status."""
     file: RecordFile = options.file
-    result = Result(step.name, options.config, dtype_name(options.parameter_dtype), machine.facts(options.device),
-                    step=step.number, traits=step.traits, autocast_off=options.autocast_off)
-    script = step.path.name
+    script, on_gpu = step.path.name, options.device.type == "cuda"
+    compiler.use_private_caches()
+    rule = timing.StopRule(max_seconds=options.max_seconds, warmup_seconds=2 if on_gpu else 0.5)
+    refused = {launch: f"--launch {options.launch}" for launch in LAUNCHES if options.launch not in (launch, "both")}
+    session = Session("step", options.device, rule, options.seed, file=file, refused=refused, trace=options.profile)
+    case = block_case(step.name, step.build, options.config, step.traits, options.device,
+                      parameter_dtype=options.parameter_dtype, step=step.number)
     try:
-        with alone(options.device, script), judged(result, lambda: _out_of_memory(step, options)):
-            _measure(step, options, result)
-        if result.status != "ok":
-            file.write([status_record(result, "run")])
-        elif seconds := process_seconds():                 # from the process's start to the card
-            file.write([record(result, "wall time", "s", [seconds], "run")])
+        with alone(options.device, script):
+            session.measure(Group([case], metered=True, sustained=True, labelled=True))
+        result = session.entries[0].result
+        if result.status == "ok":
+            session.write(peak_records(result, session.peaks))
+            if seconds := process_seconds():               # from the process's start to the card
+                session.write([record(result, "wall time", "s", [seconds], "run")])
     except WriteError as error:               # the card tells what was measured until then
+        result = session.entries[0].result
         result.status, result.reason = "failed", no_room(file, error)
+    session.progress.finish()
+    result.autocast_off = options.autocast_off
     tell(card(result))
     if result.status != "ok":
         print(f"{script}: {result.status}: {result.reason}", file=sys.stderr)
     return EXIT[result.status]
-
-
-def _measure(step: Step, options: argparse.Namespace, result: Result) -> None:
-    """Build, check, time and observe; fills `result` as it goes and writes each record once it is final."""
-    device, config = options.device, options.config
-    result.neighbours = machine.neighbours(device)         # before this process is on the GPU itself
-    try:
-        work = block_work.workload(config, step.traits, options.parameter_dtype, device)
-        machine.refuse_beyond_memory(work.bytes_needed, device)
-    except MemoryError as error:
-        result.status, result.reason = "oom", f"{error}; {_that_fits(step, options)}"
-        return
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    compiler.use_private_caches()
-    progress = tqdm(bar_format="{desc}", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False)
-    with contextlib.closing(progress):
-        def say(phase: Phase, detail: str = "") -> None:
-            progress.set_description_str(phase.said(detail))
-
-        block = prepare(step.build, options.parameter_dtype, device, options.seed, result, say)
-        options.file.write(check_records(result))
-        peaks = MeasuredPeaks(device)
-        if not result.emulated and block.workload:
-            say(Phase.CALIBRATING, "peaks of this machine")
-            peaks.of(block.workload)
-            peaks.sustain(block.workload)
-            peaks.release()
-            result.peaks = _in_words(peaks)
-        for mode in MODES:
-            _time(block, mode, options, result, say)
-            if not result.emulated:
-                _hold_against_limit(block, result, peaks)
-            say(Phase.OBSERVING, f"which kernels run, {mode}")
-            trace = options.profile if mode == BOTH else None
-            measurement.see_kernels(block, block.iteration(mode), mode, result, trace)
-            options.file.write(row_records(result, mode))
-            if result.evidence[mode].verdict == "refuted":
-                raise Failed(f"{mode} did not run as step {step.number} claims: {result.evidence[mode].because}")
-        options.file.write(peak_records(result, peaks))
-
-
-def _time(block: BlockSubject, mode: str, options: argparse.Namespace, result: Result, say: Callable) -> None:
-    """Time one pass by each way of launching that was asked for."""
-    device = options.device
-    on_gpu = device.type == "cuda"                         # on a CPU less: the card should come within a minute
-    rule = timing.StopRule(max_seconds=options.max_seconds, warmup_seconds=2 if on_gpu else 0.5)
-    for launch in LAUNCHES:
-        if options.launch not in (launch, "both"):
-            result.rows[mode, launch] = Row(reason=f"--launch {options.launch}")
-            continue
-
-        def progress(count: int, ms: float, what: str = f"{mode}, {launch}") -> None:
-            say(Phase.SAMPLING, f"{what}: {count} samples, {ms:.3g} ms")
-
-        # Of an emulation neither time nor rate means anything.
-        row = result.rows[mode, launch] = Row() if result.emulated else measurement.row_of(block, mode)
-        measurement.time_row(block, mode, launch, row, result, rule, progress)
-    result.clock = timing.clock_for(device).name
-    if not on_gpu:
-        result.state = machine.state(device)
-
-
-def _in_words(peaks: MeasuredPeaks) -> dict[str, str]:
-    return {yardstick: peaks.in_words(yardstick) for yardstick in YARDSTICKS}
-
-
-def _hold_against_limit(block: BlockSubject, result: Result, peaks: MeasuredPeaks) -> None:
-    """Set the limits of all rows so far: of an earlier pass again, since the peaks may have been measured again."""
-    assert block.workload
-    rows = [(row, block.workload, mode) for (mode, _), row in result.rows.items() if row.flops]
-    measurement.hold_against_limits(rows, peaks)
-    peaks.release()
-    result.peaks = _in_words(peaks)
-    for yardstick in (SUSTAINED, BURST):
-        beyond = []
-        for (mode, launch), row in result.rows.items():
-            if row.flops and (row.percent_of(yardstick) or 0.0) > 100:
-                beyond.append(f"{mode}, {launch}")
-        if beyond:
-            result.peaks[yardstick] += f"; measured twice, and too low for {' and '.join(beyond)}"
-
-
-def _out_of_memory(step: Step, options: argparse.Namespace) -> str:
-    """One line: the peak reached and a shape that fits."""
-    return f"{machine.peak_in_words(options.device)}; {_that_fits(step, options)}"
-
-
-def _that_fits(step: Step, options: argparse.Namespace) -> str:
-    config: BlockConfig = options.config
-    return memory.that_fits(config, step.traits, options.device, machine.memory_total(options.device))

@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measure import attribution
-from benchmarks.measure.session import Entry, Session
-from common import compiler, parameters, steps
+from common import attribution, compiler, parameters, steps
 from common.config import DTYPES, BlockConfig, dtype_name
 from common.iteration import BOTH, FORWARD, MODES
 from common.outcome import in_a_line
 from common.record import record
+from common.session import Entry, Session
 from common.subject import BlockSubject, Subject, calibrate
 from common.traits import BY_HAND
 

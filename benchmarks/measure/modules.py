@@ -14,21 +14,21 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.measure.bounds import BOUNDS
 from benchmarks.measure.calls import Inputs, named_parameters, outputs_of
-from benchmarks.measure.cases import Case, Group, Setting
 from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import Judge, check_numerics, validate
 from benchmarks.measure.keeping import kept
 from benchmarks.measure.observing import Loss, Work, cotangent
-from benchmarks.measure.session import Session
 from benchmarks.measure.truth import Truth
 from benchmarks.records.read import Run, paired, runs, verdict
 from common import oracle
+from common.cases import Case, Group, Setting
 from common.command_line import hush
 from common.config import dtype_name
 from common.iteration import FORWARD, MODES
 from common.outcome import Failed
 from common.phases import Phase
 from common.result import Result
+from common.session import Session
 from common.subject import Subject
 from common.text import figures, html, number, ratio, table
 

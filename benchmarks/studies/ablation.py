@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure.cases import Case, Group, block_case
 from benchmarks.records.read import Run, extra, latest, runs
 from benchmarks.show.charts import Charts, Interval, bars_chart
 from benchmarks.show.study import Options, Study, register
 from benchmarks.show.tables import ERROR, LAUNCH, LAUNCHES, MS, STATUS, Column, Context, framed, of_runs
 from common import compiler, machine, steps
+from common.cases import Case, Group, block_case
 from common.config import BlockConfig
 from common.iteration import BOTH, MODES
 from common.record import Record

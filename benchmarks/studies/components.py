@@ -18,7 +18,6 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from benchmarks.measure.calls import Inputs
-from benchmarks.measure.cases import Case, Group, Setting
 from benchmarks.measure.judge import Judge
 from benchmarks.measure.modules import record_checks, subject_of
 from benchmarks.measure.observing import Work
@@ -28,6 +27,7 @@ from benchmarks.show.charts import Charts, Interval, bars_chart
 from benchmarks.show.study import Options, Study, register
 from benchmarks.show.tables import STATUS, WORST_ERROR, Column, Context, framed, of_runs
 from common import block_work, compiler, engine, machine, memory, oracle, parameters, steps
+from common.cases import Case, Group, Setting
 from common.command_line import Parser
 from common.config import LAYER_NORM_EPS, BlockConfig
 from common.iteration import BOTH, MODES

@@ -17,7 +17,6 @@ from benchmarks.measure.calls import Inputs
 from benchmarks.measure.checks import Check, Judgement
 from benchmarks.measure.judge import Judge
 from benchmarks.measure.observing import Work
-from benchmarks.measure.session import Session
 from benchmarks.measure.truth import Truth
 from benchmarks.records.provenance import provenance
 from benchmarks.records.read import Run, extra, latest
@@ -27,6 +26,7 @@ from common.config import dtype_name
 from common.phases import Phase
 from common.record import Record, record
 from common.result import Result
+from common.session import Session
 from common.text import table
 
 MEANING = "meaning"

@@ -16,7 +16,6 @@ import torch
 
 from benchmarks import studies
 from benchmarks.measure import counters
-from benchmarks.measure.cases import Case, Group, step_case
 from benchmarks.measure.options import count
 from benchmarks.measure.processes import in_turn
 from benchmarks.records.gains import gain
@@ -27,6 +26,7 @@ from benchmarks.show.study import Options, Study, draw, exit_status, open_sessio
 from benchmarks.show.tables import Column, Context
 from benchmarks.show.traffic import traffic
 from common import exclusive, machine, steps
+from common.cases import Case, Group, step_case
 from common.command_line import Parser, tell
 from common.config import BlockConfig, dtype_name
 from common.iteration import BOTH, MODES

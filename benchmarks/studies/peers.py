@@ -28,13 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.measure.cases import Case, Group, block_case, step_case
 from benchmarks.records import RESULTS
 from benchmarks.records.read import Run, extra, label, paired, read, runs, shape, verdict, versions
 from benchmarks.show.charts import Charts, Interval, dots_chart
 from benchmarks.show.study import Options, Study, register
 from benchmarks.show.tables import CASE, ERROR, JOULES, LAUNCH, MS, Column, Context, framed, joules, of_runs
 from common import compiler, engine, parameters, rounds, steps
+from common.cases import Case, Group, block_case, step_case
 from common.command_line import Parser
 from common.config import LAYER_NORM_EPS, BlockConfig, dtype_name
 from common.iteration import BOTH, MODES

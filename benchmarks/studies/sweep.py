@@ -15,20 +15,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.cases import Group, step_case
 from benchmarks.measure.options import numbers
-from benchmarks.measure.session import Session
 from benchmarks.records.read import Run, case, extra, info, metric, paired, read, runner, runs, shape
 from benchmarks.show.charts import Charts, lines_chart
 from benchmarks.show.study import Options, Study, open_session, register, show
 from benchmarks.show.tables import framed, joules
 from common import exclusive, machine, parameters, steps, timing
+from common.cases import Group, step_case
 from common.command_line import SIZES, Parser, open_records
 from common.config import PRESETS, BlockConfig, dtype_name
 from common.iteration import BOTH, MODES
 from common.outcome import EXIT
 from common.record import Record, record
 from common.result import LAUNCH_BOUND, Result
+from common.session import Session
 from common.text import NOT_AVAILABLE, figures, table
 
 AXES = {"batch_size": "B", "seq_len": "S", "hidden_size": "E"}

@@ -4,18 +4,20 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common import PRESETS, measurement, run, steps, timing
+from common import PRESETS, measurement, steps, timing
 from common.card import card
+from common.cases import Case, Group
 from common.config import dtype_name
 from common.evidence import Evidence
 from common.iteration import BOTH, LAUNCHES, MODES
 from common.peaks import YARDSTICKS
 from common.result import Compilation, Result, Row
+from common.session import Entry, Session
+from common.subject import Subject
 from common.timing import Timing
 from common.traits import amp_default
 from common.workload import Operation, Workload
@@ -324,30 +326,37 @@ def test_of_an_emulation_there_are_times_and_no_rates():
 OF_4_GFLOP = Workload("float32", (Operation("a", "matmul", 4e9, 1.0, "float32"),), tokens=1000)
 
 
+def timed_alone(r: Result, workload: Workload | None, monkeypatch, **how) -> Result:
+    """Both passes of it, by fakes of what takes time."""
+    def see_kernels(subject, iteration, mode, result, trace=None):
+        result.evidence[mode] = Evidence(Counter(), Counter(), "proven", "fake")
+    monkeypatch.setattr(timing, "measure", lambda *_: Timing([2.0] * 6, True, "fake"))
+    monkeypatch.setattr(timing, "calibration", lambda device: {})
+    monkeypatch.setattr(measurement, "hold_against_limits", lambda rows, peaks: None)
+    monkeypatch.setattr(measurement, "see_kernels", see_kernels)
+    session = Session("step", CPU_DEVICE, timing.StopRule(), **how)
+    x = torch.ones(1)
+    subject = Subject(lambda x: 2 * x, [x], [x], {}, (1.0, 1.0), workload)
+    entry = Entry(Case(r.name, prepare=None, traits=r.traits), r, subject)
+    for mode in MODES:
+        session._time_alone(entry, mode, Group([]), timing.StopRule())
+    return r
+
+
 @pytest.mark.parametrize("is_emulated", [False, True])
 def test_a_run_gives_its_rows_a_rate_unless_it_is_emulated(is_emulated, monkeypatch):
-    def time_row(subject, mode, launch, timed, *_):
-        timed.timing = Timing([2.0] * 6, True, "fake")
-    monkeypatch.setattr(measurement, "time_row", time_row)
     r = replace(begun(4, gpu=False), emulated=is_emulated)
-    options = SimpleNamespace(device=CPU_DEVICE, launch="both", max_seconds=1.0)
-    block = SimpleNamespace(workload=OF_4_GFLOP)
-    for mode in MODES:
-        run._time(block, mode, options, r, lambda *what: None)
-    printed = card(r)
+    printed = card(timed_alone(r, None if is_emulated else OF_4_GFLOP, monkeypatch))
     rates = {label: card_value(printed, label).split() for label in ("tokens/s", "TFLOP/s")}
     expected = {"tokens/s": ["n/a"] * 4, "TFLOP/s": ["n/a"] * 4}
     if not is_emulated:
-        expected = {"tokens/s": ["500,000"] * 4, "TFLOP/s": ["2.00"] * 4}
+        expected = {"tokens/s": ["500,000", "n/a"] * 2, "TFLOP/s": ["2.00", "n/a"] * 2}
     assert rates == expected and r.clock == timing.HostClock.name
     assert list(r.rows) == [(mode, launch) for mode in MODES for launch in LAUNCHES]
 
 
 def test_a_run_says_of_a_row_that_nobody_asked_for_why_it_is_empty(monkeypatch):
-    monkeypatch.setattr(measurement, "time_row", lambda *_: None)
-    r = begun(0, gpu=False)
-    options = SimpleNamespace(device=CPU_DEVICE, launch="eager", max_seconds=1.0)
-    run._time(SimpleNamespace(workload=OF_4_GFLOP), BOTH, options, r, lambda *what: None)
+    r = timed_alone(begun(0, gpu=False), OF_4_GFLOP, monkeypatch, refused={"graph": "--launch eager"})
     assert r.rows[BOTH, "graph"] == Row(reason="--launch eager")
     assert card_value(card(r), "n/a because") == "--launch eager"
 

@@ -5,18 +5,21 @@ import pytest
 import torch
 
 from common import PRESETS, compiler, machine, measurement, timing
+from common.cases import Case, Group
 from common.iteration import BOTH, FORWARD, Iteration
 from common.result import Result, Row
+from common.session import Entry, Session
 from common.timing import EventClock, HostClock, StopRule, Timing
 from tests.helpers.made_results import CPU, H200, SAMPLES
 
 pytestmark = pytest.mark.unit
 RULE = StopRule(max_seconds=1.25)
+CPU_DEVICE = torch.device("cpu")
 
 
 class FakeSubject:
     """Its iterations say that they ran; of what is captured a replay is given, or a reason."""
-    call = None
+    call = workload = None
 
     def __init__(self, device: str, order: list[str], reason: str = ""):
         self.inputs = [SimpleNamespace(device=torch.device(device))]
@@ -44,6 +47,7 @@ class Timed:
         self.row, self.asked = Row(), None
         self.states = [{"load_average": 0.5}]
         self.result = Result("2_sdpa", PRESETS["tiny"], "float32", H200 if device == "cuda" else CPU)
+        monkeypatch.setattr(machine, "state", self._state)
         for name in ("empty_cache", "reset_peak_memory_stats"):
             monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: self.order.append(name))
         monkeypatch.setattr(machine, "memory_peak", self._memory_peak)
@@ -70,15 +74,23 @@ class Timed:
         run()
         return 0.25
 
-    def _under_load(self, device, run, between, count) -> dict:
+    def _under_load(self, device, work, count) -> dict:
         self.order.append(f"{count} under load")
-        between()
-        run()
+        work.between()
+        work.run()
+        return self.states.pop(0)
+
+    def _state(self, device) -> dict:
+        self.order.append("state")
         return self.states.pop(0)
 
     def time(self, mode: str = BOTH, launch: str = "eager", reason: str = "") -> FakeSubject:
         subject = FakeSubject(self.device, self.order, reason)
-        measurement.time_row(subject, mode, launch, self.row, self.result, RULE, print)
+        session = Session("step", CPU_DEVICE, RULE)
+        session.device, self.order[:] = torch.device(self.device), []
+        entry = Entry(Case("2_sdpa", prepare=None), self.result, subject)
+        session._time_row(entry, mode, launch, timing.clock_for(session.device), RULE, Group([], metered=True))
+        self.row = self.result.rows[mode, launch]
         return subject
 
 
@@ -98,26 +110,26 @@ ONE = ["between", "run"]
 def test_a_row_is_warm_before_its_peak_memory_is_read(on_gpu):
     """The peak is that of two iterations since the reset: read at once, it would be that of what lay there before."""
     subject = on_gpu.time(FORWARD)
-    assert on_gpu.order == ["empty_cache", "reset_peak_memory_stats", *ONE, *ONE, "peak", "measure", *ONE,
-                            "3 under load", *ONE, "enqueue", *ONE, "between"]
+    assert on_gpu.order == ["empty_cache", "reset_peak_memory_stats", *ONE, *ONE, "peak", "between", "enqueue", *ONE,
+                            "measure", *ONE, "3 under load", *ONE, "between"]
     assert on_gpu.row.peak_bytes == 1002 and on_gpu.row.timing.samples == SAMPLES
     assert on_gpu.row.enqueue_ms == 0.25 and on_gpu.row.reason == "" and subject.modes == [FORWARD]
 
 
 def test_a_row_on_a_cpu_is_warm_too_and_nothing_of_a_gpu_is_asked(on_cpu):
     on_cpu.time()
-    assert on_cpu.order == [*ONE, *ONE, "peak", "measure", *ONE, "between"]
+    assert on_cpu.order == [*ONE, *ONE, "peak", "between", "measure", *ONE, "state", "between"]
     assert on_cpu.row.peak_bytes == 1002 and on_cpu.row.enqueue_ms is None
-    assert on_cpu.row.state == {} and on_cpu.result.state == {}
+    assert on_cpu.row.state == {} and on_cpu.result.state == {"load_average": 0.5}
 
 
 def test_a_replays_peak_memory_is_that_of_its_capture(on_gpu):
     """Its proof takes more, which no run of it needs. A replay is warm too, and nothing comes between two."""
     subject = on_gpu.time(launch="graph")
-    assert on_gpu.order == ["empty_cache", "reset_peak_memory_stats", "capture", "peak", "replay", "replay", "measure",
-                            "replay", "3 under load", "replay"]
+    assert on_gpu.order == ["empty_cache", "reset_peak_memory_stats", "capture", "peak", "measure", "replay",
+                            "3 under load", "replay"]
     assert on_gpu.row.peak_bytes == 1000 and on_gpu.row.enqueue_ms is None
-    assert on_gpu.row.timing.samples == SAMPLES and subject.modes == [BOTH, BOTH]
+    assert on_gpu.row.timing.samples == SAMPLES and subject.modes == [BOTH]
 
 
 def test_what_can_not_be_captured_is_a_row_with_its_reason(on_gpu):
@@ -135,7 +147,7 @@ def test_a_row_is_measured_by_its_devices_clock(monkeypatch, device, clock):
     timed = Timed(monkeypatch, device)
     timed.time()
     _, used, _, rule, progress, calibration = timed.asked
-    assert type(used) is clock and rule is RULE and progress is print
+    assert type(used) is clock and rule is RULE and callable(progress)
     assert calibration == {"of": torch.device(device)}
 
 
@@ -145,7 +157,6 @@ def test_a_run_is_throttled_by_what_throttled_any_of_its_rows(on_gpu):
                      {"sm_mhz": 1500, "throttled": []}]
     rows = []
     for _ in range(3):
-        on_gpu.row = Row()
         on_gpu.time()
         rows.append(on_gpu.row.state)
     assert on_gpu.result.state == {"sm_mhz": 1500, "throttled": ["power cap", "software thermal"]}
@@ -169,4 +180,40 @@ def test_what_is_timed_is_not_compiled_meanwhile(on_cpu, monkeypatch):
         return entered(*blocks)
     monkeypatch.setattr(compiler, "compiled_for_good", watched)
     on_cpu.time()
-    assert seen == [((None,), [*ONE, *ONE, "peak"])]
+    assert seen == [((None,), [*ONE, *ONE, "peak", "between"])]
+
+
+# ----------------------------------------------------------------------------------------------------------- its state
+
+
+@pytest.mark.parametrize("ms, count", [(12.5, 12), (0.4, 375), (444.0, 3)])
+def test_clocks_are_read_in_150_ms_of_work_on_a_gpu(ms, count, monkeypatch):
+    counts, result = [], Result("2_sdpa", PRESETS["tiny"], "float32", H200)
+
+    def under_load(device, work, count):
+        counts.append(count)
+        return {"sm_mhz": 1400}
+    monkeypatch.setattr(measurement, "under_load", under_load)
+    monkeypatch.setattr(machine, "state", lambda device: {"load_average": 1.0})
+    row = Row()
+    measurement.read_state(measurement.Work(None), row, result, torch.device("cuda"), ms, metered=False)
+    assert counts == [count] and row.state == result.state == {"sm_mhz": 1400} and row.energy is None
+    measurement.read_state(measurement.Work(None), row, result, CPU_DEVICE, ms, metered=False)
+    assert counts == [count] and result.state == {"load_average": 1.0}
+
+
+def test_a_row_is_metered_on_a_gpu_alone(monkeypatch):
+    """What was read of the machine meanwhile is the state of the row."""
+    metered = []
+
+    def steadily(device, work, row, ms):
+        metered.append((device.type, ms))
+        row.state = {"sm_mhz": 1400}
+    monkeypatch.setattr(measurement, "_steadily", steadily)
+    monkeypatch.setattr(machine, "state", lambda device: {"load_average": 1.0})
+    states = []
+    for device in ("cuda", "cpu"):
+        result = Result("2_sdpa", PRESETS["tiny"], "float32", H200)
+        measurement.read_state(measurement.Work(None), Row(), result, torch.device(device), 3.5, metered=True)
+        states.append(result.state)
+    assert metered == [("cuda", 3.5)] and states == [{"sm_mhz": 1400}, {"load_average": 1.0}]

@@ -31,7 +31,7 @@ def of_the_compiler(said: Exception) -> RuntimeError:
 def ended(error: BaseException, foreign: bool = False) -> tuple[str, str]:
     """(status, reason) of a run in which that was raised."""
     result = SimpleNamespace(status="ok", reason="")
-    with judged(result, lambda: "the peak", foreign):
+    with judged(result, lambda error: "the peak", foreign):
         raise error
     return result.status, result.reason
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from common import BlockConfig, limit, measurement, run, steps
+from common import BlockConfig, limit, measurement, steps
 from common import peaks as peaks_module
 from common.block_work import work_in
+from common.cases import Case
 from common.iteration import BOTH, FORWARD
 from common.limit import Peaks
 from common.peaks import (
@@ -33,6 +34,7 @@ from common.peaks import (
     steady,
 )
 from common.result import Result, Row
+from common.session import Entry, Session
 from common.subject import BlockSubject
 from common.timing import Timing
 from common.traits import Arithmetic
@@ -259,7 +261,13 @@ def test_work_that_computes_nothing_needs_the_copy_alone(rates):
 # --------------------------------------------------------------------------------------------------- said on the card
 
 
-block = BlockSubject(None, [], [], {}, (1.0, 1.0), FP32, config=SMALL)      # nothing of it is called
+def held(result: Result, peaks: MeasuredPeaks) -> None:
+    """As a session does: what was not timed is not held."""
+    session = Session("step", CPU, 1)
+    session.peaks = peaks
+    block = BlockSubject(None, [], [], {}, (1.0, 1.0), FP32, config=SMALL)                # nothing of it is called
+    session.entries = [Entry(Case("0_baseline", prepare=None), result, block)]
+    session._hold_against_limits()
 
 
 def result_of(**rows: Row) -> Result:
@@ -275,10 +283,10 @@ def test_peaks_that_stay_too_low_are_said_beside_the_peaks(measured):
     measured(slow, slow)
     peaks = MeasuredPeaks(CPU)
     result = result_of(forward=timed(0.9 * limit_at(slow)), both=timed(1.1 * limit_at(slow, BOTH)))
-    run._hold_against_limit(block, result, peaks)
+    held(result, peaks)
     assert result.peaks[BURST] == f"{peaks.in_words()}; measured twice, and too low for forward, eager"
     result.rows[BOTH, "eager"] = timed(0.9 * limit_at(slow, BOTH))
-    run._hold_against_limit(block, result, peaks)
+    held(result, peaks)
     assert result.peaks[BURST] == (f"{peaks.in_words()}; measured twice, and too low for "
                             "forward, eager and forward+backward, eager")
 
@@ -289,10 +297,10 @@ def test_better_peaks_are_those_of_the_rows_before_too(measured):
     measured(slow, fast)
     peaks = MeasuredPeaks(CPU)
     result = result_of(forward=timed(1.5 * limit_at(slow)))
-    run._hold_against_limit(block, result, peaks)
+    held(result, peaks)
     assert result.rows[FORWARD, "eager"].limit_by(BURST) == limit_at(slow)
     result.rows[BOTH, "eager"] = timed(0.5 * limit_at(slow, BOTH))
-    run._hold_against_limit(block, result, peaks)
+    held(result, peaks)
     assert result.rows[FORWARD, "eager"].limit_by(BURST) == limit_at(fast)
     assert result.rows[BOTH, "eager"].limit_by(BURST) == limit_at(fast, BOTH)
     assert result.peaks[BURST] == peaks.in_words() and "measured twice" not in result.peaks[BURST]
@@ -301,7 +309,7 @@ def test_better_peaks_are_those_of_the_rows_before_too(measured):
 def test_a_way_of_launching_that_was_not_asked_for_has_no_limit(measured):
     measured(memory_alone(1e3))
     result = result_of(forward=Row(reason="--launch graph"))
-    run._hold_against_limit(block, result, MeasuredPeaks(CPU))
+    held(result, MeasuredPeaks(CPU))
     assert result.rows[FORWARD, "eager"].limits == {}
 
 

@@ -38,21 +38,9 @@ def test_clocks_are_read_with_work_still_to_run(count, still_to_run, monkeypatch
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: read.append("all"))
     monkeypatch.setattr(machine, "state", state)
-    readings = measurement.under_load(torch.device("cuda"), lambda: queue.append(1), lambda: None, count)
+    readings = measurement.under_load(torch.device("cuda"), measurement.Work(lambda: queue.append(1)), count)
     assert readings == {"sm_mhz": 1425} and len(queue) == count
     assert read == [count - still_to_run, "state", "all"]
-
-
-def test_on_a_cpu_the_load_is_read_behind_the_work(monkeypatch):
-    order = []
-
-    def state(device):
-        order.append("state")
-        return {"load_average": 0.5}
-    monkeypatch.setattr(machine, "state", state)
-    readings = measurement.under_load(CPU, lambda: order.append("run"), lambda: order.append("between"), 2)
-    assert readings == {"load_average": 0.5}
-    assert order == ["between", "run", "between", "run", "state"]
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels

@@ -28,7 +28,6 @@ import torch._functorch.config
 
 from benchmarks.kernels import captured
 from benchmarks.kernels.operations import EXPERIMENTS, TRITON, check, least_bytes, levels, shape, tensors
-from benchmarks.measure.cases import Case, Group, Setting
 from benchmarks.measure.options import numbers
 from benchmarks.records import RESULTS
 from benchmarks.records.read import Run, extra, read, runner, runs, size_in_words, versions
@@ -36,6 +35,7 @@ from benchmarks.show.study import Options, Study, open_session, register, show
 from benchmarks.studies.fusions import tables
 from benchmarks.studies.fusions.subjects import COPY, CopySubject, OperationSubject, clock_for, copying, finish
 from common import exclusive, machine
+from common.cases import Case, Group, Setting
 from common.command_line import Parser, tell
 from common.config import dtype_name
 from common.iteration import LAUNCHES

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from benchmarks.measure import counters
-from benchmarks.measure.cases import step_case
-from benchmarks.measure.session import Entry
 from benchmarks.records.read import case, extra, values
 from common import steps
+from common.cases import step_case
 from common.iteration import BOTH, FORWARD, MODES
 from common.result import Result
+from common.session import Entry
 from tests.helpers.made_records import CPU_CONFIG, GPU
 
 pytestmark = pytest.mark.unit

@@ -6,11 +6,11 @@ import torch
 
 from benchmarks import studies
 from benchmarks.measure import options
-from benchmarks.measure.cases import Setting
 from benchmarks.measure.modules import compare
 from benchmarks.records.read import read, runs
 from benchmarks.studies import components
 from common import PRESETS, BlockConfig, block_work, compiler, limit, machine, measurement, oracle, parameters
+from common.cases import Setting
 from common.iteration import BOTH, FORWARD, MODES
 from common.limit import Peaks
 from common.result import Result, Row

@@ -10,7 +10,6 @@ import torch
 from benchmarks import studies
 from benchmarks.kernels import operations
 from benchmarks.measure import options
-from benchmarks.measure.cases import Setting
 from benchmarks.records.provenance import commits
 from benchmarks.records.read import latest, read, runner, runs
 from benchmarks.show import pages
@@ -19,6 +18,7 @@ from benchmarks.studies import fusions
 from benchmarks.studies.fusions import subjects, tables
 from benchmarks.studies.fusions.subjects import COPY, CopySubject, OperationSubject
 from common import BlockConfig, limit, timing
+from common.cases import Setting
 from common.iteration import BACKWARD, FORWARD, LAUNCHES
 from common.limit import Peaks
 from common.peaks import BURST

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from benchmarks import studies
-from benchmarks.measure.session import Session
 from benchmarks.records.read import runs
 from benchmarks.show import study as frame
 from benchmarks.studies import peers
 from common import PRESETS, BlockConfig, evidence, parameters, steps
 from common.iteration import BOTH, FORWARD
+from common.session import Session
 from tests.helpers.blocks import case, errors, worst
 from tests.helpers.made_records import both, made
 from tests.helpers.said import one_line

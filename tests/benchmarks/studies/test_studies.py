@@ -8,7 +8,6 @@ import torch
 
 from benchmarks import studies
 from benchmarks.measure import options
-from benchmarks.measure.cases import Case, Group, step_case
 from benchmarks.records.provenance import provenance
 from benchmarks.records.read import latest, read
 from benchmarks.show import pages, tables
@@ -16,6 +15,7 @@ from benchmarks.show import study as frame
 from benchmarks.show.charts import is_of, plt
 from benchmarks.show.study import Study
 from common import compiler, exclusive, steps
+from common.cases import Case, Group, step_case
 from common.command_line import Parser
 from tests.helpers.made_records import both, made
 

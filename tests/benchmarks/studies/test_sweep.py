@@ -9,7 +9,6 @@ import torch
 
 from benchmarks import studies
 from benchmarks.measure import options
-from benchmarks.measure.session import Session
 from benchmarks.records.read import read, runs
 from benchmarks.show import study as frame
 from benchmarks.studies import sweep
@@ -18,6 +17,7 @@ from common.iteration import BOTH, FORWARD, MODES
 from common.record import PARTS, record
 from common.record_file import RecordFile
 from common.result import Result
+from common.session import Session
 from tests.helpers.made_records import CPU_CONFIG, FACTS, GPU, both, copied, made
 from tests.helpers.said import one_line
 
@@ -503,7 +503,7 @@ def test_a_sweep_of_which_nothing_could_be_measured_has_failed(main, monkeypatch
 def test_a_size_that_does_not_fit_is_no_failure(main, monkeypatch):
     """It is a point."""
     needed = memory.needed
-    monkeypatch.setattr("benchmarks.measure.cases.memory.needed",
+    monkeypatch.setattr("common.cases.memory.needed",
                         lambda config, *rest: 2**60 if config.seq_len == 32 else needed(config, *rest))
     status, out, _ = main("--axis", "seq_len", "--values", "16,32", "--rounds", 6)
     assert status == 0 and rows_beginning(out, 32) == [["32", "oom", "oom"]] * 2

@@ -4,8 +4,8 @@ import time
 
 from tqdm import tqdm
 
-from common import exclusive
-from common.phases import Phase
+from . import exclusive
+from .phases import Phase
 
 # What the time of a run is for -> the phases that it goes to.
 PURPOSES = {

@@ -3,9 +3,9 @@ import time
 
 import pytest
 
-from benchmarks.measure.progress import PURPOSES, Progress
 from common import exclusive
 from common.phases import Phase
+from common.progress import PURPOSES, Progress
 
 pytestmark = pytest.mark.unit
 

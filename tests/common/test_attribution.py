@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks.measure import attribution
-from benchmarks.measure.attribution import IDLE, OTHER, credit
 from benchmarks.records import RESULTS
 from benchmarks.records.read import extra
-from common import PRESETS, evidence, iteration, machine, parameters, replay, rounds, steps, timing
+from common import PRESETS, attribution, evidence, iteration, machine, parameters, replay, rounds, steps, timing
+from common.attribution import IDLE, OTHER, credit
 from common.iteration import BOTH, FORWARD
 from common.record import PARTS
 

@@ -1,33 +1,32 @@
-"""One process that measures. A study names its cases; the session does the rest, the same for all studies.
+"""One process that measures. A script names one case, a study many; the session does the rest, the same for all.
 
-It builds and checks each case, times all that passed in the same interleaved rounds together with matmuls and a copy
-for calibration, looks at their kernels, and writes records as they become final. It shows progress, and it goes on
-without what was compiled again, or does not fit.
+It builds and checks each case and times those that passed: each until its median is known, or all in the same
+interleaved rounds together with matmuls and a copy for calibration. It looks at their kernels, and writes records as
+they become final. It shows progress, and it goes on without what was compiled again, or does not fit.
 """
+import contextlib
 import dataclasses
-import functools
 import gc
-import math
 import statistics
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.measure import attribution
-from benchmarks.measure.cases import Case, Group, Setting
-from benchmarks.measure.progress import Progress
-from common import compiler, engine, machine, measurement, rounds, timing
-from common.config import BlockConfig, dtype_name
-from common.iteration import LAUNCHES, Iteration
-from common.outcome import Failed, is_out_of_memory, judged
-from common.peaks import MeasuredPeaks
-from common.phases import Phase
-from common.record import Record, check_records, peak_records, record, row_records, status_record
-from common.record_file import RecordFile
-from common.result import Result
-from common.subject import Subject
+from . import attribution, compiler, engine, machine, measurement, rounds, timing
+from .cases import Case, Group, Setting
+from .config import BlockConfig, dtype_name
+from .iteration import BOTH, LAUNCHES, Iteration
+from .measurement import Work
+from .outcome import Failed, is_out_of_memory, judged
+from .peaks import MeasuredPeaks
+from .phases import Phase
+from .progress import Progress
+from .record import Record, check_records, peak_records, record, row_records, status_record
+from .record_file import RecordFile
+from .result import Result, Row
+from .subject import Subject
 
 WARM_UP_ROUNDS = 2
 
@@ -57,20 +56,17 @@ class Calibration:
 Key = RowKey | Calibration
 
 
-@dataclass(frozen=True)
-class Work:
-    """What is timed for one row."""
-    run: Callable
-    between: Callable[[], None]
-    iteration: Iteration | None = None     # launched eagerly; None for a replay
-
-
 class Session:
     """Keeps the results and records of what it measures, and knows where its time goes."""
 
-    def __init__(self, study: str, device: torch.device, rounds_: int, seed: int = 0,
-                 launches: Sequence[str] | None = None, file: RecordFile | None = None, slow_down: float = 0.0):
-        self.study, self.device, self.rounds, self.seed = study, device, rounds_, seed
+    def __init__(self, study: str, device: torch.device, until: int | timing.StopRule, seed: int = 0,
+                 launches: Sequence[str] | None = None, file: RecordFile | None = None, slow_down: float = 0.0,
+                 refused: Mapping[str, str] | None = None, trace: str | None = None):
+        self.study, self.device, self.seed = study, device, seed
+        self.rounds = until if isinstance(until, int) else 0
+        self.rule = None if isinstance(until, int) else until    # each case by itself until its median is known
+        self.refused = refused or {}                             # way of launching -> why nobody wants it
+        self.trace = trace                                       # file for the timeline of a forward+backward
         self.launches = launches or (LAUNCHES if device.type == "cuda" else LAUNCHES[:1])
         self.file = file or RecordFile(None)
         self.slow_down = slow_down                               # percent that every case is made slower on purpose
@@ -110,13 +106,12 @@ class Session:
         Then it lets go of them, unless they are to be kept.
         """
         for case in group.cases:
-            self.prepare(case)
+            self.prepare(case, group.labelled)
         self.say(Phase.CALIBRATING, "peaks of this machine")    # now: the rounds fill the memory with graphs
         for entry in self.alive():
-            if entry.subject and entry.subject.workload:
-                self.peaks.of(entry.subject.workload)
-                if group.sustained:
-                    self.peaks.sustain(entry.subject.workload)
+            self._calibrate(entry, group.sustained)
+        if self.rule:
+            self.peaks.release()                             # its tensors would count as the block's
         for mode in group.modes:
             try:
                 self.time(group, mode)
@@ -128,8 +123,24 @@ class Session:
         if not keep:
             self.release()
 
-    def prepare(self, case: Case) -> Entry:
-        """Build and check a case. What went wrong is the status of its result, and its subject is then None."""
+    def _calibrate(self, entry: Entry, sustained: bool) -> None:
+        """Measure the peaks that its work goes by."""
+        workload = entry.subject.workload if entry.subject else None
+        if workload is None:
+            return
+        with self._judged(entry):
+            self.peaks.of(workload)
+            if sustained:
+                self.peaks.sustain(workload)
+            measurement.say_peaks(entry.result, self.peaks)
+        if entry.result.status != "ok":
+            self.fail(entry, "run", entry.result.status, entry.result.reason)
+
+    def prepare(self, case: Case, labelled: bool = False) -> Entry:
+        """Build and check a case. What went wrong is the status of its result, and its subject is then None.
+
+        An emulation is an error where it is not `labelled`; where it is, it has no rate and no limit.
+        """
         result = Result(case.name, case.config, dtype_name(case.parameter_dtype), self.facts, step=case.step,
                         traits=case.traits, variant=dict(case.variant), work=dict(case.work), study=self.study,
                         run=self.run, neighbours=self.neighbours, slowed_percent=self.slow_down)
@@ -139,14 +150,16 @@ class Session:
         self.entries.append(entry)
         setting = Setting(self.device, self.seed, lambda phase, detail="": self._say_of(case, phase, detail),
                           time_compiler=not self.has_compiled)
-        with judged(result, lambda: self._out_of_memory(case), foreign=not case.traits.claimed):
+        with self._judged(entry):
             if case.missing:
                 raise NotImplementedError(case.missing)
             machine.refuse_beyond_memory(case.bytes_needed, self.device)
             entry.subject = case.prepare(setting, result)
             self.has_compiled = self.has_compiled or compiler.is_compiled(entry.subject.call)
-            if result.emulated:
+            if result.emulated and not labelled:
                 raise NotImplementedError("emulated: its numerics are real, its time would mean nothing")
+            if result.emulated:
+                entry.subject.workload = None
         self.write(check_records(result))
         if result.status != "ok":
             self._drop(entry)
@@ -157,7 +170,52 @@ class Session:
         return [entry for entry in self.entries if entry.subject is not None]
 
     def time(self, group: Group, mode: str) -> None:
-        """Time every prepared case, all ways of launching in the same rounds, and write their records.
+        """Time every prepared case and write their records: all in the same rounds, or by the rule one by one."""
+        if self.rule:
+            for entry in self.alive():
+                self._time_alone(entry, mode, group, self.rule)
+        else:
+            self._time_in_rounds(group, mode)
+
+    def _time_alone(self, entry: Entry, mode: str, group: Group, rule: timing.StopRule) -> None:
+        """Each way of launching one after the other, until its median is known."""
+        result, subject = entry.result, entry.subject
+        assert subject is not None
+        clock = group.clock(self.device)
+        result.clock = clock.name
+        with self._judged(entry):
+            for launch in LAUNCHES:
+                row = result.rows[mode, launch] = Row(reason=self.refused.get(launch, ""))
+                if not row.reason:
+                    self._time_row(entry, mode, launch, clock, rule, group)
+            self._hold_against_limits()
+            self.peaks.release()
+            self._explain(entry, mode, subject.iteration(mode))
+        if result.status != "ok":
+            self.fail(entry, mode, result.status, result.reason)
+
+    def _time_row(self, entry: Entry, mode: str, launch: str, clock: timing.Clock, rule: timing.StopRule, group: Group
+                  ) -> None:
+        subject, what = entry.subject, f"{mode}, {launch}"
+        assert subject is not None
+        row = entry.result.rows[mode, launch] = measurement.row_of(subject, mode)
+        self.say(Phase.WARMING_UP, what)
+        work = measurement.ready(subject, mode, launch, row, alone=True)
+        if work is None:
+            return
+
+        def show(count: int, ms: float) -> None:
+            self.progress.show(Phase.SAMPLING.said(f"{what}: {count} samples, {ms:.3g} ms"))
+
+        self.say(Phase.SAMPLING, what)
+        with compiler.compiled_for_good(subject.call):
+            row.timing = timing.measure(work.run, clock, work.between, rule, show, timing.calibration(self.device))
+        self.say(Phase.METERING, what)
+        measurement.read_state(work, row, entry.result, self.device, row.timing.median, group.metered)
+        work.between()
+
+    def _time_in_rounds(self, group: Group, mode: str) -> None:
+        """All cases and ways of launching in the same rounds.
 
         In the first `profiled` rounds, profile each case's faster launch mode right after its sample. In the last round
         the machine's state is read there.
@@ -168,9 +226,9 @@ class Session:
         clock = group.clock(self.device)
         if group.calibrated:
             for name, call in timing.calibration(self.device).items():
-                works[Calibration(name)] = Work(call, timing.nothing)
+                works[Calibration(name)] = Work(call)
         for name, sustained in self.peaks.sustained.items():
-            works[Calibration(name, is_peak=True)] = Work(sustained.work.call, timing.nothing)
+            works[Calibration(name, is_peak=True)] = Work(sustained.work.call)
         self.say(Phase.WARMING_UP, mode)
         expected = self._warm_up(mode, works, clock)
         chosen = self._faster(expected)
@@ -198,17 +256,24 @@ class Session:
             if profiled and not number % 2:
                 profile()
             if looked_into and number == self.rounds - 1:
-                self._read_state(entry, mode, launch, work, expected[key], group.metered)
+                self.say(Phase.METERING if group.metered else Phase.READING_CLOCKS, mode)
+                row = entry.result.rows[mode, launch]
+                measurement.read_state(work, row, entry.result, self.device, expected[key], group.metered)
 
         samples = self._sample(mode, works, clock, expected, visit)
         if samples is None:                                   # something was compiled again: time the others without it
             del works, profiler
-            return self.time(group, mode)
+            return self._time_in_rounds(group, mode)
         self.progress.sampled(sum(_timed_seconds(clock, key, samples, expected) for key in works))
         self._fill_rows(mode, works, samples, clock)
         self.write(group.timed([(entry.result, entry.subject) for entry in chosen if entry.subject], mode))
         for entry, launch in chosen.items():
-            self._explain(entry, mode, works, profiler, launch, samples)
+            iteration = works[RowKey(entry, "eager")].iteration
+            assert iteration is not None
+            self._explain(entry, mode, iteration)
+            self._attribute(entry, mode, profiler, launch, samples)
+            if entry.result.status != "ok":
+                self._drop(entry)
 
     def _sample(self, mode: str, works: dict[Key, Work], clock: timing.Clock, expected: dict[Key, float],
                 visit: Callable[[int, Key, Callable[[], None]], None]) -> dict[Key, timing.Samples] | None:
@@ -249,78 +314,51 @@ class Session:
             row.timing = timing.Timing(per_call, timing.is_settled(per_call), clock.in_rounds, calibration,
                                        list(range(len(taken))), offsets)
 
-        rows = []
-        for key in samples:
-            if isinstance(key, RowKey) and key.entry.subject and key.entry.subject.workload:
-                rows.append((key.entry.result.rows[mode, key.launch], key.entry.subject.workload, mode))
-        measurement.hold_against_limits(rows, self.peaks)
+        self._hold_against_limits()
 
-    def _explain(self, entry: Entry, mode: str, works: dict[Key, Work], profiler: attribution.Profiled, launch: str,
-                 samples: dict[Key, timing.Samples]) -> None:
-        """See which kernels ran and where the time went, and write the records of the pass."""
+    def _hold_against_limits(self) -> None:
+        """Of all rows so far: those of an earlier pass again, since the peaks may have been measured again."""
+        rows, results = [], []
+        for entry in self.alive():
+            if entry.subject and entry.subject.workload:
+                results.append(entry.result)
+                for (mode, _), row in entry.result.rows.items():
+                    if row.timing:
+                        rows.append((row, entry.subject.workload, mode))
+        measurement.hold_against_limits(rows, self.peaks)
+        for result in results:
+            measurement.say_peaks(result, self.peaks)
+
+    def _explain(self, entry: Entry, mode: str, iteration: Iteration) -> None:
+        """See which kernels ran, and write the records of the pass."""
         result, subject = entry.result, entry.subject
-        iteration = works[RowKey(entry, "eager")].iteration
-        assert subject is not None and iteration is not None
+        assert subject is not None
         self.say(Phase.OBSERVING, f"which kernels run, {mode}")
-        measurement.see_kernels(subject, iteration, mode, result)
+        measurement.see_kernels(subject, iteration, mode, result, self.trace if mode == BOTH else None)
         seen = result.evidence[mode]
         if seen.verdict == "refuted":
-            result.status, result.reason = "failed", f"{mode}: {seen.because}"
+            result.status, result.reason = "failed", f"{mode} did not run as {result.name} claims: {seen.because}"
         self.write(row_records(result, mode))
-        self.say(Phase.ATTRIBUTING)
-        if fields := profiler.fields(entry, samples[RowKey(entry, launch)][0]):
-            total = [sum(fields["parts"].values())] if "parts" in fields else []
-            self.write([record(result, "time by part", "ms", total, mode, of=launch, **fields)])
-        if result.status != "ok":
-            self._drop(entry)
 
     def _ready(self, group: Group, mode: str) -> dict[Key, Work]:
         """What is timed, by case and way of launching; sets up the rows of each case."""
         works: dict[Key, Work] = {}
         for entry in self.alive():
-            case = entry.case
             own: dict[Key, Work] = {}
             assert entry.subject is not None
             if not entry.subject.has(mode):
                 continue
-            with judged(entry.result, functools.partial(self._out_of_memory, case), not case.traits.claimed):
+            with self._judged(entry):
                 for launch in self.launches:
-                    self.say(Phase.WARMING_UP, f"{case.name}, {mode}, {launch}")
-                    if work := self._work(entry, mode, launch, group.watched):
+                    self.say(Phase.WARMING_UP, f"{entry.case.name}, {mode}, {launch}")
+                    row = entry.result.rows[mode, launch] = measurement.row_of(entry.subject, mode)
+                    if work := measurement.ready(entry.subject, mode, launch, row, watched=group.watched):
                         own[RowKey(entry, launch)] = work
             if entry.result.status == "ok":
                 works |= own
             else:
                 self.fail(entry, mode, entry.result.status, entry.result.reason)
         return works
-
-    def _work(self, entry: Entry, mode: str, launch: str, watched: bool) -> Work | None:
-        """What is timed for one row, which it sets up; None, with the reason in the row, where that can't be."""
-        subject = entry.subject
-        assert subject is not None
-        row = entry.result.rows[mode, launch] = measurement.row_of(subject, mode)
-        if launch == "graph":
-            replay, row.reason = subject.replay(mode)         # its memory is the pool, beside those of all other cases
-            return Work(replay, timing.nothing) if replay else None
-        iteration = subject.iteration(mode)
-        for _ in range(2):
-            iteration.between()
-            iteration.run()
-        iteration.between()
-        if watched and self.device.type == "cuda":            # a process has no peak of its own for each case
-            row.peak_bytes = self._peak_memory(subject, iteration)
-            row.enqueue_ms = timing.enqueue_ms(iteration.run, iteration.between)
-        return Work(iteration.run, iteration.between, iteration)
-
-    def _peak_memory(self, subject: Subject, iteration: Iteration) -> int:
-        """Bytes of parameters, inputs and whatever an iteration adds at its peak: what the case would need alone."""
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        iteration.run()
-        peak = torch.cuda.max_memory_allocated(self.device) - before + subject.own_bytes
-        iteration.between()
-        return peak
 
     def _warm_up(self, mode: str, works: dict[Key, Work], clock: timing.Clock) -> dict[Key, float]:
         """A few rounds of all; what each took in ms.
@@ -383,20 +421,13 @@ class Session:
                 chosen[key.entry] = key.launch
         return chosen
 
-    def _read_state(self, entry: Entry, mode: str, launch: str, work: Work, ms: float, metered: bool) -> None:
-        """The machine's state while it does this work, for 150 ms or three times: clocks follow the work.
-
-        Where the work is `metered` it runs for a second or two, and a row gets the energy of an iteration.
-        """
-        on_gpu = self.device.type == "cuda"
-        if metered and on_gpu:
-            self.say(Phase.METERING, mode)
-            measurement.steadily(self.device, work.run, work.between, entry.result.rows[mode, launch], ms)
-            entry.result.state = entry.result.rows[mode, launch].state
-            return
-        self.say(Phase.READING_CLOCKS)
-        count = max(3, math.ceil(150 / ms)) if on_gpu else 0
-        entry.result.state = measurement.under_load(self.device, work.run, work.between, count)
+    def _attribute(self, entry: Entry, mode: str, profiler: attribution.Profiled, launch: str,
+                   samples: dict[Key, timing.Samples]) -> None:
+        """Say where the time went, of the launch that was profiled."""
+        self.say(Phase.ATTRIBUTING)
+        if fields := profiler.fields(entry, samples[RowKey(entry, launch)][0]):
+            total = [sum(fields["parts"].values())] if "parts" in fields else []
+            self.write([record(entry.result, "time by part", "ms", total, mode, of=launch, **fields)])
 
     # ------------------------------------------------------------------------------------------------------- letting go
 
@@ -422,8 +453,13 @@ class Session:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _out_of_memory(self, case: Case) -> str:
-        return f"{machine.peak_in_words(self.device)}; {case.that_fits(machine.memory_total(self.device))}"
+    def _judged(self, entry: Entry) -> contextlib.AbstractContextManager[None]:
+        """What a case fails by becomes its status; another library's, or a user's, may fail by anything."""
+        def out_of_memory(error: BaseException) -> str:
+            refused = isinstance(error, machine.BeyondMemory)              # what an allocator says is a paragraph
+            what = str(error) if refused else machine.peak_in_words(self.device)
+            return f"{what}; {entry.case.that_fits(machine.memory_total(self.device))}"
+        return judged(entry.result, out_of_memory, foreign=not entry.case.traits.claimed)
 
 
 def _timed_seconds(clock: timing.Clock, key: Key, samples: dict[Key, timing.Samples], expected: dict[Key, float]

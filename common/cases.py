@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 
-from common import block_work, memory, timing
-from common.config import BlockConfig
-from common.iteration import MODES
-from common.record import Record
-from common.result import Result
-from common.steps import Step
-from common.subject import Build, Subject, prepare
-from common.traits import Traits, amp_default
-from common.workload import Workload
+from . import block_work, memory, timing
+from .config import BlockConfig
+from .iteration import MODES
+from .record import Record
+from .result import Result
+from .steps import Step
+from .subject import Build, Subject, prepare
+from .traits import Traits, amp_default
+from .workload import Workload
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class Group:
     metered: bool = False                  # joules of an iteration, by the faster way of launching
     sustained: bool = False                # limits by what the machine sustains too; all cases are then of one shape
     watched: bool = True                   # peak memory and the host's time to launch are measured, too
+    labelled: bool = False                 # an emulation is timed too: its label says that this means nothing
     may_not_fit: bool = False              # memory that runs out in the rounds ends these cases, not the study
     clock: Callable[[torch.device], timing.Clock] = timing.clock_for
     timed: Callable[[list[tuple[Result, Subject]], str], list[Record]] = lambda timed, mode: []      # what it adds

@@ -2,9 +2,8 @@
 import pytest
 import torch
 
-from benchmarks.measure import cases
-from benchmarks.measure.cases import Case, Group, Setting, block_case, step_case
-from common import PRESETS, memory, steps, timing
+from common import PRESETS, cases, memory, steps, timing
+from common.cases import Case, Group, Setting, block_case, step_case
 from common.iteration import MODES
 from common.result import Result
 from common.traits import Traits

@@ -1,24 +1,36 @@
 """One process that measures: what is built, checked, timed and looked into, and how it goes on without a case."""
 import contextlib
 import statistics
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.measure import attribution, session
-from benchmarks.measure.cases import Case, Group, block_case, step_case
-from benchmarks.measure.progress import PURPOSES
-from benchmarks.measure.session import Calibration, Entry, RowKey, Session, Work
 from benchmarks.records.read import Run, extra, latest, paired, runner
-from common import PRESETS, compiler, evidence, limit, machine, measurement, peaks, rounds, steps, subject, timing
+from common import (
+    PRESETS,
+    attribution,
+    compiler,
+    evidence,
+    limit,
+    machine,
+    measurement,
+    peaks,
+    rounds,
+    session,
+    steps,
+    subject,
+    timing,
+)
+from common.cases import Case, Group, block_case, step_case
 from common.evidence import Evidence
 from common.iteration import BOTH, FORWARD, LAUNCHES, MODES, Iteration
 from common.outcome import Failed
 from common.phases import Phase
+from common.progress import PURPOSES
 from common.record_file import RecordFile
 from common.result import Compilation, Result, Row
+from common.session import Calibration, Entry, RowKey, Session, Work
 from common.traits import Traits
 from common.workload import Operation, Workload
 from tests.helpers.made_records import CPU_CONFIG, FACTS
@@ -30,7 +42,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 @pytest.fixture
 def some(studies_in_seconds) -> Session:
     """A session of six rounds."""
-    return Session("ladder", CPU, rounds_=6)
+    return Session("ladder", CPU, until=6)
 
 
 def group_of(*numbers: int, profiled: int = 0, **more) -> Group:
@@ -140,7 +152,7 @@ def test_a_case_beyond_this_machines_memory_is_refused_unbuilt(some):
     config = CPU_CONFIG.replace(batch_size=2**20)
     entry = some.prepare(block_case("large", lambda *_: pytest.fail("it was built"), config, Traits(), CPU))
     assert entry.subject is None and entry.result.status == "oom"
-    assert "--batch-size" in entry.result.reason and "GiB in use at the peak" in entry.result.reason
+    assert "--batch-size" in entry.result.reason and " GiB needed, this machine has " in entry.result.reason
     no_block = Case("large", prepare=None, workload=Workload("float32", bytes_needed=2**60))
     assert some.prepare(no_block).result.reason.endswith("; give smaller inputs")
 
@@ -195,7 +207,7 @@ def test_a_row_is_profiled_right_behind_its_samples(some, monkeypatch):
     """In the last round its clocks are read there. All is taken apart once all is timed: that takes the host a while,
     in which a GPU would raise its clocks.
     """
-    order, under_load, pairs = [], measurement.under_load, attribution.CpuBurst.pairs
+    order, read_state, pairs = [], measurement.read_state, attribution.CpuBurst.pairs
 
     class Burst(attribution.CpuBurst):
         def __init__(self, *work):
@@ -208,8 +220,8 @@ def test_a_row_is_profiled_right_behind_its_samples(some, monkeypatch):
 
     def look(*arguments):
         order.append("look")
-        return under_load(*arguments)
-    monkeypatch.setattr(measurement, "under_load", look)
+        return read_state(*arguments)
+    monkeypatch.setattr(measurement, "read_state", look)
     monkeypatch.setattr(attribution, "CpuBurst", Burst)
     some.measure(group_of(0, 2, profiled=4))
     one_pass = [f"profile in {number}" for number in range(4) for _ in range(2)] + 2 * ["look"]
@@ -327,54 +339,24 @@ def test_a_case_that_the_profiler_did_not_see_whole_is_timed(some, monkeypatch):
             assert extra(run.find(mode, "time by part"))["reason"] == "the profiler saw 0 of 1 iterations"
 
 
-@unit
-@pytest.mark.parametrize("ms, count", [(12.5, 12), (0.4, 375), (444.0, 3)])
-def test_clocks_are_read_in_150_ms_of_work_on_a_gpu(ms, count, monkeypatch):
-    counts = []
-    monkeypatch.setattr(measurement, "under_load", lambda device, run, between, count: counts.append(count))
-    for device in (GPU, CPU):
-        some = SimpleNamespace(device=device, say=lambda *what: None)
-        Session._read_state(some, entry_of("a case"), FORWARD, "eager", Work(None, None), ms, metered=False)
-    assert counts == [count, 0]
-
-
-@unit
-def test_a_row_is_metered_on_a_gpu_alone(monkeypatch):
-    """What was read of the machine meanwhile is the state of the case."""
-    metered = []
-
-    def steadily(device, run, between, row, ms):
-        metered.append((device, ms))
-        row.state = {"sm_mhz": 1400}
-    monkeypatch.setattr(measurement, "steadily", steadily)
-    monkeypatch.setattr(measurement, "under_load", lambda *_: {"load_average": 1.0})
-    states = []
-    for device in (GPU, CPU):
-        entry = entry_of("a case")
-        entry.result.rows[FORWARD, "graph"] = Row()
-        some = SimpleNamespace(device=device, say=lambda *what: None)
-        Session._read_state(some, entry, FORWARD, "graph", Work(None, None), 3.5, metered=True)
-        states.append(entry.result.state)
-    assert metered == [(GPU, 3.5)] and states == [{"sm_mhz": 1400}, {"load_average": 1.0}]
-
-
 @integration
 def test_the_clocks_of_a_row_are_read_while_its_own_work_runs(some, monkeypatch):
     """Clocks follow the work: those of an idle GPU, or of another step, would tell nothing of a row."""
     running, script = [], steps.load(0).module
-    build, read = script.build, measurement.under_load
+    build, read = script.build, measurement.read_state
 
     def marked(config, values, device):
         block = build(config, values, device)
         block.register_forward_pre_hook(lambda *_: running.append(block))
         return block
 
-    def under_load(device, run, between, count):
+    def read_state(work, *how):
         running.clear()
-        return read(device, run, between, 1)
+        work.run()
+        return read(work, *how)
     monkeypatch.setattr(script, "build", marked)
     monkeypatch.setattr(machine, "state", lambda device: {"sm_mhz": 1300 if running else 1980})
-    monkeypatch.setattr(measurement, "under_load", under_load)
+    monkeypatch.setattr(measurement, "read_state", read_state)
     some.measure(group_of(0, 2))
     for run, mhz in zip(runs_of(some).values(), (1300, 1980), strict=True):
         for mode in MODES:
@@ -392,7 +374,7 @@ def test_a_case_that_did_not_run_as_it_claims_fails(some, monkeypatch):
     some.measure(group_of(0, 2))
     right, cheat = runs_of(some).values()
     assert right.status == "ok" and right.samples(BOTH, "eager")
-    assert (cheat.status, cheat.info["reason"]) == ("failed", f"{FORWARD}: it cheated")
+    assert (cheat.status, cheat.info["reason"]) == ("failed", f"{FORWARD} did not run as 2_sdpa claims: it cheated")
     assert cheat.samples(FORWARD, "eager") and not cheat.samples(BOTH, "eager")
 
 
@@ -453,7 +435,8 @@ def test_a_case_that_does_not_fit_once_it_is_timed_ends_alone(some):
     """An iteration may need more than the check of one sequence did."""
     def iteration(mode):
         raise torch.OutOfMemoryError("no")
-    large = SimpleNamespace(call=None, has=lambda mode: True, workload=None, iteration=iteration)
+    large = SimpleNamespace(call=None, has=lambda mode: True, workload=None, iteration=iteration,
+                            inputs=[torch.ones(1)])
     some.prepare(Case("large", lambda setting, result: large, CPU_CONFIG))
     assert some._ready(Group([]), FORWARD) == {} and some.alive() == []
     assert some.lines[-1]["benchmark"]["extra_info"]["status"] == "oom"
@@ -473,8 +456,7 @@ class Watched:
         self.some, self.order = some, []
         self.entry = entry_of("a")
         self.entry.subject = SimpleNamespace(workload=SEVEN_TOKENS, iteration=self.iteration, own_bytes=1000,
-                                             replay=lambda mode: (print, ""))
-        monkeypatch.setattr(some, "device", GPU)
+                                             inputs=[SimpleNamespace(device=GPU)], replay=lambda *_: (print, ""))
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.order.append("wait"))
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: self.order.append("reset"))
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.tells("allocated", 50))
@@ -490,8 +472,9 @@ class Watched:
 
     def work(self, launch: str = "eager", watched: bool = True) -> Row:
         """The row that was set up."""
-        assert self.some._work(self.entry, BOTH, launch, watched) is not None
-        return self.entry.result.rows[BOTH, launch]
+        row = measurement.row_of(self.entry.subject, BOTH)
+        assert measurement.ready(self.entry.subject, BOTH, launch, row, watched=watched) is not None
+        return row
 
 
 @unit
@@ -508,7 +491,7 @@ def test_a_row_is_warm_where_nobody_watches_its_memory(some, monkeypatch):
     """In a group that is not watched, and on a CPU; nothing of a GPU is asked."""
     gpu = Watched(some, monkeypatch)
     row = gpu.work(watched=False)
-    monkeypatch.setattr(some, "device", CPU)
+    gpu.entry.subject.inputs[0].device = CPU
     gpu.work()
     assert gpu.order == [*ONE, *ONE, "between"] * 2
     assert row.peak_bytes is None and row.enqueue_ms is None
@@ -589,6 +572,7 @@ def test_rows_of_a_pass_are_held_against_the_same_peaks(some, monkeypatch):
     for entry, work in zip(entries, (SEVEN_TOKENS, SEVEN_TOKENS, None), strict=True):
         entry.subject = SimpleNamespace(workload=work, calls=lambda mode: 1)
         entry.result.rows[FORWARD, "eager"] = Row()
+    some.entries = entries
     taken = zip(entries, (6e3, 4e3, 1.0), strict=True)
     samples = {RowKey(entry, "eager"): ([ms] * 6, [0.0] * 6) for entry, ms in taken}
     some._fill_rows(FORWARD, {}, samples, timing.HostClock())
@@ -614,7 +598,7 @@ def test_the_wall_time_is_a_record_of_no_case(some, monkeypatch):
 @pytest.mark.gpu
 @integration
 def test_a_graph_and_its_eager_run_are_timed_in_the_same_rounds(studies_in_seconds):
-    some = Session("ladder", GPU, rounds_=10)
+    some = Session("ladder", GPU, until=10)
     config = PRESETS["gpt2"].replace(batch_size=2)
     some.measure(Group([step_case(steps.load(number), config, GPU) for number in (1, 2)], profiled=10))
     first, second = runs_of(some).values()
@@ -628,12 +612,11 @@ def test_a_graph_and_its_eager_run_are_timed_in_the_same_rounds(studies_in_secon
 
 @unit
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_parts_stand_beside_the_samples_of_the_launch_that_was_profiled(launch, some, monkeypatch):
+def test_parts_stand_beside_the_samples_of_the_launch_that_was_profiled(launch, some):
     """A replay's parts beside the eager samples would leave the difference unexplained."""
     entry = entry_of("a case")
     entry.subject = SimpleNamespace(call=None)
     taken = {"eager": [8.0] * 6, "graph": [4.0] * 6}
-    works = {RowKey(entry, each): Work(timing.nothing, timing.nothing, SimpleNamespace()) for each in LAUNCHES}
     samples = {RowKey(entry, each): (taken[each], [0.0] * 6) for each in LAUNCHES}
     given = []
 
@@ -642,8 +625,5 @@ def test_parts_stand_beside_the_samples_of_the_launch_that_was_profiled(launch, 
             given.append(beside)
             return {}
 
-    def see_kernels(subject, iteration, mode, result):
-        result.evidence[mode] = Evidence(Counter(), Counter(), "proven", "fake")
-    monkeypatch.setattr(measurement, "see_kernels", see_kernels)
-    some._explain(entry, FORWARD, works, Profiler(), launch, samples)
+    some._attribute(entry, FORWARD, Profiler(), launch, samples)
     assert given == [taken[launch]]
