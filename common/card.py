@@ -5,9 +5,10 @@ unless it means something. So a diff of two cards shows what differs.
 """
 from . import machine
 from .iteration import BOTH, LAUNCHES, MODES
+from .metrics import METRICS
 from .peaks import YARDSTICKS
 from .result import Result, Row, launch_bound
-from .text import NOT_AVAILABLE, number, percent, wrap
+from .text import NOT_AVAILABLE, number, wrap
 from .timing import CACHE_STATE
 
 LABEL, COLUMN = 20, 15                 # characters: with four columns 80, as a terminal has
@@ -113,23 +114,10 @@ def _table(r: Result) -> list[str]:
         numbers("p80 ms", lambda row: row.timing.quantile(0.8), ".3f"),
         numbers("samples", lambda row: len(row.timing.samples), "d"),
         cells("settled", settled),
-        numbers("tokens/s", lambda row: 1e3 * row.tokens / row.median if row.tokens else None, ",.0f"),
-        numbers("TFLOP/s", lambda row: row.flops / row.median / 1e9 if row.flops else None, ".2f"),
-        *(cells(f"{yardstick} limit", [number(row.limit_by(yardstick), ".3f") for row in rows])
-          for yardstick in YARDSTICKS),
-        *(cells(f"% of {yardstick}", [percent(row.percent_of(yardstick)) for row in rows]) for yardstick in YARDSTICKS),
-        cells("J/iteration", [number(row.energy.joules if row.energy else None, ".3f") for row in rows]),
-        cells("J/1000 tokens", [number(_per_1000_tokens(row), ".3f") for row in rows]),
-        cells("mean W", [number(row.energy.watts if row.energy else None, ".0f") for row in rows]),
-        cells("peak memory GiB", [number(row.peak_bytes / 2**30 if row.peak_bytes else None, ".2f") for row in rows]),
-        cells("enqueue ms", [number(row.enqueue_ms, ".2f") for row in rows]),
+        *(cells(metric.label, [metric.shown(metric.of(row)) for row in rows]) for metric in METRICS),
         cells("launch-bound", bound),
         cells("launches", launches),
     ]
-
-
-def _per_1000_tokens(row: Row) -> float | None:
-    return 1e3 * row.energy.joules / row.tokens if row.energy and row.tokens else None
 
 
 def _evidence(r: Result) -> list[str]:

@@ -16,7 +16,8 @@ from typing import Any
 
 from .config import dtype_name
 from .iteration import BACKWARD, LAUNCHES, MODES
-from .peaks import BURST, DATA_SHEET, SUSTAINED, YARDSTICKS, MeasuredPeaks
+from .metrics import METRICS
+from .peaks import BURST, DATA_SHEET, SUSTAINED, MeasuredPeaks
 from .result import Result, Row
 from .timing import CACHE_STATE
 from .workload import COPY
@@ -25,15 +26,9 @@ SCHEMA = "transformer block, 2"         # 1 had names in place of a case
 PARTS = ("attention", "GEMM", "softmax and mask", "normalisation and activation", "casts and copies",
          "residual and other", "idle")  # of an iteration's time, as the metric "time by part" has them
 PASSES = (*MODES, BACKWARD)
-FLOPS_COUNTED = "of matmuls and attention, causal attention counted half; 2 for a multiplication and its addition"
 LIBRARIES = ("torch", "cuda", "cudnn", "triton", "transformer_engine", "numpy", "python")
 
 Record = dict[str, Any]
-
-
-def limit_name(yardstick: str) -> str:
-    """The metric that is the limit by it: "limit" by a burst, which older records have alone."""
-    return "limit" if yardstick == BURST else f"{yardstick} limit"
 
 
 def record(r: Result, metric: str, unit: str, values: list[float], mode: str, launch: str | None = None,
@@ -112,28 +107,16 @@ def row_records(r: Result, mode: str) -> list[Record]:
 def _timed(r: Result, mode: str, launch: str, row: Row) -> list[Record]:
     timing = row.timing
     assert timing is not None
-    median = timing.median
     with_state = dataclasses.replace(r, state=r.state | row.state)
-    lines = [record(with_state, "latency", "ms", timing.samples, mode, launch, median=median, p20=timing.quantile(0.2),
-                    p80=timing.quantile(0.8), settled=timing.settled, clock=timing.clock, emulated=r.emulated,
-                    calibration=timing.calibration, rounds=timing.rounds, offsets_s=_rounded(timing.offsets_s))]
-
-    def add(metric: str, unit: str, value: float | None, **extra: Any) -> None:
-        if value is not None:
-            lines.append(record(r, metric, unit, [value], mode, launch, emulated=r.emulated, **extra))
-
-    add("throughput", "tokens/s", 1e3 * row.tokens / median if row.tokens else None)
-    add("rate", "FLOP/s", 1e3 * row.flops / median if row.flops else None, counted=FLOPS_COUNTED)
-    for yardstick in YARDSTICKS:
-        of = limit_name(yardstick)
-        bound = {"flop_bound": row.flop_bound} if yardstick == BURST else {}
-        add(of, "ms", row.limit_by(yardstick), by_kind=row.limits.get(yardstick), **bound)
-        add(f"percent of {of}", "%", row.percent_of(yardstick))
-    if used := row.energy:
-        add("energy", "J", used.joules, watts=used.watts, sampled_watts=used.sampled_watts, seconds=used.seconds,
-            joules_per_1000_tokens=1e3 * used.joules / row.tokens if row.tokens else None)
-    add("peak memory", "bytes", row.peak_bytes)
-    add("enqueue", "ms", row.enqueue_ms)
+    lines = [record(with_state, "latency", "ms", timing.samples, mode, launch, median=timing.median,
+                    p20=timing.quantile(0.2), p80=timing.quantile(0.8), settled=timing.settled, clock=timing.clock,
+                    emulated=r.emulated, calibration=timing.calibration, rounds=timing.rounds,
+                    offsets_s=_rounded(timing.offsets_s))]
+    for metric in METRICS:
+        value = metric.of(row)
+        if metric.recorded and value is not None:
+            lines.append(record(r, metric.name, metric.unit, [value], mode, launch, emulated=r.emulated,
+                                **metric.extra(row)))
     return lines
 
 

@@ -18,6 +18,8 @@ Verdicts:
     UNSURE           it is not, and the noise is too large to say more
     LOST             ok in the old file, and in the new one it failed
 
+Joules and peak memory that are more than 5 % apart stand below the table.
+
 Exit status: 0 ok; 1, with --fail-above, a row is SLOWER by more, LOST, or only in the old file; 2 usage, files that
 don't go together included.
 """
@@ -32,11 +34,13 @@ from benchmarks.records.matching import together
 from benchmarks.records.read import Run, extra, label, metric, read, runner, runs, shape, versions
 from benchmarks.records.significance import Measured, What, all_rows, floors, measured, of_the_latest
 from common.command_line import Parser, early_ends, hush, mistakes, tell
+from common.metrics import METRICS
 from common.outcome import EXIT
 from common.record import Record
 from common.text import table
 
 SIDES = ("old", "new")
+NOTABLE = 0.05                # of joules and bytes, relative
 
 
 # --------------------------------------------------------------------------------------------------------- row by row
@@ -92,13 +96,27 @@ def compare(old: list[Record], new: list[Record], noise: list[Record], force: bo
     known = _known_floors(old, new, noise)
     pairs = together(before, after, force)
     compared = [_row(a, b, measured(a, before[a]), measured(b, after[b]), known) for a, b in pairs]
+    changed = []
+    for a, b in pairs:
+        changed += _changed(a, before[a][-1], b, after[b][-1])
     bad = failed_since(old, new)
     return Comparison(
         compared, lost=[f"LOST: {case}, {its_shape}: {reason}" for (case, its_shape), reason in bad.items()],
         gone=_only_in("old", before, [a for a, _ in pairs], bad),
         added=_only_in("new", after, [b for _, b in pairs], bad),
-        notes=[*_notes(compared), *_left_out("old", old_taken, before), *_left_out("new", new_taken, after),
+        notes=[*_notes(compared), *changed, *_left_out("old", old_taken, before), *_left_out("new", new_taken, after),
                *(f"differs: {line}" for line in software_differences(old, new))])
+
+
+def _changed(a: What, old: Run, b: What, new: Run) -> list[str]:
+    """The other figures of a row that are more than 5 % apart, of those that hardly scatter."""
+    lines = []
+    for figure in METRICS:
+        was, now = old.figure(figure, a.mode, a.launch), new.figure(figure, b.mode, b.launch)
+        if figure.compared and was and now and abs(now / was - 1) > NOTABLE:
+            lines.append(f"{b.case}, {b.mode}, {b.launch}: {figure.label} {figure.shown(was)} -> {figure.shown(now)} "
+                         f"({100 * (now / was - 1):+.0f} %)")
+    return lines
 
 
 def _known_floors(old: list[Record], new: list[Record], noise: list[Record]) -> dict[What, float]:

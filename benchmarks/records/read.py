@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.records import schema
 from common import rounds
 from common.iteration import LAUNCHES
+from common.metrics import ENQUEUE, Metric
 from common.outcome import Told
 from common.record import Record
 from common.result import launch_bound
@@ -208,10 +209,18 @@ class Run:
         """The median of the faster way of launching."""
         return self.median(mode, self.best(mode))
 
+    def figure(self, metric: Metric, mode: str, launch: str | None = None) -> float | None:
+        """Of the faster way of launching, where none is named; None where it was not recorded."""
+        return self.value(mode, metric.name, launch or self.best(mode))
+
+    def shown(self, metric: Metric, mode: str, launch: str | None = None) -> str:
+        """The same as the card has it."""
+        return metric.shown(self.figure(metric, mode, launch))
+
     def launch_bound(self, mode: str) -> bool | None:
         """Whether more than a fifth of the time goes to launching kernels one by one; None where that is unknown."""
         return launch_bound(self.median(mode, "eager"), self.median(mode, "graph"),
-                            self.value(mode, "enqueue", "eager"))
+                            self.figure(ENQUEUE, mode, "eager"))
 
     def by_part(self, mode: str) -> dict[str, Any]:
         """What its profiled iterations gave; empty where there are none."""

@@ -18,14 +18,15 @@ from benchmarks.records.provenance import commits, provenance, unproven
 from benchmarks.records.read import BadRecords, Run, info, latest, metric, paired, read, shape
 from benchmarks.show import charts
 from benchmarks.show.charts import Charts
-from benchmarks.show.tables import joules, percent_of
+from benchmarks.show.tables import joules
 from common import steps
 from common.command_line import Parser, early_ends
 from common.iteration import BOTH, LAUNCHES, MODES
+from common.metrics import PEAK_MEMORY, SHARE
 from common.outcome import EXIT
 from common.peaks import BURST, SUSTAINED
 from common.record import Record
-from common.text import NOT_AVAILABLE, figures, markdown, number, percent, ratio
+from common.text import NOT_AVAILABLE, figures, markdown, number, ratio
 
 ROOT = steps.ROOT
 PAGES = [ROOT / name for name in ("README.md", "common/README.md", "benchmarks/README.md",
@@ -155,15 +156,14 @@ def scripts_table(lines: list[Record]) -> str:
         own_ms, previous_ms = run.best_ms(BOTH), plain.get(step_before.get(run.case["name"]))
         medians = [number(run.median(mode, launch), ".2f") for mode in MODES for launch in LAUNCHES]
         times_first = [f"{(runs[0].best_ms(mode) or 0) / (run.best_ms(mode) or 1):.1f}" for mode in MODES]
-        limits = [percent(percent_of(run, mode, BURST)) for mode in MODES]
-        sustained = [percent(percent_of(run, mode, SUSTAINED)) for mode in MODES]
+        limits = [run.shown(SHARE[BURST], mode) for mode in MODES]
+        sustained = [run.shown(SHARE[SUSTAINED], mode) for mode in MODES]
         used = joules(run, BOTH)
-        peak = run.value(BOTH, "peak memory", "eager")
         rows.append([run.label, *medians, " / ".join(times_first),
                      f"{previous_ms / own_ms:.2f}" if previous_ms and own_ms and not run.variant else "",
                      " / ".join(sustained), " / ".join(limits),
                      NOT_AVAILABLE if used is None else figures(used),
-                     number(None if peak is None else peak / 2**30, ".1f"),
+                     run.shown(PEAK_MEMORY, BOTH, "eager"),
                      number(run.value("check", "branch error"), ".1e")])
     headers = ["step", "forward ms, eager", "graph", "forward+backward ms, eager", "graph", "times the first, f / f+b",
                "times the previous, f+b", "% of sustained limit, f / f+b", "% of burst limit, f / f+b", "J, f+b", "GiB",
@@ -229,7 +229,7 @@ def summary() -> str:
 def _limits_and_energy(run: Run) -> list[str]:
     """How much of the limit it reaches, by sustained peaks and by those of a burst, and the joules of an iteration."""
     used = joules(run, BOTH)
-    return [percent(percent_of(run, BOTH, SUSTAINED)), percent(percent_of(run, BOTH, BURST)),
+    return [run.shown(SHARE[SUSTAINED], BOTH), run.shown(SHARE[BURST], BOTH),
             NOT_AVAILABLE if used is None else figures(used)]
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from benchmarks.records.gains import gain
 from benchmarks.records.read import Run, label
 from benchmarks.show.charts import COLOURS, plt
-from benchmarks.show.tables import joules, percent_of
+from benchmarks.show.tables import joules
 from common.iteration import BOTH
+from common.metrics import LIMIT, SHARE
 from common.peaks import BURST, SUSTAINED
 from common.record import PARTS
 from common.text import figures
@@ -25,7 +26,7 @@ def limits(runs: Sequence[Run]):
     """The time of each step, and beside it how much of its limit it reaches, by sustained and by burst peaks."""
     figure, axes = _two_panels(runs)
     for place, run in enumerate(runs):
-        of_burst, of_sustained = percent_of(run, BOTH, BURST) or 0.0, percent_of(run, BOTH, SUSTAINED)
+        of_burst, of_sustained = run.figure(SHARE[BURST], BOTH) or 0.0, run.figure(SHARE[SUSTAINED], BOTH)
         share = of_burst if of_sustained is None else of_sustained
         axes[1].barh(place, share, color=COLOURS[4], height=0.6)
         axes[1].barh(place, of_burst, color=COLOURS[2], height=0.6)
@@ -90,7 +91,7 @@ def _bar(axis, place: int, run: Run) -> None:
                  label=part if place == 0 else None)
         bottom += ms
     axis.text(place, bottom, figures(run.profiled_ms(BOTH)), ha="center", va="bottom")
-    if limit := run.value(BOTH, "limit", run.best(BOTH)):
+    if limit := run.figure(LIMIT[BURST], BOTH):
         axis.plot((place - 0.42, place + 0.42), (limit, limit), color="black", linewidth=1.6,
                   label="limit of this machine" if place == 0 else None)
 

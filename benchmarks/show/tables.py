@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 from benchmarks.records.provenance import cautions, provenance
 from benchmarks.records.read import Run, extra, label, latest, paired, runner, verdict
-from common import iteration
+from common import iteration, metrics
 from common.iteration import MODES
+from common.metrics import Metric
 from common.peaks import BURST, SUSTAINED
-from common.record import Record, limit_name
-from common.text import NOT_AVAILABLE, figures, number, percent, ratio, table
+from common.record import Record
+from common.text import NOT_AVAILABLE, figures, number, ratio, table
 
 
 @dataclass(frozen=True)
@@ -99,31 +100,20 @@ def _worst_error(run: Run, context: Context) -> str:
     return f"{max(errors):.1e}" if errors else ""
 
 
-def _gibibytes(run: Run, context: Context) -> str:
-    peak = run.value(context.mode, "peak memory", "eager")
-    return number(None if peak is None else peak / 2**30, ",.1f")
-
-
-def _rate(run: Run, context: Context) -> str:
-    rate = run.value(context.mode, "rate", run.best(context.mode))
-    return "n/a" if rate is None else figures(rate * 1e-12)
-
-
-def percent_of(run: Run, mode: str, yardstick: str) -> float | None:
-    """How much of the limit by that yardstick the faster way of launching reaches; None where it was not measured."""
-    return run.value(mode, f"percent of {limit_name(yardstick)}", run.best(mode))
-
-
 def joules(run: Run, mode: str) -> float | None:
     """Of an iteration, by the way of launching that was metered; None where none was."""
     for launch in iteration.LAUNCHES:
-        if used := run.value(mode, "energy", launch):
+        if used := run.figure(metrics.ENERGY, mode, launch):
             return used
     return None
 
 
-def _limit_by(yardstick: str) -> Callable[[Run, Context], str]:
-    return lambda run, context: percent(percent_of(run, context.mode, yardstick))
+def of_metric(metric: Metric, header: str, launch: str | None = None) -> Column:
+    """A column of any figure of a row, by the faster way of launching or that one."""
+    def cell(run: Run, context: Context) -> str:
+        value = run.figure(metric, context.mode, launch)
+        return metric.shown(value) if value is None or metric.unit == "%" else figures(metric.scale * value)
+    return Column(header, cell)
 
 
 def _joules(run: Run, context: Context) -> str:
@@ -140,11 +130,11 @@ MS = Column("ms", lambda run, context: number(run.best_ms(context.mode), ",.2f")
 QUANTILES = Column("p20 to p80", _quantiles)
 TIMES_FIRST = Column("x first", _times_first)
 PAIRED_WITH_FIRST = Column("x first [95 %]", _paired_with_first)
-RATE = Column("TFLOP/s", _rate)
-SUSTAINED_LIMIT = Column("% sustained", _limit_by(SUSTAINED))
-LIMIT = Column("% burst", _limit_by(BURST))
+RATE = of_metric(metrics.RATE, "TFLOP/s")
+SUSTAINED_LIMIT = of_metric(metrics.SHARE[SUSTAINED], "% sustained")
+LIMIT = of_metric(metrics.SHARE[BURST], "% burst")
 JOULES = Column("J", _joules)
 MHZ = Column("MHz", lambda run, context: str(runner(timing_of(run, context.mode))["extra_info"].get("sm_mhz", "n/a")))
-MEMORY = Column("GiB", _gibibytes)
+MEMORY = of_metric(metrics.PEAK_MEMORY, "GiB", "eager")
 LAUNCHES = Column("launches", lambda run, context: number(run.value(context.mode, "launches"), ",.0f"))
 COMPILE = Column("compile s", lambda run, _: number(run.value("compile", "compile cold"), ",.0f"))

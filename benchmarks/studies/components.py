@@ -31,7 +31,9 @@ from common.cases import Case, Group, Setting
 from common.command_line import Parser
 from common.config import LAYER_NORM_EPS, BlockConfig
 from common.iteration import BOTH, MODES
+from common.metrics import SHARE
 from common.outcome import Failed
+from common.peaks import BURST
 from common.phases import Phase
 from common.record import Record
 from common.result import Result
@@ -347,7 +349,7 @@ def _cell(run: Run | None, mode: str) -> str:
     ms = run.best_ms(mode)
     if run.status != "ok" or ms is None:
         return run.status if run.status != "ok" else "n/a"
-    percent = run.value(mode, "percent of limit", run.best(mode))
+    percent = run.figure(SHARE[BURST], mode)
     beyond = ", ERROR" if percent and percent > 100 else ""
     return figures(ms) + (f" ({percent:.0f} %{beyond})" if percent else "")
 

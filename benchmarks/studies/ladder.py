@@ -30,7 +30,9 @@ from common.cases import Case, Group, step_case
 from common.command_line import Parser, tell
 from common.config import BlockConfig, dtype_name
 from common.iteration import BOTH, MODES
+from common.metrics import LIMIT, Metric
 from common.outcome import EXIT
+from common.peaks import BURST, SUSTAINED
 from common.phases import Phase
 from common.record import PARTS, Record, status_record
 from common.result import Result
@@ -162,7 +164,7 @@ def bound_by(run: Run, mode: str) -> str:
 
     compute: matmuls and attention, as far as their FLOPs and not their bytes set the limit of this machine for them.
     """
-    parts, limit = run.parts(mode), run.find(mode, "limit", run.best(mode))
+    parts, limit = run.parts(mode), run.find(mode, LIMIT[BURST].name, run.best(mode))
     if run.best(mode) == "eager" and run.launch_bound(mode):
         return "launch"
     if parts is None or limit is None:
@@ -212,7 +214,7 @@ def beyond_the_limit(lines: list[Record], mode: str) -> tuple[list[list], list[s
     """
     rows = []
     for run in _attributed(lines, mode):
-        of_burst, of_sustained = _limit_by_kind(run, mode, "limit"), _limit_by_kind(run, mode, "sustained limit")
+        of_burst, of_sustained = (_limit_by_kind(run, mode, LIMIT[yardstick]) for yardstick in (BURST, SUSTAINED))
         parts = run.parts(mode)
         if parts is None or of_burst is None or of_sustained is None:
             continue
@@ -229,9 +231,9 @@ def beyond_the_limit(lines: list[Record], mode: str) -> tuple[list[list], list[s
                   "ms"]
 
 
-def _limit_by_kind(run: Run, mode: str, name: str) -> dict[str, float] | None:
+def _limit_by_kind(run: Run, mode: str, limit: Metric) -> dict[str, float] | None:
     """Kind of operation -> ms; None where that was not recorded."""
-    line = run.find(mode, name, run.profiled(mode))
+    line = run.find(mode, limit.name, run.profiled(mode))
     return extra(line).get("by_kind") if line else None
 
 

@@ -25,6 +25,7 @@ from common.cases import Group, step_case
 from common.command_line import SIZES, Parser, open_records
 from common.config import PRESETS, BlockConfig, dtype_name
 from common.iteration import BOTH, MODES
+from common.metrics import PEAK_MEMORY
 from common.outcome import EXIT
 from common.record import Record, record
 from common.result import LAUNCH_BOUND, Result
@@ -269,7 +270,7 @@ def growth(points: Points, mode: str, axis: str) -> dict[str, tuple[float | None
 
 def added_memory(case_run: Run, mode: str) -> float | None:
     """Bytes at the peak beyond parameters, their gradients, x and dy; None where the peak is unknown."""
-    peak = case_run.value(mode, "peak memory", "eager")
+    peak = case_run.figure(PEAK_MEMORY, mode, "eager")
     if peak is None:
         return None
     sizes_of = {name: case_run.info["config"][name] for name in SIZES}

@@ -9,6 +9,7 @@ import torch
 
 from common import BlockConfig, limit, record, steps
 from common.iteration import BACKWARD, BOTH, FORWARD, LAUNCHES, MODES
+from common.metrics import FLOPS_COUNTED
 from common.peaks import BURST, COPY, DATA_SHEET, SUSTAINED, MeasuredPeaks, data_sheet
 from common.record import check_records, peak_records, row_records, status_record
 from common.result import Compilation, Result
@@ -218,7 +219,7 @@ def test_the_records_figures_are_those_of_their_rows():
         "joules_per_1000_tokens": pytest.approx(1e3 * 4.8 / 16384)}
     for name, yardstick in (("limit", BURST), ("sustained limit", SUSTAINED), ("data sheet limit", DATA_SHEET)):
         assert found[name]["extra_info"]["by_kind"] == LIMITS[yardstick]
-    assert found["rate"]["extra_info"]["counted"] == record.FLOPS_COUNTED
+    assert found["rate"]["extra_info"]["counted"] == FLOPS_COUNTED
 
 
 def test_each_peak_is_a_record_that_says_how_it_came_about():

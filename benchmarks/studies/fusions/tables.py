@@ -9,6 +9,8 @@ from benchmarks.show.charts import Charts, Points, panels_chart
 from benchmarks.show.tables import framed
 from benchmarks.studies.fusions.subjects import COPY
 from common.iteration import BACKWARD, FORWARD, LAUNCHES
+from common.metrics import SHARE
+from common.peaks import BURST
 from common.record import Record
 from common.text import figures, only, table
 
@@ -113,7 +115,7 @@ def _percent(run: Run, mode: str, best: float | None = None) -> float | None:
     if launch is None:
         return None
     if best is None:
-        return run.value(mode, "percent of limit", launch)
+        return run.figure(SHARE[BURST], mode, launch)
     line = run.find(mode, "work rate", launch)
     return 100 * values(line)[0] / best if line and extra(line)["unit"] == "GB/s" else None
 
@@ -142,7 +144,7 @@ def text(lines: list[Record], width: int | None = None) -> str:
             if mode == FORWARD or any(run.best(mode) for run in case_runs):
                 blocks.append(f"{name}, {mode}{of}\n\n{_of_pass(case_runs, mode, on_gpu, best, width)}")
             without_percent = without_percent or any(
-                run.best(mode) and run.value(mode, "percent of limit", run.best(mode)) is None for run in case_runs)
+                run.best(mode) and run.figure(SHARE[BURST], mode) is None for run in case_runs)
     if best is not None:
         blocks.append(f"% same: {SAME_SIZE}. % best: {BEST}, of any size, which ran at {figures(best)} GB/s.")
     if without_percent:
@@ -253,7 +255,7 @@ def answer(lines: list[Record]) -> str:
     percents = {}
     for name, case_runs in by_operation(lines).items():
         run = at_the_largest_size(case_runs).get("torch.compile")
-        percent = run.value(FORWARD, "percent of limit", run.best(FORWARD)) if run and name != "attention" else None
+        percent = run.figure(SHARE[BURST], FORWARD) if run and name != "attention" else None
         if percent:
             percents[name] = percent
     if not percents:

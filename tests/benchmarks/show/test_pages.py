@@ -70,7 +70,7 @@ def test_the_scripts_are_told_in_ratios():
     lines += made("2_sdpa", both([2.5], [5.0]), run=None, study="step")
     first, second, in_16_bits, third = cells(pages.scripts_table(lines))
     assert first == ["0_baseline", "10.00", "n/a", "40.00", "n/a", "1.0 / 1.0", "", "n/a / n/a",
-                     "50 / 50", "n/a", "1.0", "2.0e-07"]
+                     "50 / 50", "n/a", "1.00", "2.0e-07"]
     assert second[0] == "1_cublas" and second[5:7] == ["2.0 / 4.0", "4.00"]
     assert in_16_bits[0] == "1_cublas, all 16-bit" and in_16_bits[5:7] == ["2.5 / 2.0", ""]
     assert third[0] == "2_sdpa" and third[5:7] == ["4.0 / 8.0", "2.00"]

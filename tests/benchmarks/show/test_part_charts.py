@@ -5,8 +5,8 @@ from benchmarks.records.gains import gain
 from benchmarks.records.read import Run, runs
 from benchmarks.show import part_charts
 from benchmarks.show.charts import plt
-from benchmarks.show.tables import percent_of
 from common.iteration import BOTH, MODES
+from common.metrics import SHARE
 from common.peaks import BURST
 from common.record import PARTS
 from tests.helpers.made_records import both, copied, made
@@ -132,4 +132,4 @@ def test_where_the_replay_is_shown_so_is_its_limit():
     (line,) = part_charts.stacked([run]).axes[0].lines
     assert list(line.get_ydata()) == [2.0, 2.0]                    # `made` has half of the first sample
     _, limit = part_charts.limits([run]).axes
-    assert lengths(limit)[0] == 80.0 and percent_of(run, BOTH, BURST) == 80.0
+    assert lengths(limit)[0] == 80.0 and run.figure(SHARE[BURST], BOTH) == 80.0

@@ -34,7 +34,7 @@ def test_a_run_that_was_timed_has_all_its_figures():
     assert first == {
         "case": "0_baseline", "status": "ok", "error": "2.0e-07", "launch": "eager", "ms": "8.00",
         "p20 to p80": "8.00 to 8.00", "x first": "1.00", "x first [95 %]": "", "TFLOP/s": "0.125",
-        "% sustained": "62", "% burst": "50", "J": "2.00", "MHz": "n/a", "GiB": "1.0", "launches": "3",
+        "% sustained": "62", "% burst": "50", "J": "2.00", "MHz": "n/a", "GiB": "1.00", "launches": "3",
         "compile s": "n/a"}
     assert (second["case"], second["ms"], second["x first"]) == ("2_sdpa", "4.00", "2.00")
     assert second["x first [95 %]"].startswith("2.00 [") and second["p20 to p80"] == "4.00 to 4.00"

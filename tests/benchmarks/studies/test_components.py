@@ -191,7 +191,7 @@ def test_errors_and_kernels_stand_in_a_table_of_their_own():
 @unit
 @pytest.mark.parametrize("percent, cell", [(99.6, "0.400 (100 %)"), (112.6, "0.400 (113 %, ERROR)"), (None, "0.400")])
 def test_a_part_beyond_its_limit_is_an_error_of_the_limit(percent, cell):
-    run = SimpleNamespace(status="ok", best=lambda mode: "eager", value=lambda *_: percent, best_ms=lambda mode: 0.4)
+    run = SimpleNamespace(status="ok", best=lambda mode: "eager", figure=lambda *_: percent, best_ms=lambda mode: 0.4)
     assert components._cell(run, FORWARD) == cell
 
 

@@ -74,7 +74,7 @@ def test_the_table_tells_times_the_first_and_the_previous_by_rounds():
     noisy = [4 * d * (1.2 if number % 2 else 0.8) for number, d in enumerate(drift)]
     lines += on_gpu("3_compile", both(noisy, []))
     assert rows_of(lines)[-1]["x previous [95 %]"].endswith(" UNSURE")
-    assert [first[name] for name in ("GiB", "% burst", "error", "launches")] == ["1.0", "34", "2.0e-07", "3"]
+    assert [first[name] for name in ("GiB", "% burst", "error", "launches")] == ["1.00", "34", "2.0e-07", "3"]
 
 
 @unit
