@@ -83,6 +83,7 @@ class Group:
     profiled: int = 0                      # the first so many rounds have iterations under the profiler
     calibrated: bool = True                # a matmul and a copy take part in the rounds
     metered: bool = False                  # joules of an iteration, by the faster way of launching
+    limited: bool = True                   # held against the limits of this machine
     sustained: bool = False                # limits by what the machine sustains too; all cases are then of one shape
     watched: bool = True                   # peak memory and the host's time to launch are measured, too
     labelled: bool = False                 # an emulation is timed too: its label says that this means nothing

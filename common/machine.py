@@ -6,7 +6,7 @@ import platform
 import re
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import torch
 from . import sources
 
 # NVML calls these "clocks event reasons" by now; an idle GPU and one told to be slow are not throttled.
-_THROTTLE = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal",
+POWER_CAP = "power cap"
+_THROTTLE = {0x4: POWER_CAP, 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal",
              0x80: "power brake"}
 
 
@@ -172,6 +173,11 @@ def memory_total(device: torch.device) -> int:
     with contextlib.suppress(OSError, ValueError):            # a container's own limit; "max" where it has none
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total
+
+
+def at_power_cap(state: Mapping[str, Any]) -> bool | None:
+    """Whether a GPU's clocks were held down by its power cap in that state; None where that is not known."""
+    return POWER_CAP in state["throttled"] if "throttled" in state else None
 
 
 class BeyondMemory(MemoryError):

@@ -5,6 +5,7 @@
 `DATA_SHEET`: the vendor's dense figures, for the GPUs named below.
 """
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -64,8 +65,7 @@ def measure_burst(workload: Workload, device: torch.device, known: Peaks | None 
     multiplies slower, and how warm the last matmul left it must not decide what the next one is credited with. Random
     operands: zeros run faster than data.
     """
-    side = 8192 if device.type == "cuda" else 1024
-    shapes = {operation.shape for operation in workload.forward if operation.kind == MATMUL} | {(side, side, side)}
+    shapes = {operation.shape for operation in workload.forward if operation.kind == MATMUL} | {square(device)}
     rates = dict(known.flops) if known else {}
     for name in sorted(arithmetics(workload) - rates.keys()):
         rates[name] = max(_matmul_rate(shape, name, device) for shape in sorted(shapes))
@@ -73,6 +73,12 @@ def measure_burst(workload: Workload, device: torch.device, known: Peaks | None 
         return Peaks(rates, known.bandwidth)
     copy, moved = copy_work(device)
     return Peaks(rates, moved / _best_seconds(copy, device))
+
+
+def square(device: torch.device) -> tuple[int, int, int]:
+    """The shape that every peak of a matmul is held against: a slow peak of the work's own shapes would flatter it."""
+    side = 8192 if device.type == "cuda" else 1024
+    return side, side, side
 
 
 def _matmul_rate(shape: tuple[int, ...], dtype: str, device: torch.device) -> float:
@@ -93,32 +99,44 @@ def _best_seconds(work: Callable, device: torch.device) -> float:
 
 
 def matmul_work(layout: str, m: int, k: int, n: int, dtype: str, device: torch.device) -> Callable[[], Any]:
-    """A matmul [m, k] x [k, n] of normal random operands, which lie in memory as in that pass of a linear layer.
+    """A matmul of `matmul_operands`."""
+    left, right = matmul_operands(layout, m, k, n, dtype, device)
+    return lambda: multiply(left, right, dtype)
+
+
+def matmul_operands(layout: str, m: int, k: int, n: int, dtype: str, device: torch.device
+                    ) -> tuple[torch.Tensor, torch.Tensor]:
+    """[m, k] and [k, n], normal random numbers, which lie in memory as in that pass of a linear layer.
 
     FP8 reads both operands along k, whatever the pass; they fill its range, as scaling has them do.
     """
     if dtype == "float8":
         a = _in_float8(torch.randn(m, k, device=device))
         b = _in_float8(torch.randn(n, k, device=device)).t()
-        scale = torch.ones((), device=device)
-
-        def multiply_float8() -> None:
-            torch._scaled_mm(a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True)
-        return multiply_float8
+        return a, b
     kind = getattr(torch, "float32" if dtype == "tf32" else dtype)
-    precision = "high" if dtype == "tf32" else "highest"
     transposed = layout == "weight gradient"
     a = torch.randn((k, m) if transposed else (m, k), device=device, dtype=kind)
     b = torch.randn((n, k) if layout == "forward" else (k, n), device=device, dtype=kind)
-    left = a.t() if transposed else a
-    right = b.t() if layout == "forward" else b
+    return a.t() if transposed else a, b.t() if layout == "forward" else b
 
-    def multiply() -> None:
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(precision)
-        torch.mm(left, right)
-        torch.set_float32_matmul_precision(before)
-    return multiply
+
+def multiply(left: torch.Tensor, right: torch.Tensor, dtype: str) -> torch.Tensor:
+    """left @ right in that arithmetic; FP8 gives bfloat16, by tensor cores that add up fast."""
+    if dtype == "float8":
+        scale = _one(left.device)
+        return torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16,
+                                use_fast_accum=True)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    product = torch.mm(left, right)
+    torch.set_float32_matmul_precision(before)
+    return product
+
+
+@functools.cache                           # to fill one for each call would be a kernel more
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), device=device)
 
 
 def _in_float8(values: torch.Tensor) -> torch.Tensor:
@@ -200,6 +218,7 @@ class Sustained:
     settled: bool
     state: dict[str, Any] = field(default_factory=dict)          # the machine's in the last look
     in_rounds: list[float] = field(default_factory=list)         # rates in the same rounds as the steps'
+    square: float | None = None                                  # the rate of a large square, of a matmul
 
 
 def filling(operation: Operation, device: torch.device) -> Operation:
@@ -224,7 +243,12 @@ def measure_sustained(workload: Workload, name: str, device: torch.device) -> Su
     trials.sort(key=lambda trial: -trial[0])
     best_rate, _ = trials[0]
     finals = [steady(work, device) for rate, work in trials[:method.finalists] if rate >= method.close * best_rate]
-    return max(finals, key=lambda sustained: sustained.rate)
+    best = max(finals, key=lambda sustained: sustained.rate)
+    if name != COPY and " " not in name:
+        shape = square(device)
+        large = Work(f"square: {list(shape)}", matmul_work("forward", *shape, name, device), 2.0 * math.prod(shape))
+        best.square = steady(large, device).rate
+    return best
 
 
 def _work(workload: Workload, name: str, device: torch.device) -> Iterator[Work]:

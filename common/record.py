@@ -130,7 +130,7 @@ def peak_records(r: Result, peaks: MeasuredPeaks) -> list[Record]:
 
     for name, sustained in peaks.sustained.items():
         add(SUSTAINED, name, sustained.rate, work=sustained.work.what, seconds=sustained.seconds,
-            settled=sustained.settled, state=sustained.state, in_rounds=sustained.in_rounds,
+            settled=sustained.settled, state=sustained.state, in_rounds=sustained.in_rounds, square=sustained.square,
             data="normal random numbers")
     of_yardsticks = {BURST: peaks.known} | ({DATA_SHEET: peaks.sheet[0]} if peaks.sheet else {})
     for yardstick, known in of_yardsticks.items():

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from . import machine
 from .config import BlockConfig, dtype_name
 from .energy import Energy
 from .evidence import Evidence
@@ -54,7 +55,11 @@ class Row:
         return sum(self.limits[yardstick].values()) if yardstick in self.limits else None
 
     def percent_of(self, yardstick: str) -> float | None:
-        """How much of that limit is reached."""
+        """How much of that limit is reached. By what is sustained it is None away from the power cap: there a row may
+        well go beyond that.
+        """
+        if yardstick == SUSTAINED and machine.at_power_cap(self.state) is False:
+            return None
         limit_ms = self.limit_by(yardstick)
         return 100 * limit_ms / self.median if limit_ms and self.median else None
 

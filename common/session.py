@@ -108,7 +108,7 @@ class Session:
         for case in group.cases:
             self.prepare(case, group.labelled)
         self.say(Phase.CALIBRATING, "peaks of this machine")    # now: the rounds fill the memory with graphs
-        for entry in self.alive():
+        for entry in self.alive() if group.limited else ():
             self._calibrate(entry, group.sustained)
         if self.rule:
             self.peaks.release()                             # its tensors would count as the block's
@@ -259,6 +259,8 @@ class Session:
                 self.say(Phase.METERING if group.metered else Phase.READING_CLOCKS, mode)
                 row = entry.result.rows[mode, launch]
                 measurement.read_state(work, row, entry.result, self.device, expected[key], group.metered)
+                for other in self.launches:
+                    entry.result.rows[mode, other].state = row.state
 
         samples = self._sample(mode, works, clock, expected, visit)
         if samples is None:                                   # something was compiled again: time the others without it
@@ -266,6 +268,8 @@ class Session:
             return self._time_in_rounds(group, mode)
         self.progress.sampled(sum(_timed_seconds(clock, key, samples, expected) for key in works))
         self._fill_rows(mode, works, samples, clock)
+        if group.limited:
+            self._hold_against_limits()
         self.write(group.timed([(entry.result, entry.subject) for entry in chosen if entry.subject], mode))
         for entry, launch in chosen.items():
             iteration = works[RowKey(entry, "eager")].iteration
@@ -296,7 +300,7 @@ class Session:
 
     def _fill_rows(self, mode: str, works: dict[Key, Work], samples: dict[Key, timing.Samples], clock: timing.Clock
                    ) -> None:
-        """Put the samples into the rows, per call, and hold the rows against their limits."""
+        """Put the samples into the rows, per call."""
         self.say(Phase.CALIBRATING, "peaks of this machine")
         calibration: dict[str, list[float]] = {}
         for key, (taken, _) in samples.items():
@@ -313,8 +317,6 @@ class Session:
             row = entry.result.rows[mode, launch]
             row.timing = timing.Timing(per_call, timing.is_settled(per_call), clock.in_rounds, calibration,
                                        list(range(len(taken))), offsets)
-
-        self._hold_against_limits()
 
     def _hold_against_limits(self) -> None:
         """Of all rows so far: those of an earlier pass again, since the peaks may have been measured again."""

@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 
 from common.outcome import Failed
 
+TF32_EPSILON = 2.0**-10                    # it has ten bits of mantissa
+
 # --------------------------------------------------------------------------------------------------- inputs and outputs
 
 
@@ -61,15 +63,16 @@ class Inputs:
         args, kwargs = pytree.tree_map_only(Tensor, copied, (self.args, dict(self.kwargs)))
         return Inputs(args, kwargs)
 
-    def off_by_a_rounding(self, seed: int) -> "Inputs":
-        """Copies of which each floating element is a rounding larger, smaller or neither."""
+    def off_by_a_rounding(self, seed: int, tf32: bool = False) -> "Inputs":
+        """Copies of which each floating element is a rounding larger, smaller or neither; of FP32 ones TF32's."""
         generator = torch.Generator().manual_seed(seed)
 
         def off(t: Tensor) -> Tensor:
             if not t.is_floating_point():
                 return t
             steps = torch.randint(-1, 2, t.shape, generator=generator).to(t.device, t.dtype)
-            return t.detach() * (1 + steps * torch.finfo(t.dtype).eps)
+            rounding = TF32_EPSILON if tf32 and t.dtype == torch.float32 else torch.finfo(t.dtype).eps
+            return t.detach() * (1 + steps * rounding)
         args, kwargs = pytree.tree_map_only(Tensor, off, (self.args, dict(self.kwargs)))
         return Inputs(args, kwargs)
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import schema
-from common import rounds
+from common import machine, rounds
 from common.iteration import LAUNCHES
-from common.metrics import ENQUEUE, Metric
+from common.metrics import ENQUEUE, SHARE, Metric
 from common.outcome import Told
+from common.peaks import SUSTAINED
 from common.record import Record
 from common.result import launch_bound
 
@@ -210,8 +211,19 @@ class Run:
         return self.median(mode, self.best(mode))
 
     def figure(self, metric: Metric, mode: str, launch: str | None = None) -> float | None:
-        """Of the faster way of launching, where none is named; None where it was not recorded."""
-        return self.value(mode, metric.name, launch or self.best(mode))
+        """Of the faster way of launching, where none is named; None where it was not recorded.
+
+        The share of what is sustained is that of rows at the power cap alone: older records have it of all.
+        """
+        launch = launch or self.best(mode)
+        if metric == SHARE[SUSTAINED] and self.at_power_cap(mode, launch) is False:
+            return None
+        return self.value(mode, metric.name, launch)
+
+    def at_power_cap(self, mode: str, launch: str | None) -> bool | None:
+        """Whether its clocks were held down by that meanwhile; None where it is not known."""
+        line = self.find(mode, "latency", launch)
+        return machine.at_power_cap(runner(line)["extra_info"]) if line else None
 
     def shown(self, metric: Metric, mode: str, launch: str | None = None) -> str:
         """The same as the card has it."""

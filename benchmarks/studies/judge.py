@@ -144,4 +144,4 @@ def answer(lines: list[Record]) -> str:
 
 register(Study("judge", __doc__, lambda options: [], text=text, run=run, answer=answer,
                no_chart="a multiple of a bound is no bar",
-               place=7))
+               place=8))

@@ -208,13 +208,16 @@ def beyond_the_limit(lines: list[Record], mode: str) -> tuple[list[list], list[s
     """(rows, headers): from each step's limit to its time, in ms; a row adds up.
 
     "burst limit" is the time at the best rates of a moment. "power": what matmuls lose from there to the rates that
-    they can sustain. "matmuls": what they take beyond that. "attention": its kernels, beyond the limit at the matmuls'
-    rate; by hand that is softmax and mask, and its matmuls are with the others. "passes": all other kernels, beyond the
-    one pass of a LayerNorm. "launches": the GPU idles. "unexplained": between the clock and the profiled kernels.
+    they can sustain, in a row at the power cap. "matmuls": what they take beyond that. "attention": its kernels, beyond
+    the limit at the matmuls' rate; by hand that is softmax and mask, and its matmuls are with the others. "passes": all
+    other kernels, beyond the one pass of a LayerNorm. "launches": the GPU idles. "unexplained": between the clock and
+    the profiled kernels.
     """
     rows = []
     for run in _attributed(lines, mode):
         of_burst, of_sustained = (_limit_by_kind(run, mode, LIMIT[yardstick]) for yardstick in (BURST, SUSTAINED))
+        if run.at_power_cap(mode, run.profiled(mode)) is False:
+            of_sustained = of_burst
         parts = run.parts(mode)
         if parts is None or of_burst is None or of_sustained is None:
             continue

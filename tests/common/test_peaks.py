@@ -405,11 +405,13 @@ def test_a_rate_is_sustained_once_two_looks_agree(looks, seconds, rate, settled)
 def test_the_best_of_all_work_counts_among_those_close_to_it(looks, monkeypatch):
     """Trials: b is best, c within 5 % of it, a is not; looked at longer, c is better than b."""
     monkeypatch.setattr(peaks_module, "_work", lambda *_: iter([work_of("a"), work_of("b"), work_of("c")]))
-    asked = looks(1.0, 0.5, 0.51, 0.6, 0.6, 0.55, 0.55)
+    asked = looks(1.0, 0.5, 0.51, 0.6, 0.6, 0.55, 0.55, 2.0, 2.0)
     best = measure_sustained(FP32, "float32", CPU)
     assert best.work.what == "c" and best.rate == pytest.approx(1 / 0.55)
-    assert [what for what, _ in asked] == ["a", "b", "c", "b", "b", "c", "c"]
-    assert [duration for _, duration in asked] == [METHODS["cpu"].trial] * 3 + [METHODS["cpu"].look] * 4
+    square = "square: [1024, 1024, 1024]"                              # the best of the block's own is held against it
+    assert [what for what, _ in asked] == ["a", "b", "c", "b", "b", "c", "c", square, square]
+    assert [duration for _, duration in asked] == [METHODS["cpu"].trial] * 3 + [METHODS["cpu"].look] * 6
+    assert best.square == 2 * 1024**3 / 2.0
 
 
 @pytest.mark.parametrize("name, pieces, amount", [

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from common import BlockConfig, steps
-from common.peaks import BURST
+from common.peaks import BURST, SUSTAINED
 from common.result import Compilation, Result, Row, launch_bound
 from common.timing import Timing
 from common.traits import Traits
@@ -20,6 +20,18 @@ def test_launch_bound_is_a_much_faster_replay(graph, enqueue, bound):
     """Where there is no replay, an iteration that takes about as long to enqueue."""
     assert launch_bound(7.2, graph, enqueue) is bound
     assert launch_bound(None, graph, enqueue) is None
+
+
+@pytest.mark.parametrize("state, percent", [({}, 90), ({"throttled": ["power cap", "software thermal"]}, 90),
+                                            ({"throttled": []}, None), ({"throttled": ["software thermal"]}, None)])
+def test_what_is_sustained_limits_a_row_at_the_power_cap_alone(state, percent):
+    """Away from it a row may be faster, which is no error. Where nothing is known of a cap it is a yardstick too.
+    """
+    held = row(state=state)
+    assert held.percent_of(SUSTAINED) == (pytest.approx(percent, abs=0.3) if percent else None)
+    beyond = row(state=state, limits={SUSTAINED: {"matmul": 8.0}})
+    assert beyond.beyond_its_limit == (percent is not None)
+    assert held.percent_of(BURST) == pytest.approx(69.4, abs=0.1)
 
 
 def test_percent_of_limit_is_the_limit_over_the_median():

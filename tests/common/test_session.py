@@ -576,6 +576,7 @@ def test_rows_of_a_pass_are_held_against_the_same_peaks(some, monkeypatch):
     taken = zip(entries, (6e3, 4e3, 1.0), strict=True)
     samples = {RowKey(entry, "eager"): ([ms] * 6, [0.0] * 6) for entry, ms in taken}
     some._fill_rows(FORWARD, {}, samples, timing.HostClock())
+    some._hold_against_limits()
     limits = [entry.result.rows[FORWARD, "eager"].limit_by("burst") for entry in entries]
     assert limits == [1e3, 1e3, None]
 

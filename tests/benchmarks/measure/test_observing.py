@@ -43,3 +43,15 @@ def test_a_reference_near_a_kink_says_how_far_its_own_gradients_may_be_off():
     exact, name = truth.exact.gradients["gradient of input 0"], "gradient of input 0"
     assert distance(truth.own(None).gradients[name], exact) == 0
     assert distance(truth.furthest(None).gradients[name], exact) == pytest.approx(norm(exact))
+
+
+@pytest.mark.parametrize("allowed, numerics, reached", [(True, None, False), (False, "tf32", True),
+                                                        (False, None, False)])
+def test_where_products_may_be_in_tf32_a_kink_is_as_wide_as_its_rounding(allowed, numerics, reached, monkeypatch):
+    """On a GPU alone, or where it is declared: a rounding of FP32 would not reach the other side."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+    x = torch.tensor([[1.0, -1.0 + 2**-12]])
+    truth = Truth(lambda x: torch.relu(x.sum(-1)), Work(Inputs.of(x)))
+    name = "gradient of input 0"
+    off = distance(truth.furthest(numerics).gradients[name], truth.exact.gradients[name])
+    assert (off > 0) == reached

@@ -7,6 +7,8 @@ import torch
 from benchmarks.records import RESULTS, read
 from benchmarks.records.read import BadRecords, label, latest, paired, runs, verdict
 from common.iteration import BOTH, FORWARD
+from common.metrics import SHARE
+from common.peaks import BURST, SUSTAINED
 from common.record import PARTS
 from common.traits import Traits
 from tests.helpers.made_records import CPU_CONFIG, FACTS, GPU, both, copied, made, write
@@ -216,3 +218,15 @@ def test_only_samples_of_the_same_rounds_are_paired():
 ])
 def test_same_is_an_interval_that_stays_within_five_percent_of_one(low, high, word):
     assert verdict(low, high) == word
+
+
+@pytest.mark.parametrize("state, share", [({"throttled": ["power cap"]}, 50.0), ({}, 50.0), ({"throttled": []}, None)])
+def test_the_share_of_what_is_sustained_is_that_of_a_row_at_the_power_cap(state, share):
+    """Older records have it of all rows."""
+    lines = made("0_baseline", both([4.0] * 6, []), facts=GPU, limits={SUSTAINED: {"matmul": 2.0}})
+    for line in lines:
+        line["runners"][0]["extra_info"] |= state
+    (run,) = runs(lines)
+    assert run.figure(SHARE[SUSTAINED], FORWARD) == share and run.shown(SHARE[SUSTAINED], FORWARD) == (
+        "50" if share else "n/a")
+    assert run.figure(SHARE[BURST], FORWARD) == 50.0 and run.at_power_cap(BOTH, "eager") is None

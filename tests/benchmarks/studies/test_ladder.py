@@ -521,6 +521,17 @@ def test_attention_by_hand_is_softmax_and_mask_its_matmuls_are_with_the_others()
 
 
 @unit
+def test_away_from_the_power_cap_power_takes_nothing():
+    """What a GPU could not sustain at its cap is no loss of a row that ran at full clocks."""
+    lines = made("2_sdpa", both([10.0] * 6, []), limits=LIMITS,
+                 parts={FORWARD: parts(GEMM=5.5, attention=2.5, idle=0.3) | {"casts and copies": 1.2}})
+    for line in lines:
+        line["runners"][0]["extra_info"]["throttled"] = []
+    ((step, _, burst, lost, matmuls, *_, ms),), _ = ladder.beyond_the_limit(lines, FORWARD)
+    assert (step, burst, lost, matmuls, ms) == ("2", "5.50", "+0.000", "+1.50", "10.0")
+
+
+@unit
 def test_records_without_a_sustained_limit_have_no_way_from_it():
     assert beyond(parts(GEMM=9.0)) == []
     assert beyond(parts(GEMM=9.0), limits={"burst": LIMITS["burst"]}) == []
