@@ -27,8 +27,8 @@ class Work:
 def ready(subject: Subject, mode: str, launch: str, row: Row, alone: bool = False, watched: bool = True) -> Work | None:
     """What is timed for one row, warm; None, with the reason in the row, where that can't be.
 
-    Where it is `watched`, the row gets its peak memory and the host's time to launch. The memory is that of the process
-    where the work is `alone` in it, and else what an iteration adds to the parameters and inputs.
+    Where it is `watched`, the row gets its peak memory: that of the process where the work is `alone` in it, and else
+    what an iteration adds to the parameters and inputs.
     """
     device = subject.inputs[0].device
     on_gpu = device.type == "cuda"
@@ -52,10 +52,8 @@ def ready(subject: Subject, mode: str, launch: str, row: Row, alone: bool = Fals
         iteration.run()
     read_peak_memory()
     iteration.between()
-    if watched and on_gpu:
-        if not alone:
-            row.peak_bytes = _peak_memory(subject, iteration, device)
-        row.enqueue_ms = timing.enqueue_ms(iteration.run, iteration.between)
+    if watched and on_gpu and not alone:
+        row.peak_bytes = _peak_memory(subject, iteration, device)
     return Work(iteration.run, iteration.between, iteration)
 
 

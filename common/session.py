@@ -190,7 +190,7 @@ class Session:
                     self._time_row(entry, mode, launch, clock, rule, group)
             self._hold_against_limits()
             self.peaks.release()
-            self._explain(entry, mode, subject.iteration(mode))
+            self._explain(entry, mode, subject.iteration(mode), group.watched)
         if result.status != "ok":
             self.fail(entry, mode, result.status, result.reason)
 
@@ -274,7 +274,7 @@ class Session:
         for entry, launch in chosen.items():
             iteration = works[RowKey(entry, "eager")].iteration
             assert iteration is not None
-            self._explain(entry, mode, iteration)
+            self._explain(entry, mode, iteration, group.watched)
             self._attribute(entry, mode, profiler, launch, samples)
             if entry.result.status != "ok":
                 self._drop(entry)
@@ -331,10 +331,13 @@ class Session:
         for result in results:
             measurement.say_peaks(result, self.peaks)
 
-    def _explain(self, entry: Entry, mode: str, iteration: Iteration) -> None:
-        """See which kernels ran, and write the records of the pass."""
+    def _explain(self, entry: Entry, mode: str, iteration: Iteration, watched: bool) -> None:
+        """See how long the host takes to launch, and which kernels ran, and write the records of the pass."""
         result, subject = entry.result, entry.subject
         assert subject is not None
+        eager = result.rows[mode, "eager"]
+        if watched and eager.timing and self.device.type == "cuda":      # by now the host has done it many times
+            eager.enqueue_ms = timing.enqueue_ms(iteration.run, iteration.between)
         self.say(Phase.OBSERVING, f"which kernels run, {mode}")
         measurement.see_kernels(subject, iteration, mode, result, self.trace if mode == BOTH else None)
         seen = result.evidence[mode]

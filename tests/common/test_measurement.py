@@ -110,10 +110,10 @@ ONE = ["between", "run"]
 def test_a_row_is_warm_before_its_peak_memory_is_read(on_gpu):
     """The peak is that of two iterations since the reset: read at once, it would be that of what lay there before."""
     subject = on_gpu.time(FORWARD)
-    assert on_gpu.order == ["empty_cache", "reset_peak_memory_stats", *ONE, *ONE, "peak", "between", "enqueue", *ONE,
-                            "measure", *ONE, "3 under load", *ONE, "between"]
+    assert on_gpu.order == ["empty_cache", "reset_peak_memory_stats", *ONE, *ONE, "peak", "between", "measure", *ONE,
+                            "3 under load", *ONE, "between"]
     assert on_gpu.row.peak_bytes == 1002 and on_gpu.row.timing.samples == SAMPLES
-    assert on_gpu.row.enqueue_ms == 0.25 and on_gpu.row.reason == "" and subject.modes == [FORWARD]
+    assert on_gpu.row.reason == "" and subject.modes == [FORWARD]
 
 
 def test_a_row_on_a_cpu_is_warm_too_and_nothing_of_a_gpu_is_asked(on_cpu):

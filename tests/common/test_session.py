@@ -1,6 +1,7 @@
 """One process that measures: what is built, checked, timed and looked into, and how it goes on without a case."""
 import contextlib
 import statistics
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -461,7 +462,6 @@ class Watched:
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: self.order.append("reset"))
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.tells("allocated", 50))
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.tells("peak", 350))
-        monkeypatch.setattr(timing, "enqueue_ms", lambda run, between: self.tells("enqueue", 0.25))
 
     def iteration(self, mode: str) -> Iteration:
         return Iteration(lambda: self.order.append("run"), lambda: self.order.append("between"), [], {})
@@ -482,8 +482,22 @@ def test_a_row_is_warm_before_its_peak_memory_is_read(some, monkeypatch):
     """The peak is of one iteration since the reset. What its first calls keep for good is there before."""
     gpu = Watched(some, monkeypatch)
     row = gpu.work()
-    assert gpu.order == [*ONE, *ONE, "between", "wait", "reset", "allocated", "run", "peak", "between", "enqueue"]
-    assert (row.peak_bytes, row.enqueue_ms) == (1300, 0.25) and (row.tokens, row.flops) == (7, 5.0)
+    assert gpu.order == [*ONE, *ONE, "between", "wait", "reset", "allocated", "run", "peak", "between"]
+    assert row.peak_bytes == 1300 and (row.tokens, row.flops) == (7, 5.0)
+
+
+@unit
+@pytest.mark.parametrize("watched, timed, known", [(True, True, 0.25), (False, True, None), (True, False, None)])
+def test_the_hosts_time_to_launch_is_taken_once_the_row_is_timed(watched, timed, known, some, monkeypatch):
+    """By then the host has launched it many times. Nobody asks where the eager row was refused."""
+    monkeypatch.setattr(timing, "enqueue_ms", lambda run, between: 0.25)
+    monkeypatch.setattr(some, "device", GPU)
+    monkeypatch.setattr(measurement, "see_kernels", lambda subject, iteration, mode, result, trace=None:
+                        result.evidence.update({mode: Evidence(Counter(), Counter(), "proven", "fake")}))
+    entry = entry_of("a")
+    row = entry.result.rows[FORWARD, "eager"] = Row(timing.Timing([1.0] * 6, True, "fake") if timed else None)
+    some._explain(entry, FORWARD, Iteration(print, print, [], {}), watched)
+    assert row.enqueue_ms == known
 
 
 @unit
