@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from .timing import nothing
+from .workload import BACKWARD as BACKWARD
+from .workload import BOTH, FORWARD
 
-FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
 MODES = (FORWARD, BOTH)                   # the passes of a block
 LAUNCHES = ("eager", "graph")
 

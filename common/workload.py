@@ -5,8 +5,7 @@ A block derives it from its config (`block_work`), any other model from the grap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from .iteration import BACKWARD, FORWARD
-
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"        # the passes
 MATMUL, ATTENTION, MEMORY = KINDS = ("matmul", "attention", "memory")
 COPY = "copy"                          # the rate of what moves bytes alone
 
