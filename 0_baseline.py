@@ -8,8 +8,8 @@ is left of it each travel to memory and back. Matmuls are IEEE FP32 on the ordin
 import math
 
 from common import BlockConfig, parameters
-from common.config import LAYER_NORM_EPS
-from common.precision import float32_matmul_precision
+from common.block.config import LAYER_NORM_EPS
+from common.block.precision import float32_matmul_precision
 from common.run import run
 
 import torch

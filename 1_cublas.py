@@ -8,8 +8,8 @@ residual in FP32, on a GPU softmax too. cuBLAS picks the kernels; `--amp-dtype n
 import math
 
 from common import BlockConfig, parameters
-from common.config import LAYER_NORM_EPS
-from common.precision import float32_matmul_precision
+from common.block.config import LAYER_NORM_EPS
+from common.block.precision import float32_matmul_precision
 from common.run import run
 
 import torch

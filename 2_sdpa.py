@@ -6,10 +6,10 @@ memory grows with S instead of S squared, and the backward recomputes what the f
     python 2_sdpa.py
 """
 from common import BlockConfig, parameters
-from common.config import LAYER_NORM_EPS
-from common.precision import float32_matmul_precision
+from common.block.config import LAYER_NORM_EPS
+from common.block.precision import float32_matmul_precision
+from common.block.sdpa_backends import settle_backend_order
 from common.run import run
-from common.sdpa_backends import settle_backend_order
 
 import torch
 from torch import Tensor, nn

@@ -5,15 +5,16 @@ from typing import Any
 
 import torch
 
-from . import block_work, memory, timing
-from .config import BlockConfig
+from . import timing
+from .block import block_work, memory
+from .block.config import BlockConfig
+from .block.steps import Step
+from .block.traits import Traits, amp_default
+from .block.workload import Workload
 from .iteration import MODES
 from .record import Record
 from .result import Result
-from .steps import Step
 from .subject import Build, Subject, prepare
-from .traits import Traits, amp_default
-from .workload import Workload
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from . import signals
-from .config import PRESETS, BlockConfig, default_preset
+from .block.config import PRESETS, BlockConfig, default_preset
 from .outcome import EXIT, Told
 from .record_file import RecordFile, WriteError
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .block.workload import BACKWARD as BACKWARD
+from .block.workload import BOTH, FORWARD
 from .timing import nothing
-from .workload import BACKWARD as BACKWARD
-from .workload import BOTH, FORWARD
 
 MODES = (FORWARD, BOTH)                   # the passes of a block
 LAUNCHES = ("eager", "graph")

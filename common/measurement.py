@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
-from . import compiler, energy, evidence, limit, machine, timing
+from . import compiler, energy, limit, machine, timing
+from .block import evidence
+from .block.workload import Workload
 from .iteration import BOTH, Iteration
 from .outcome import Failed
 from .peaks import BURST, DATA_SHEET, YARDSTICKS, MeasuredPeaks
 from .result import Result, Row
 from .subject import Subject
-from .workload import Workload
 
 NOT_A_GPU = "CUDA graphs need a GPU"
 

@@ -18,10 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import machine
+from .block.workload import ATTENTION, COPY, MATMUL, MEMORY, Operation, Workload
 from .iteration import BOTH
 from .limit import Peaks
 from .timing import clock_for, nothing
-from .workload import ATTENTION, COPY, MATMUL, MEMORY, Operation, Workload
 
 SUSTAINED, BURST, DATA_SHEET = YARDSTICKS = ("sustained", "burst", "data sheet")
 _FUSED = ("float16", "bfloat16")           # dtypes in which fused attention is measured apart

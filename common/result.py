@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from . import machine
-from .config import BlockConfig, dtype_name
+from .block.config import BlockConfig, dtype_name
+from .block.evidence import Evidence
+from .block.traits import Traits
 from .energy import Energy
-from .evidence import Evidence
 from .peaks import BURST, SUSTAINED
 from .timing import Timing
-from .traits import Traits
 
 LAUNCH_BOUND = 0.8             # of an iteration's time: what does the work in less is held up by launches
 

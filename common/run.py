@@ -7,7 +7,11 @@ from pathlib import Path
 
 import torch
 
-from . import compiler, measurement, steps, timing
+from . import compiler, measurement, timing
+from .block import steps
+from .block.config import DTYPES, FP8_WEIGHTS
+from .block.steps import Step
+from .block.traits import amp_default
 from .card import card
 from .cases import Group, block_case
 from .command_line import (
@@ -23,15 +27,12 @@ from .command_line import (
     shape_arguments,
     tell,
 )
-from .config import DTYPES, FP8_WEIGHTS
 from .exclusive import alone, process_seconds
 from .iteration import LAUNCHES
 from .outcome import EXIT
 from .record import peak_records, record
 from .record_file import RecordFile, WriteError
 from .session import Session
-from .steps import Step
-from .traits import amp_default
 
 MAX_SECONDS = {"cuda": timing.StopRule.max_seconds, "cpu": 3.0}           # a card should come within a minute
 

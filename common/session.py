@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from . import attribution, compiler, engine, machine, measurement, rounds, timing
+from .block.config import BlockConfig, dtype_name
 from .cases import Case, Group, Setting
-from .config import BlockConfig, dtype_name
 from .iteration import BOTH, LAUNCHES, Iteration
 from .measurement import Work
 from .outcome import Failed, is_out_of_memory, judged

@@ -9,13 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from . import block_work, compiler, engine, iteration, oracle, parameters, replay
-from .config import BlockConfig, dtype_name
+from . import compiler, engine, iteration, replay
+from .block import block_work, oracle, parameters
+from .block.config import BlockConfig, dtype_name
+from .block.workload import Workload
 from .iteration import BOTH, FORWARD, Iteration
 from .outcome import Failed
 from .phases import Phase
 from .result import Compilation, Result
-from .workload import Workload
 
 Build = Callable[[BlockConfig, dict[str, Tensor], torch.device], nn.Module]
 

@@ -21,7 +21,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from benchmarks import studies
 from benchmarks.show import study as frame
 from common import compiler as compilers
-from common import engine, limit, precision, subject, timing, traits
+from common import engine, limit, subject, timing
+from common.block import precision, traits
 from tests.helpers.made_results import sustained
 
 TIERS = ("unit", "integration", "stress")

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from packaging.requirements import Requirement
 
-from common.steps import ROOT
+from common.block.steps import ROOT
 
 pytestmark = pytest.mark.unit
 

@@ -1,5 +1,6 @@
 """How the house is laid out: who may import whom, who may know which step it is, and what stands at the top level."""
 import ast
+import itertools
 import re
 import shutil
 import subprocess
@@ -8,19 +9,35 @@ import pytest
 
 import common
 from common import steps
-from common.steps import ROOT
+from common.block.steps import ROOT
 from tests.helpers.looks_at_a_step import looks_at_a_step
 from tests.helpers.sources import PACKAGES, imported, is_module, module_name, parse, sources
 
 pytestmark = pytest.mark.unit
 
-MODULES = re.findall(r"\w+", common.__doc__.split("\n\n")[1])              # each imports only those before it
+
+def in_order() -> list[str]:
+    """The modules of common/ as its docstring lists them; "block.config" is in a room."""
+    modules = []
+    for part in common.__doc__.split("\n\n")[1].split(";"):
+        room, _, names = part.rpartition(":")
+        modules += [f"{room.strip()}.{name}".lstrip(".") for name in re.findall(r"\w+", names)]
+    return modules
+
+
+def file_of(module: str):
+    """block.config -> common/block/config.py."""
+    return ROOT / "common" / f"{module.replace('.', '/')}.py"
+
+
 ROOMS = ("records", "measure", "show", "studies", "assistant")             # each imports only those before it
 LAST = ("studies", "assistant")                                            # and these two nothing of each other
 TOP_LEVEL = {*(step.path.name for step in steps.ALL), "common", "benchmarks", "tests", "Dockerfile", "README.md",
              "requirements.txt"}
 FILES = {module_name(path): path for folder in PACKAGES for path in sources(folder)}
 SCRIPTS = [step.path for step in steps.ALL]
+ROOMS_OF_COMMON = {path.parent.name for path in (ROOT / "common").glob("*/__init__.py")}
+MODULES = in_order()                                                        # each imports only those before it
 each_module = pytest.mark.parametrize("module", MODULES)
 
 
@@ -34,14 +51,22 @@ def of_the_project(names) -> set[str]:
 
 @each_module
 def test_imports_inside_common_run_one_way(module):
-    ours = of_the_project(imported(ROOT / "common" / f"{module}.py"))
+    ours = of_the_project(imported(file_of(module)))
     above = {f"common.{name}" for name in MODULES[:MODULES.index(module)]}
     assert ours <= above
 
 
 def test_every_module_of_common_is_in_the_order_that_is_checked():
-    assert {path.stem for path in (ROOT / "common").glob("*.py")} == {*MODULES, "__init__"}
+    found = {name.removeprefix("common.") for name in FILES if name.startswith("common.")}
+    assert found - ROOMS_OF_COMMON == {*MODULES}
     assert len(set(MODULES)) == len(MODULES)
+
+
+def test_a_room_of_common_is_whole_before_the_next_begins():
+    """So rooms import one way, too."""
+    rooms = [module.rpartition(".")[0] for module in MODULES]
+    entered = [room for room, _ in itertools.groupby(rooms) if room]
+    assert len(set(entered)) == len(entered) and set(entered) == ROOMS_OF_COMMON
 
 
 def test_nothing_in_common_imports_benchmarks():
@@ -123,7 +148,7 @@ def test_no_condition_looks_at_which_step_it_is(path):
     """It asks a trait: then a case of a study, a peer and a copy of a step are treated as what they are."""
     in_kernels = room_of(module_name(path)) == "kernels"                # where no name of a step ever comes
     found = looks_at_a_step(parse(path), digits=not in_kernels)
-    if path == ROOT / "common" / "steps.py":
+    if path == file_of("block.steps"):
         assert [condition.partition(": ")[2] for condition in found] == ["script.name.startswith(f'{step.number}_')"]
     else:
         assert found == []
@@ -200,7 +225,7 @@ def test_every_module_says_what_it_is():
 
 @each_module
 def test_every_public_function_and_class_has_a_docstring(module):
-    tree = parse(ROOT / "common" / f"{module}.py")
+    tree = parse(file_of(module))
     missing = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))
                and not node.name.startswith("_") and not ast.get_docstring(node)]
     assert missing == []

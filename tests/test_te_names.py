@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from common import emulation, engine, parameters, steps
+from common import engine, parameters, steps
+from common.block import emulation
 
 pytestmark = pytest.mark.unit
 

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.kernels.cuda import extension
 from benchmarks.kernels.operations import EXPERIMENTS, Experiment, tensors
+from common.block.config import dtype_name
 from common.command_line import Parser, early_ends, hush
-from common.config import dtype_name
 from common.iteration import as_list, taking_gradients
 from common.outcome import EXIT
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.measure.checks import LESS_ACCURATELY, Check
 from benchmarks.measure.observing import distance, norm
-from common.config import dtype_name
+from common.block.config import dtype_name
 
 # How far a right callable may be off, in FP64 and by the dtype that it computes in: (share of the tensor's own norm,
 # share of the norm of all gradients). Found by experiment, on models of many kinds.

@@ -24,13 +24,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from common import attribution, compiler, parameters, steps
-from common.config import DTYPES, BlockConfig, dtype_name
+from common.block.config import DTYPES, BlockConfig, dtype_name
+from common.block.traits import BY_HAND
 from common.iteration import BOTH, FORWARD, MODES
 from common.outcome import in_a_line
 from common.record import record
 from common.session import Entry, Session
 from common.subject import BlockSubject, Subject, calibrate
-from common.traits import BY_HAND
 
 METRICS = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum"}
 Launch = dict[str, Any]                # of a kernel, copy or fill: name, bytes read, bytes written

@@ -22,7 +22,7 @@ from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.keeping import compiled_inside, kept, loaded, without_dropout
 from benchmarks.measure.observing import Loss, Observation, Work, observe, rounding_in
 from benchmarks.measure.truth import Truth, error_in_words, working_dtype
-from common.config import dtype_name
+from common.block.config import dtype_name
 from common.outcome import Failed, in_a_line, is_out_of_memory
 from common.phases import Phase
 

@@ -20,10 +20,10 @@ from benchmarks.measure.keeping import kept
 from benchmarks.measure.observing import Loss, Work, cotangent
 from benchmarks.measure.truth import Truth
 from benchmarks.records.read import Run, paired, runs, verdict
-from common import oracle
+from common.block import oracle
+from common.block.config import dtype_name
 from common.cases import Case, Group, Setting
 from common.command_line import hush
-from common.config import dtype_name
 from common.iteration import FORWARD, MODES
 from common.outcome import Failed
 from common.phases import Phase

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from common.block.traits import amp_default
 from common.command_line import (
     Parser,
     check_seed,
@@ -16,7 +17,6 @@ from common.command_line import (
     shape_arguments,
 )
 from common.iteration import LAUNCHES
-from common.traits import amp_default
 
 
 def parser(name: str, doc: str) -> Parser:

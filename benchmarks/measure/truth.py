@@ -12,7 +12,7 @@ from benchmarks.measure.calls import Inputs, named_buffers, named_parameters
 from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.keeping import kept, without_dropout
 from benchmarks.measure.observing import Observation, Work, distance, norm, observe, rounding_in
-from common.config import dtype_name
+from common.block.config import dtype_name
 from common.outcome import Failed, in_a_line, is_out_of_memory
 from common.phases import Phase
 

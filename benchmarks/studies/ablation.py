@@ -25,12 +25,12 @@ from benchmarks.show.charts import Charts, Interval, bars_chart
 from benchmarks.show.study import Options, Study, register
 from benchmarks.show.tables import ERROR, LAUNCH, LAUNCHES, MS, STATUS, Column, Context, framed, of_runs
 from common import compiler, machine, steps
+from common.block.config import BlockConfig
+from common.block.traits import BY_HAND, DELAYED, FUSED, Traits
 from common.cases import Case, Group, block_case
-from common.config import BlockConfig
 from common.iteration import BOTH, MODES
 from common.record import Record
 from common.text import table
-from common.traits import BY_HAND, DELAYED, FUSED, Traits
 
 Combination = frozenset[str]
 OPTIMIZATIONS = ("TF32", "autocast", "SDPA", "compile", "FP8")

@@ -6,7 +6,7 @@ The whole block, attention, MLP, LayerNorm and the QKV projection, all in 16 bit
 16-bit arithmetic): naive (three separate projections, attention by hand, LayerNorm and GELU from elementary
 operations), tuned (fused projection, fused attention, the library's LayerNorm and GELU), the tuned one compiled, and
 the best that is known (Transformer Engine's, but for LayerNorm in FP8). Each is checked against FP64, then all of a
-part are timed in interleaved rounds. The limit is that of the part's own operations, as in common/block_work.py.
+part are timed in interleaved rounds. The limit is that of the part's own operations, as in common/block/block_work.py.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 import functools
@@ -26,10 +26,13 @@ from benchmarks.records.read import Run, paired, runs
 from benchmarks.show.charts import Charts, Interval, bars_chart
 from benchmarks.show.study import Options, Study, register
 from benchmarks.show.tables import STATUS, WORST_ERROR, Column, Context, framed, of_runs
-from common import block_work, compiler, engine, machine, memory, oracle, parameters, steps
+from common import compiler, engine, machine, parameters, steps
+from common.block import block_work, memory, oracle
+from common.block.config import LAYER_NORM_EPS, BlockConfig
+from common.block.traits import BY_HAND, DELAYED, FUSED, Traits
+from common.block.workload import Workload
 from common.cases import Case, Group, Setting
 from common.command_line import Parser
-from common.config import LAYER_NORM_EPS, BlockConfig
 from common.iteration import BOTH, MODES
 from common.metrics import SHARE
 from common.outcome import Failed
@@ -39,8 +42,6 @@ from common.record import Record
 from common.result import Result
 from common.subject import Subject
 from common.text import figures, number, ratio, table
-from common.traits import BY_HAND, DELAYED, FUSED, Traits
-from common.workload import Workload
 
 WAYS = {  # how a part is written -> its traits; all compute in the dtype of their parameters
     "naive": Traits(BY_HAND),
@@ -48,7 +49,7 @@ WAYS = {  # how a part is written -> its traits; all compute in the dtype of the
     "compiled": Traits(FUSED, compiled=True),
     "best known": Traits(FUSED, fp8=DELAYED),
 }
-PARTS = {  # part -> (where it is in a block; its operations in common/block_work.py, as their names begin; how many)
+PARTS = {  # part -> (where it is in a block; its operations in `block_work`, as their names begin; how many)
     "block": ("", ("",), 1),
     "attention": ("attn", ("qkv", "attention"), 1),
     "MLP": ("mlp", ("fc", "mlp"), 1),

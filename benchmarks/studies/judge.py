@@ -21,8 +21,8 @@ from benchmarks.measure.truth import Truth
 from benchmarks.records.provenance import provenance
 from benchmarks.records.read import Run, extra, latest
 from benchmarks.show.study import Options, Study, exit_status, open_session, register
+from common.block.config import dtype_name
 from common.command_line import tell
-from common.config import dtype_name
 from common.phases import Phase
 from common.record import Record, record
 from common.result import Result

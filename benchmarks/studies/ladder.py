@@ -26,9 +26,9 @@ from benchmarks.show.study import Options, Study, draw, exit_status, open_sessio
 from benchmarks.show.tables import Column, Context
 from benchmarks.show.traffic import traffic
 from common import exclusive, machine, steps
+from common.block.config import BlockConfig, dtype_name
 from common.cases import Case, Group, step_case
 from common.command_line import Parser, tell
-from common.config import BlockConfig, dtype_name
 from common.iteration import BOTH, MODES
 from common.metrics import LIMIT, Metric
 from common.outcome import EXIT

@@ -34,14 +34,14 @@ from benchmarks.show.charts import Charts, Interval, dots_chart
 from benchmarks.show.study import Options, Study, register
 from benchmarks.show.tables import CASE, ERROR, JOULES, LAUNCH, MS, Column, Context, framed, joules, of_runs
 from common import compiler, engine, parameters, rounds, steps
+from common.block.config import LAYER_NORM_EPS, BlockConfig, dtype_name
+from common.block.precision import compile_gradient_casts, float32_matmul_precision
+from common.block.traits import DELAYED, DYNAMIC, FUSED, Traits
 from common.cases import Case, Group, block_case, step_case
 from common.command_line import Parser
-from common.config import LAYER_NORM_EPS, BlockConfig, dtype_name
 from common.iteration import BOTH, MODES
-from common.precision import compile_gradient_casts, float32_matmul_precision
 from common.record import Record
 from common.text import ratio, table
-from common.traits import DELAYED, DYNAMIC, FUSED, Traits
 
 # What others have published of a block like this one, forward+backward; not measured here.
 PUBLISHED = [

@@ -24,17 +24,18 @@ from benchmarks.show import tables
 from benchmarks.show.charts import Charts, bars_chart
 from benchmarks.show.study import Options, Study, register
 from benchmarks.show.tables import Column, Context
-from common import block_work, metrics, oracle, peaks, steps
+from common import metrics, peaks, steps
+from common.block import block_work, oracle
+from common.block.config import BlockConfig
+from common.block.traits import Arithmetic, amp_default
+from common.block.workload import Workload
 from common.cases import Case, Group, Setting, block_case
-from common.config import BlockConfig
 from common.iteration import BOTH, FORWARD, LAUNCHES, MODES
 from common.phases import Phase
 from common.record import Record, record
 from common.result import Result
 from common.subject import BlockSubject, Subject, require
 from common.text import NOT_AVAILABLE, figures, ratio
-from common.traits import Arithmetic, amp_default
-from common.workload import Workload
 
 DATA = RANDOM, INITIAL, ZEROS = ("random", "initial", "zeros")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -21,9 +21,9 @@ from benchmarks.show.charts import Charts, lines_chart
 from benchmarks.show.study import Options, Study, open_session, register, show
 from benchmarks.show.tables import framed, joules
 from common import exclusive, machine, parameters, steps, timing
+from common.block.config import PRESETS, BlockConfig, dtype_name
 from common.cases import Group, step_case
 from common.command_line import SIZES, Parser, open_records
-from common.config import PRESETS, BlockConfig, dtype_name
 from common.iteration import BOTH, MODES
 from common.metrics import PEAK_MEMORY
 from common.outcome import EXIT

@@ -10,8 +10,9 @@ from torch.autograd import DeviceType
 
 from benchmarks.records import RESULTS
 from benchmarks.records.read import extra
-from common import PRESETS, attribution, evidence, iteration, machine, parameters, replay, rounds, steps, timing
+from common import PRESETS, attribution, iteration, machine, parameters, replay, rounds, steps, timing
 from common.attribution import IDLE, OTHER, credit
+from common.block import evidence
 from common.iteration import BOTH, FORWARD
 from common.record import PARTS
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from common import PRESETS, measurement, steps, timing
+from common.block.config import dtype_name
+from common.block.evidence import Evidence
+from common.block.traits import amp_default
+from common.block.workload import Operation, Workload
 from common.card import card
 from common.cases import Case, Group
-from common.config import dtype_name
-from common.evidence import Evidence
 from common.iteration import BOTH, LAUNCHES, MODES
 from common.peaks import YARDSTICKS
 from common.result import Compilation, Result, Row
 from common.session import Entry, Session
 from common.subject import Subject
 from common.timing import Timing
-from common.traits import amp_default
-from common.workload import Operation, Workload
 from tests.helpers.made_results import (
     CPU,
     EMULATED,

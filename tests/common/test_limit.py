@@ -7,11 +7,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import PRESETS, BlockConfig, limit, parameters, steps
-from common.block_work import work_in
+from common.block.block_work import work_in
+from common.block.traits import Arithmetic
+from common.block.workload import KINDS, MATMUL, Operation, Workload
 from common.iteration import BACKWARD, BOTH, FORWARD
 from common.limit import Peaks
-from common.traits import Arithmetic
-from common.workload import KINDS, MATMUL, Operation, Workload
 
 pytestmark = pytest.mark.unit
 

@@ -9,7 +9,9 @@ from torch.nn.attention import SDPBackend
 
 from common import BlockConfig, limit, measurement, steps
 from common import peaks as peaks_module
-from common.block_work import work_in
+from common.block.block_work import work_in
+from common.block.traits import Arithmetic
+from common.block.workload import ATTENTION, MATMUL, Operation, Workload
 from common.cases import Case
 from common.iteration import BOTH, FORWARD
 from common.limit import Peaks
@@ -37,8 +39,6 @@ from common.result import Result, Row
 from common.session import Entry, Session
 from common.subject import BlockSubject
 from common.timing import Timing
-from common.traits import Arithmetic
-from common.workload import ATTENTION, MATMUL, Operation, Workload
 from tests.helpers.made_results import CPU as CPU_FACTS
 
 pytestmark = pytest.mark.unit

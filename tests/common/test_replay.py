@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from common import BlockConfig, iteration, oracle, replay, steps
+from common import BlockConfig, iteration, replay, steps
+from common.block import oracle
 from common.iteration import BACKWARD, BOTH, FORWARD, Iteration
 from tests.helpers.blocks import case, subject_of
 

@@ -19,22 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import (
-    PRESETS,
-    block_work,
-    compiler,
-    evidence,
-    limit,
-    machine,
-    measurement,
-    memory,
-    oracle,
-    parameters,
-    run,
-    steps,
-    subject,
-    timing,
-)
+from common import PRESETS, compiler, limit, machine, measurement, parameters, run, steps, subject, timing
+from common.block import block_work, evidence, memory, oracle
 from common.iteration import BOTH, MODES
 from common.record_file import RecordFile, WriteError
 from common.result import Result
@@ -377,7 +363,7 @@ def test_a_kernel_of_another_mechanism_fails_the_run(main, quick, monkeypatch):
 
 
 def test_an_fp8_scale_that_never_moved_fails(main, quick, monkeypatch):
-    monkeypatch.setattr("common.emulation._Scaling.update", lambda self: None)
+    monkeypatch.setattr("common.block.emulation._Scaling.update", lambda self: None)
     status, out, err = main(4, *TINY)
     assert status == 1 and "delayed scaling is not calibrated" in one_line(err)
 

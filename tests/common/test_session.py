@@ -12,7 +12,6 @@ from common import (
     PRESETS,
     attribution,
     compiler,
-    evidence,
     limit,
     machine,
     measurement,
@@ -23,8 +22,11 @@ from common import (
     subject,
     timing,
 )
+from common.block import evidence
+from common.block.evidence import Evidence
+from common.block.traits import Traits
+from common.block.workload import Operation, Workload
 from common.cases import Case, Group, block_case, step_case
-from common.evidence import Evidence
 from common.iteration import BOTH, FORWARD, LAUNCHES, MODES, Iteration
 from common.outcome import Failed
 from common.phases import Phase
@@ -32,8 +34,6 @@ from common.progress import PURPOSES
 from common.record_file import RecordFile
 from common.result import Compilation, Result, Row
 from common.session import Calibration, Entry, RowKey, Session, Work
-from common.traits import Traits
-from common.workload import Operation, Workload
 from tests.helpers.made_records import CPU_CONFIG, FACTS
 
 unit, integration = pytest.mark.unit, pytest.mark.integration

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from common import BlockConfig, block_work, compiler, measurement, oracle, parameters, steps, subject
+from common import BlockConfig, compiler, measurement, parameters, steps, subject
+from common.block import block_work, oracle
+from common.block.traits import DYNAMIC, Traits
 from common.iteration import BOTH, FORWARD
 from common.outcome import Failed
 from common.result import Result, Row
-from common.traits import DYNAMIC, Traits
 from tests.helpers.blocks import calibrate, case, subject_of
 
 pytestmark = pytest.mark.unit

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from common import oracle
+from common.block import oracle
 from tests.helpers.blocks import case, errors, worst
 from tests.helpers.devices import on_each_device
 from tests.helpers.wrong_blocks import CONFIG, RIGHT, WRONG, build, lazy

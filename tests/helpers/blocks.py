@@ -5,8 +5,9 @@ import sys
 import pytest
 import torch
 
-from common import oracle, parameters, steps, subject
-from common.config import BlockConfig
+from common import parameters, steps, subject
+from common.block import oracle
+from common.block.config import BlockConfig
 from common.subject import BlockSubject
 
 STEPS = tuple(step.number for step in steps.ALL)

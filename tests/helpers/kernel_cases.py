@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from common import oracle
+from common.block import oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GATES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -1,6 +1,6 @@
 """Finds conditions that look at which step it is: its number, name, title or file. A condition may ask its traits.
 
-Only common/steps.py knows the scripts. Elsewhere a condition is whatever decides: the tests of if, while, assert,
+Only common/block/steps.py knows the scripts. Elsewhere a condition is whatever decides: the tests of if, while, assert,
 conditional expressions, comprehensions and `match`, every comparison, what `not`, `and` and `or` join, what any(),
 all(), bool() and filter() are given, and the key of a look-up.
 

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.steps import ROOT
+from common.block.steps import ROOT
 
 PACKAGES = ("common", "benchmarks")
 

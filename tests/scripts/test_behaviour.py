@@ -6,8 +6,9 @@ import sys
 import pytest
 import torch
 
-from common import BlockConfig, oracle, parameters, steps
-from common.config import dtype_name
+from common import BlockConfig, parameters, steps
+from common.block import oracle
+from common.block.config import dtype_name
 from tests.helpers.blocks import NAMES, STEPS, calibrate, case, results
 from tests.helpers.devices import on_each_device
 

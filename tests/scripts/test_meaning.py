@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from common import BlockConfig, oracle, parameters, steps
+from common import BlockConfig, parameters, steps
+from common.block import oracle
 from tests.helpers.blocks import SHAPES, STEPS, case, differences, each_shape, errors, results
 from tests.helpers.devices import on_each_device
 

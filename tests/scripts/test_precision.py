@@ -9,8 +9,9 @@ import math
 import pytest
 import torch
 
-from common import BlockConfig, oracle, parameters, steps
-from common.config import dtype_name
+from common import BlockConfig, parameters, steps
+from common.block import oracle
+from common.block.config import dtype_name
 from tests.helpers.blocks import STEPS, calibrate, case, collect, decibels, differences, results, worst
 from tests.helpers.devices import on_each_device
 from tests.helpers.precisions import Interrupted, interrupt, interrupt_backward, watched

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from benchmarks.kernels.operations import Experiment, least_bytes, least_flops
 from common import iteration, replay, timing
-from common.config import dtype_name
+from common.block.config import dtype_name
+from common.block.workload import ATTENTION, COPY, Operation, Workload
 from common.iteration import BACKWARD, FORWARD, Iteration
 from common.peaks import BURST
 from common.record import Record, record
 from common.result import Result
 from common.subject import Subject
-from common.workload import ATTENTION, COPY, Operation, Workload
 
 MOST_COPIES = 64                       # of an operation's tensors: small ones stay in a cache all the same
 BEYOND = 4                             # times the last cache, which keeps some of what is only a little larger than it

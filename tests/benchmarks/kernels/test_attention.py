@@ -13,7 +13,7 @@ import triton
 from benchmarks.kernels import cuda
 from benchmarks.kernels.triton import attention as in_triton
 from benchmarks.kernels.triton.attention import Tile
-from common import oracle
+from common.block import oracle
 from tests.helpers import kernel_cases as cases
 
 pytestmark = [pytest.mark.filterwarnings("ignore:invalid value encountered"),

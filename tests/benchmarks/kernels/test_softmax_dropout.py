@@ -10,7 +10,7 @@ import triton
 
 from benchmarks.kernels import cuda
 from benchmarks.kernels.triton import softmax
-from common import oracle
+from common.block import oracle
 from tests.helpers import kernel_cases as cases
 
 pytestmark = [pytest.mark.filterwarnings("ignore:invalid value encountered"),

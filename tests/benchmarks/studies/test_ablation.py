@@ -12,8 +12,8 @@ from benchmarks.measure import options
 from benchmarks.show import study as frame
 from benchmarks.studies import ablation
 from common import PRESETS, BlockConfig, machine
+from common.block.traits import BY_HAND, FUSED, Traits
 from common.iteration import BOTH, FORWARD, LAUNCHES, MODES
-from common.traits import BY_HAND, FUSED, Traits
 from tests.helpers.blocks import case, errors, worst
 from tests.helpers.made_records import GPU, both, made
 

@@ -17,7 +17,8 @@ from benchmarks.show import charts, tables
 from benchmarks.show import study as frame
 from benchmarks.show.tables import Context
 from benchmarks.studies import ladder
-from common import PRESETS, block_work, machine, rounds, steps
+from common import PRESETS, machine, rounds, steps
+from common.block import block_work
 from common.iteration import BOTH, FORWARD, LAUNCHES, MODES
 from common.record import PARTS
 from common.record_file import RecordFile

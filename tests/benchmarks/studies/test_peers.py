@@ -11,7 +11,8 @@ from benchmarks import studies
 from benchmarks.records.read import runs
 from benchmarks.show import study as frame
 from benchmarks.studies import peers
-from common import PRESETS, BlockConfig, evidence, parameters, steps
+from common import PRESETS, BlockConfig, parameters, steps
+from common.block import evidence
 from common.iteration import BOTH, FORWARD
 from common.session import Session
 from tests.helpers.blocks import case, errors, worst

@@ -12,7 +12,8 @@ from benchmarks.measure import options
 from benchmarks.records.read import read, runs
 from benchmarks.show import study as frame
 from benchmarks.studies import sweep
-from common import PRESETS, memory, parameters, rounds, steps, timing
+from common import PRESETS, parameters, rounds, steps, timing
+from common.block import memory
 from common.iteration import BOTH, FORWARD, MODES
 from common.record import PARTS, record
 from common.record_file import RecordFile

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .config import BlockConfig
 from .traits import BY_HAND, DELAYED, FUSED, FUSED_IN_16_BITS, Traits
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)

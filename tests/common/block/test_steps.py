@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common import BlockConfig, parameters, run, sources, steps
-from common.traits import BY_HAND, DELAYED, FUSED, FUSED_IN_16_BITS, Traits
+from common.block.traits import BY_HAND, DELAYED, FUSED, FUSED_IN_16_BITS, Traits
 
 each_step = pytest.mark.parametrize("step", steps.ALL, ids=lambda step: step.name)
 

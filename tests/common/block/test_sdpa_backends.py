@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from common import sdpa_backends
+from common.block import sdpa_backends
 
 
 @pytest.mark.unit

@@ -4,8 +4,9 @@ import torch
 
 from benchmarks.records import RESULTS
 from benchmarks.records.read import read, runs
-from common import PRESETS, BlockConfig, memory, steps
-from common.config import DTYPES
+from common import PRESETS, BlockConfig, steps
+from common.block import memory
+from common.block.config import DTYPES
 from common.iteration import BOTH
 
 pytestmark = pytest.mark.unit

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common import BlockConfig, emulation, engine, evidence, oracle, steps
-from common.config import FP8_WEIGHTS, dtype_name
+from common import BlockConfig, engine, steps
+from common.block import emulation, evidence, oracle
+from common.block.config import FP8_WEIGHTS, dtype_name
 from tests.helpers.blocks import NAMES, calibrate, case, differences, results, worst
 
 E4M3, E5M2 = emulation.E4M3, emulation.E5M2

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from common import BlockConfig, oracle
-from common.config import dtype_name
+from common import BlockConfig
+from common.block import oracle
+from common.block.config import dtype_name
 from tests.helpers.blocks import NAMES, SHAPES, case, differences, each_shape
 from tests.helpers.wrong_blocks import CONFIG, RIGHT, build
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common import PRESETS, BlockConfig
-from common.config import default_preset, dtype_name
+from common.block.config import default_preset, dtype_name
 
 pytestmark = pytest.mark.unit
 

@@ -4,8 +4,9 @@ from collections import Counter
 import pytest
 import torch
 
-from common import evidence, steps
-from common.evidence import FUSED_ATTENTION, Claims, Evidence, kind_of
+from common import steps
+from common.block import evidence
+from common.block.evidence import FUSED_ATTENTION, Claims, Evidence, kind_of
 
 pytestmark = pytest.mark.unit
 

@@ -2,9 +2,10 @@
 import pytest
 import torch
 
-from common import PRESETS, BlockConfig, oracle, steps, traits
-from common.evidence import FUSED_ATTENTION, Claims
-from common.traits import BY_HAND, DELAYED, DYNAMIC, FUSED, FUSED_IN_16_BITS, Arithmetic, Traits, amp_default
+from common import PRESETS, BlockConfig, steps
+from common.block import oracle, traits
+from common.block.evidence import FUSED_ATTENTION, Claims
+from common.block.traits import BY_HAND, DELAYED, DYNAMIC, FUSED, FUSED_IN_16_BITS, Arithmetic, Traits, amp_default
 
 pytestmark = pytest.mark.unit
 
