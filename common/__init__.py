@@ -3,7 +3,7 @@
 signals, phases, outcome, text;
 block: config, precision, sdpa_backends, parameters, workload, evidence, traits, memory, block_work, steps, oracle,
 emulation;
-sources, machine, exclusive, timing, rounds, iteration, energy, limit, peaks, compiler, engine, replay;
+runtime: sources, machine, exclusive, timing, rounds, iteration, energy, limit, peaks, compiler, engine, replay;
 result, metrics, card, record, record_file;
 subject, measurement, cases, progress, attribution, session;
 command_line, run.

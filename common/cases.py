@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 
-from . import timing
 from .block import block_work, memory
 from .block.config import BlockConfig
 from .block.steps import Step
 from .block.traits import Traits, amp_default
 from .block.workload import Workload
-from .iteration import MODES
 from .record import Record
 from .result import Result
+from .runtime import timing
+from .runtime.iteration import MODES
 from .subject import Build, Subject, prepare
 
 

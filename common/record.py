@@ -16,11 +16,11 @@ from typing import Any
 
 from .block.config import dtype_name
 from .block.workload import COPY
-from .iteration import BACKWARD, LAUNCHES, MODES
 from .metrics import METRICS
-from .peaks import BURST, DATA_SHEET, SUSTAINED, MeasuredPeaks
 from .result import Result, Row
-from .timing import CACHE_STATE
+from .runtime.iteration import BACKWARD, LAUNCHES, MODES
+from .runtime.peaks import BURST, DATA_SHEET, SUSTAINED, MeasuredPeaks
+from .runtime.timing import CACHE_STATE
 
 SCHEMA = "transformer block, 2"         # 1 had names in place of a case
 PARTS = ("attention", "GEMM", "softmax and mask", "normalisation and activation", "casts and copies",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from . import compiler, measurement, timing
+from . import measurement
 from .block import steps
 from .block.config import DTYPES, FP8_WEIGHTS
 from .block.steps import Step
@@ -27,11 +27,12 @@ from .command_line import (
     shape_arguments,
     tell,
 )
-from .exclusive import alone, process_seconds
-from .iteration import LAUNCHES
 from .outcome import EXIT
 from .record import peak_records, record
 from .record_file import RecordFile, WriteError
+from .runtime import compiler, timing
+from .runtime.exclusive import alone, process_seconds
+from .runtime.iteration import LAUNCHES
 from .session import Session
 
 MAX_SECONDS = {"cuda": timing.StopRule.max_seconds, "cpu": 3.0}           # a card should come within a minute

@@ -14,18 +14,19 @@ from dataclasses import dataclass
 
 import torch
 
-from . import attribution, compiler, engine, machine, measurement, rounds, timing
+from . import attribution, measurement
 from .block.config import BlockConfig, dtype_name
 from .cases import Case, Group, Setting
-from .iteration import BOTH, LAUNCHES, Iteration
 from .measurement import Work
 from .outcome import Failed, is_out_of_memory, judged
-from .peaks import MeasuredPeaks
 from .phases import Phase
 from .progress import Progress
 from .record import Record, check_records, peak_records, record, row_records, status_record
 from .record_file import RecordFile
 from .result import Result, Row
+from .runtime import compiler, engine, machine, rounds, timing
+from .runtime.iteration import BOTH, LAUNCHES, Iteration
+from .runtime.peaks import MeasuredPeaks
 from .subject import Subject
 
 WARM_UP_ROUNDS = 2

@@ -20,9 +20,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from benchmarks import studies
 from benchmarks.show import study as frame
-from common import compiler as compilers
-from common import engine, limit, subject, timing
+from common import subject
 from common.block import precision, traits
+from common.runtime import compiler as compilers
+from common.runtime import engine, limit, timing
 from tests.helpers.made_results import sustained
 
 TIERS = ("unit", "integration", "stress")
@@ -118,8 +119,9 @@ def studies_in_seconds(monkeypatch):
     dtypes = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
     peaks = limit.Peaks(dict.fromkeys(dtypes, 1e12), 1e11)
     small = torch.ones(16)
-    monkeypatch.setattr("common.peaks.measure_burst", lambda *_: peaks)
-    monkeypatch.setattr("common.peaks.measure_sustained", lambda workload, name, device: sustained(name, small.sum))
+    monkeypatch.setattr("common.runtime.peaks.measure_burst", lambda *_: peaks)
+    monkeypatch.setattr("common.runtime.peaks.measure_sustained",
+                        lambda workload, name, device: sustained(name, small.sum))
     monkeypatch.setattr(timing, "calibration", lambda device: dict.fromkeys(("gemm", "copy"), small.sum))
     monkeypatch.setattr(timing.EventClock, "settle_ms", 1.0)
     monkeypatch.setattr(timing.EventClock, "burst_ms", 1.0)

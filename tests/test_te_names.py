@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from common import engine, parameters, steps
+from common import parameters, steps
 from common.block import emulation
+from common.runtime import engine
 
 pytestmark = pytest.mark.unit
 

@@ -15,8 +15,8 @@ from benchmarks.kernels.cuda import extension
 from benchmarks.kernels.operations import EXPERIMENTS, Experiment, tensors
 from common.block.config import dtype_name
 from common.command_line import Parser, early_ends, hush
-from common.iteration import as_list, taking_gradients
 from common.outcome import EXIT
+from common.runtime.iteration import as_list, taking_gradients
 
 # Of the rows, so many that each program of a backward takes several; of the columns, so many that a thread holds most.
 SIZES: dict[str, list[tuple[int, ...]]] = {

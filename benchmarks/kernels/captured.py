@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.iteration import BACKWARD, as_list, taking_gradients
+from common.runtime.iteration import BACKWARD, as_list, taking_gradients
 from common.text import figures, table
 
 METADATA = "metadata.json"

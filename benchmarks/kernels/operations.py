@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import compiler
 from common.block import oracle
 from common.block.config import BlockConfig
-from common.iteration import FORWARD, as_list, taking_gradients
 from common.outcome import Failed, in_a_line
+from common.runtime import compiler
+from common.runtime.iteration import FORWARD, as_list, taking_gradients
 
 
 def layer_norm_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

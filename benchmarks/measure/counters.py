@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from common import attribution, compiler, parameters, steps
+from common import attribution, parameters, steps
 from common.block.config import DTYPES, BlockConfig, dtype_name
 from common.block.traits import BY_HAND
-from common.iteration import BOTH, FORWARD, MODES
 from common.outcome import in_a_line
 from common.record import record
+from common.runtime import compiler
+from common.runtime.iteration import BOTH, FORWARD, MODES
 from common.session import Entry, Session
 from common.subject import BlockSubject, Subject, calibrate
 

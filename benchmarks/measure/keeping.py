@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.measure.calls import modules_of, named_parameters
-from common import compiler
+from common.runtime import compiler
 
 _PLAIN = (bool, int, float, str, type(None))           # attributes that can be put back
 _DROPOUT_P = {                                         # function -> place of its rate among the arguments

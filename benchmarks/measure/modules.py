@@ -24,10 +24,10 @@ from common.block import oracle
 from common.block.config import dtype_name
 from common.cases import Case, Group, Setting
 from common.command_line import hush
-from common.iteration import FORWARD, MODES
 from common.outcome import Failed
 from common.phases import Phase
 from common.result import Result
+from common.runtime.iteration import FORWARD, MODES
 from common.session import Session
 from common.subject import Subject
 from common.text import figures, html, number, ratio, table

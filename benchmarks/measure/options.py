@@ -16,7 +16,7 @@ from common.command_line import (
     open_records,
     shape_arguments,
 )
-from common.iteration import LAUNCHES
+from common.runtime.iteration import LAUNCHES
 
 
 def parser(name: str, doc: str) -> Parser:

@@ -2,8 +2,8 @@
 from collections.abc import Iterable
 
 from benchmarks.records.read import Run, extra, info, metric, runner, shape, versions
-from common import engine, machine
 from common.record import Record
+from common.runtime import engine, machine
 
 
 def cautions(runs: Iterable[Run]) -> list[str]:

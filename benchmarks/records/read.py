@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import schema
-from common import machine, rounds
-from common.iteration import LAUNCHES
 from common.metrics import ENQUEUE, SHARE, Metric
 from common.outcome import Told
-from common.peaks import SUSTAINED
 from common.record import Record
 from common.result import launch_bound
+from common.runtime import machine, rounds
+from common.runtime.iteration import LAUNCHES
+from common.runtime.peaks import SUSTAINED
 
 PROFILED = 5                    # rounds under the profiler, at the least: of fewer, a disturbed one would tell most
 

@@ -4,8 +4,8 @@ import math
 from types import UnionType
 from typing import Any
 
-from common.iteration import LAUNCHES
 from common.record import PARTS, PASSES, SCHEMA, Record
+from common.runtime.iteration import LAUNCHES
 
 NUMBER = float | int
 _CASE = {"study": str, "step": int | None, "name": str | None, "variant": dict, "pass": (*PASSES, None),

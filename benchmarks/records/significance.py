@@ -8,8 +8,8 @@ import statistics
 from dataclasses import dataclass
 
 from benchmarks.records.read import Run, case, extra, info, label, metric, runner, runs, shape, values
-from common import timing
 from common.record import Record
+from common.runtime import timing
 
 RESOLUTION = 0.05                     # the noise that SAME allows; the difference is known to within that
 NO_FLOOR = 0.10                       # what is assumed of processes where fewer than five have been recorded

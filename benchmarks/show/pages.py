@@ -21,11 +21,11 @@ from benchmarks.show.charts import Charts
 from benchmarks.show.tables import joules
 from common import steps
 from common.command_line import Parser, early_ends
-from common.iteration import BOTH, LAUNCHES, MODES
 from common.metrics import PEAK_MEMORY, SHARE
 from common.outcome import EXIT
-from common.peaks import BURST, SUSTAINED
 from common.record import Record
+from common.runtime.iteration import BOTH, LAUNCHES, MODES
+from common.runtime.peaks import BURST, SUSTAINED
 from common.text import NOT_AVAILABLE, figures, markdown, number, ratio
 
 ROOT = steps.ROOT

@@ -7,10 +7,10 @@ from benchmarks.records.gains import gain
 from benchmarks.records.read import Run, label
 from benchmarks.show.charts import COLOURS, plt
 from benchmarks.show.tables import joules
-from common.iteration import BOTH
 from common.metrics import LIMIT, SHARE
-from common.peaks import BURST, SUSTAINED
 from common.record import PARTS
+from common.runtime.iteration import BOTH
+from common.runtime.peaks import BURST, SUSTAINED
 from common.text import figures
 
 PART_COLOURS = dict(zip(PARTS, (*COLOURS[:6], "#BBBBBB"), strict=True))

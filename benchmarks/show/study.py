@@ -12,12 +12,12 @@ from benchmarks.show import charts as drawing
 from benchmarks.show import tables
 from benchmarks.show.charts import Charts
 from benchmarks.show.tables import Column
-from common import compiler, exclusive
 from common.cases import Group
 from common.command_line import Parser, early_ends, tell
 from common.outcome import EXIT
 from common.phases import Phase
 from common.record import Record
+from common.runtime import compiler, exclusive
 from common.session import Session
 
 Options = argparse.Namespace

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 from benchmarks.records.provenance import cautions, provenance
 from benchmarks.records.read import Run, extra, label, latest, paired, runner, verdict
-from common import iteration, metrics
-from common.iteration import MODES
+from common import metrics
 from common.metrics import Metric
-from common.peaks import BURST, SUSTAINED
 from common.record import Record
+from common.runtime import iteration
+from common.runtime.iteration import MODES
+from common.runtime.peaks import BURST, SUSTAINED
 from common.text import NOT_AVAILABLE, figures, number, ratio, table
 
 

@@ -24,12 +24,13 @@ from benchmarks.records.read import Run, extra, latest, runs
 from benchmarks.show.charts import Charts, Interval, bars_chart
 from benchmarks.show.study import Options, Study, register
 from benchmarks.show.tables import ERROR, LAUNCH, LAUNCHES, MS, STATUS, Column, Context, framed, of_runs
-from common import compiler, machine, steps
+from common import steps
 from common.block.config import BlockConfig
 from common.block.traits import BY_HAND, DELAYED, FUSED, Traits
 from common.cases import Case, Group, block_case
-from common.iteration import BOTH, MODES
 from common.record import Record
+from common.runtime import compiler, machine
+from common.runtime.iteration import BOTH, MODES
 from common.text import table
 
 Combination = frozenset[str]

@@ -26,20 +26,21 @@ from benchmarks.records.read import Run, paired, runs
 from benchmarks.show.charts import Charts, Interval, bars_chart
 from benchmarks.show.study import Options, Study, register
 from benchmarks.show.tables import STATUS, WORST_ERROR, Column, Context, framed, of_runs
-from common import compiler, engine, machine, parameters, steps
+from common import parameters, steps
 from common.block import block_work, memory, oracle
 from common.block.config import LAYER_NORM_EPS, BlockConfig
 from common.block.traits import BY_HAND, DELAYED, FUSED, Traits
 from common.block.workload import Workload
 from common.cases import Case, Group, Setting
 from common.command_line import Parser
-from common.iteration import BOTH, MODES
 from common.metrics import SHARE
 from common.outcome import Failed
-from common.peaks import BURST
 from common.phases import Phase
 from common.record import Record
 from common.result import Result
+from common.runtime import compiler, engine, machine
+from common.runtime.iteration import BOTH, MODES
+from common.runtime.peaks import BURST
 from common.subject import Subject
 from common.text import figures, number, ratio, table
 

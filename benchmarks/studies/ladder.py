@@ -25,17 +25,18 @@ from benchmarks.show.charts import Charts
 from benchmarks.show.study import Options, Study, draw, exit_status, open_session, register, show
 from benchmarks.show.tables import Column, Context
 from benchmarks.show.traffic import traffic
-from common import exclusive, machine, steps
+from common import steps
 from common.block.config import BlockConfig, dtype_name
 from common.cases import Case, Group, step_case
 from common.command_line import Parser, tell
-from common.iteration import BOTH, MODES
 from common.metrics import LIMIT, Metric
 from common.outcome import EXIT
-from common.peaks import BURST, SUSTAINED
 from common.phases import Phase
 from common.record import PARTS, Record, status_record
 from common.result import Result
+from common.runtime import exclusive, machine
+from common.runtime.iteration import BOTH, MODES
+from common.runtime.peaks import BURST, SUSTAINED
 from common.text import figures, ratio, table
 
 

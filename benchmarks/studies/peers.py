@@ -33,14 +33,15 @@ from benchmarks.records.read import Run, extra, label, paired, read, runs, shape
 from benchmarks.show.charts import Charts, Interval, dots_chart
 from benchmarks.show.study import Options, Study, register
 from benchmarks.show.tables import CASE, ERROR, JOULES, LAUNCH, MS, Column, Context, framed, joules, of_runs
-from common import compiler, engine, parameters, rounds, steps
+from common import parameters, steps
 from common.block.config import LAYER_NORM_EPS, BlockConfig, dtype_name
 from common.block.precision import compile_gradient_casts, float32_matmul_precision
 from common.block.traits import DELAYED, DYNAMIC, FUSED, Traits
 from common.cases import Case, Group, block_case, step_case
 from common.command_line import Parser
-from common.iteration import BOTH, MODES
 from common.record import Record
+from common.runtime import compiler, engine, rounds
+from common.runtime.iteration import BOTH, MODES
 from common.text import ratio, table
 
 # What others have published of a block like this one, forward+backward; not measured here.

@@ -24,16 +24,17 @@ from benchmarks.show import tables
 from benchmarks.show.charts import Charts, bars_chart
 from benchmarks.show.study import Options, Study, register
 from benchmarks.show.tables import Column, Context
-from common import metrics, peaks, steps
+from common import metrics, steps
 from common.block import block_work, oracle
 from common.block.config import BlockConfig
 from common.block.traits import Arithmetic, amp_default
 from common.block.workload import Workload
 from common.cases import Case, Group, Setting, block_case
-from common.iteration import BOTH, FORWARD, LAUNCHES, MODES
 from common.phases import Phase
 from common.record import Record, record
 from common.result import Result
+from common.runtime import peaks
+from common.runtime.iteration import BOTH, FORWARD, LAUNCHES, MODES
 from common.subject import BlockSubject, Subject, require
 from common.text import NOT_AVAILABLE, figures, ratio
 

@@ -20,15 +20,16 @@ from benchmarks.records.read import Run, case, extra, info, metric, paired, read
 from benchmarks.show.charts import Charts, lines_chart
 from benchmarks.show.study import Options, Study, open_session, register, show
 from benchmarks.show.tables import framed, joules
-from common import exclusive, machine, parameters, steps, timing
+from common import parameters, steps
 from common.block.config import PRESETS, BlockConfig, dtype_name
 from common.cases import Group, step_case
 from common.command_line import SIZES, Parser, open_records
-from common.iteration import BOTH, MODES
 from common.metrics import PEAK_MEMORY
 from common.outcome import EXIT
 from common.record import Record, record
 from common.result import LAUNCH_BOUND, Result
+from common.runtime import exclusive, machine, timing
+from common.runtime.iteration import BOTH, MODES
 from common.session import Session
 from common.text import NOT_AVAILABLE, figures, table
 

@@ -10,11 +10,12 @@ from torch.autograd import DeviceType
 
 from benchmarks.records import RESULTS
 from benchmarks.records.read import extra
-from common import PRESETS, attribution, iteration, machine, parameters, replay, rounds, steps, timing
+from common import PRESETS, attribution, parameters, steps
 from common.attribution import IDLE, OTHER, credit
 from common.block import evidence
-from common.iteration import BOTH, FORWARD
 from common.record import PARTS
+from common.runtime import iteration, machine, replay, rounds, timing
+from common.runtime.iteration import BOTH, FORWARD
 
 pytestmark = pytest.mark.unit
 GEMM, SOFTMAX = "nvjet_sm90_hsh_192x192", "softmax_warp_forward"

@@ -8,19 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common import PRESETS, measurement, steps, timing
+from common import PRESETS, measurement, steps
 from common.block.config import dtype_name
 from common.block.evidence import Evidence
 from common.block.traits import amp_default
 from common.block.workload import Operation, Workload
 from common.card import card
 from common.cases import Case, Group
-from common.iteration import BOTH, LAUNCHES, MODES
-from common.peaks import YARDSTICKS
 from common.result import Compilation, Result, Row
+from common.runtime import timing
+from common.runtime.iteration import BOTH, LAUNCHES, MODES
+from common.runtime.peaks import YARDSTICKS
+from common.runtime.timing import Timing
 from common.session import Entry, Session
 from common.subject import Subject
-from common.timing import Timing
 from tests.helpers.made_results import (
     CPU,
     EMULATED,

@@ -4,12 +4,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import PRESETS, compiler, machine, measurement, timing
+from common import PRESETS, measurement
 from common.cases import Case, Group
-from common.iteration import BOTH, FORWARD, Iteration
 from common.result import Result, Row
+from common.runtime import compiler, machine, timing
+from common.runtime.iteration import BOTH, FORWARD, Iteration
+from common.runtime.timing import EventClock, HostClock, StopRule, Timing
 from common.session import Entry, Session
-from common.timing import EventClock, HostClock, StopRule, Timing
 from tests.helpers.made_results import CPU, H200, SAMPLES
 
 pytestmark = pytest.mark.unit

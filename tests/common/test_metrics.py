@@ -9,10 +9,10 @@ from benchmarks.show import tables
 from benchmarks.show.tables import Context
 from common import card, metrics, record
 from common.card import card as printed
-from common.iteration import BOTH, FORWARD
 from common.metrics import METRICS, Metric
 from common.record import row_records
 from common.result import Row
+from common.runtime.iteration import BOTH, FORWARD
 from tests.helpers.made_results import finished, row
 
 pytestmark = pytest.mark.unit

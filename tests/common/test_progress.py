@@ -3,9 +3,9 @@ import time
 
 import pytest
 
-from common import exclusive
 from common.phases import Phase
 from common.progress import PURPOSES, Progress
+from common.runtime import exclusive
 
 pytestmark = pytest.mark.unit
 

@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common import BlockConfig, limit, record, steps
+from common import BlockConfig, record, steps
 from common.block.traits import Traits
-from common.iteration import BACKWARD, BOTH, FORWARD, LAUNCHES, MODES
 from common.metrics import FLOPS_COUNTED
-from common.peaks import BURST, COPY, DATA_SHEET, SUSTAINED, MeasuredPeaks, data_sheet
 from common.record import check_records, peak_records, row_records, status_record
 from common.result import Compilation, Result
-from common.timing import Timing
+from common.runtime import limit
+from common.runtime.iteration import BACKWARD, BOTH, FORWARD, LAUNCHES, MODES
+from common.runtime.peaks import BURST, COPY, DATA_SHEET, SUSTAINED, MeasuredPeaks, data_sheet
+from common.runtime.timing import Timing
 from tests.helpers.made_results import (
     CPU,
     H200,

@@ -19,11 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import PRESETS, compiler, limit, machine, measurement, parameters, run, steps, subject, timing
+from common import PRESETS, measurement, parameters, run, steps, subject
 from common.block import block_work, evidence, memory, oracle
-from common.iteration import BOTH, MODES
 from common.record_file import RecordFile, WriteError
 from common.result import Result
+from common.runtime import compiler, limit, machine, timing
+from common.runtime.iteration import BOTH, MODES
 from common.session import Session
 from tests.helpers.made_results import sustained
 from tests.helpers.said import card_value, one_line
@@ -60,8 +61,8 @@ def few_samples(iteration, clock, between, *_) -> timing.Timing:
 @pytest.fixture
 def quick(monkeypatch):
     """Known peaks and a few real samples: a run in a second."""
-    monkeypatch.setattr("common.peaks.measure_burst", lambda *_: PEAKS)
-    monkeypatch.setattr("common.peaks.measure_sustained", lambda workload, name, device: sustained(name))
+    monkeypatch.setattr("common.runtime.peaks.measure_burst", lambda *_: PEAKS)
+    monkeypatch.setattr("common.runtime.peaks.measure_sustained", lambda workload, name, device: sustained(name))
     monkeypatch.setattr(timing, "calibration", lambda device: {})
     monkeypatch.setattr(timing, "measure", few_samples)
 
@@ -458,7 +459,7 @@ def test_a_row_beyond_its_limit_has_the_peaks_measured_again(main, quick, monkey
     """What ran beside it had made them too low; where they still are, the card says so."""
     measured = []
     slow, fast = limit.Peaks(dict(PEAKS.flops, float32=1e3), 1e11), PEAKS
-    monkeypatch.setattr("common.peaks.measure_sustained",
+    monkeypatch.setattr("common.runtime.peaks.measure_sustained",
                         lambda config, name, device: sustained(name, rate=measured[-1].flops["float32"]))
 
     def measure(second):
@@ -466,7 +467,7 @@ def test_a_row_beyond_its_limit_has_the_peaks_measured_again(main, quick, monkey
             measured.append(slow if not measured else second)
             return measured[-1]
         measured.clear()
-        monkeypatch.setattr("common.peaks.measure_burst", peaks)
+        monkeypatch.setattr("common.runtime.peaks.measure_burst", peaks)
         return main(0, *TINY)
     status, out, _ = measure(fast)
     assert status == 0 and len(measured) == 2 and "ERROR" not in out

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import PRESETS, compiler, machine, measurement, steps
+from common import PRESETS, measurement, steps
 from common.block import evidence
 from common.block.traits import Traits
-from common.iteration import BOTH, FORWARD, Iteration
 from common.outcome import Failed
 from common.result import Compilation, Result
+from common.runtime import compiler, machine
+from common.runtime.iteration import BOTH, FORWARD, Iteration
 from tests.helpers.made_records import FACTS
 
 pytestmark = pytest.mark.unit

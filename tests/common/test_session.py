@@ -8,31 +8,19 @@ import pytest
 import torch
 
 from benchmarks.records.read import Run, extra, latest, paired, runner
-from common import (
-    PRESETS,
-    attribution,
-    compiler,
-    limit,
-    machine,
-    measurement,
-    peaks,
-    rounds,
-    session,
-    steps,
-    subject,
-    timing,
-)
+from common import PRESETS, attribution, measurement, session, steps, subject
 from common.block import evidence
 from common.block.evidence import Evidence
 from common.block.traits import Traits
 from common.block.workload import Operation, Workload
 from common.cases import Case, Group, block_case, step_case
-from common.iteration import BOTH, FORWARD, LAUNCHES, MODES, Iteration
 from common.outcome import Failed
 from common.phases import Phase
 from common.progress import PURPOSES
 from common.record_file import RecordFile
 from common.result import Compilation, Result, Row
+from common.runtime import compiler, limit, machine, peaks, rounds, timing
+from common.runtime.iteration import BOTH, FORWARD, LAUNCHES, MODES, Iteration
 from common.session import Calibration, Entry, RowKey, Session, Work
 from tests.helpers.made_records import CPU_CONFIG, FACTS
 

@@ -8,12 +8,12 @@ import torch
 from common import PRESETS, steps
 from common.block.evidence import Evidence
 from common.block.traits import Traits
-from common.energy import Energy
-from common.iteration import LAUNCHES, MODES
-from common.peaks import BURST
 from common.record import check_records, record, row_records, status_record
 from common.result import Result, Row
-from common.timing import Timing
+from common.runtime.energy import Energy
+from common.runtime.iteration import LAUNCHES, MODES
+from common.runtime.peaks import BURST
+from common.runtime.timing import Timing
 
 FACTS = dict.fromkeys(("cuda", "cudnn", "driver", "triton", "transformer_engine", "git", "sources", "gpu_uuid"))
 FACTS |= {"device": "cpu", "name": "a CPU", "cpu_model": "a CPU", "cpu_threads": 2, "torch": "2.9", "python": "3.11"}

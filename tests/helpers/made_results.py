@@ -5,11 +5,11 @@ from dataclasses import replace
 from common import PRESETS, steps
 from common.block.evidence import Evidence
 from common.block.workload import COPY
-from common.energy import Energy
-from common.iteration import LAUNCHES, MODES
-from common.peaks import BURST, DATA_SHEET, SUSTAINED, Sustained, Work
 from common.result import Compilation, Result, Row
-from common.timing import Timing
+from common.runtime.energy import Energy
+from common.runtime.iteration import LAUNCHES, MODES
+from common.runtime.peaks import BURST, DATA_SHEET, SUSTAINED, Sustained, Work
+from common.runtime.timing import Timing
 
 CPU_NAME = "A CPU whose name is as long as makers of CPUs like it, 64-Core Processor @ 3.70GHz"
 CPU = {"device": "cpu", "name": CPU_NAME, "cpu_model": CPU_NAME, "cpu_threads": 2, "gpu_uuid": None,

@@ -34,16 +34,16 @@ from benchmarks.records.read import Run, extra, read, runner, runs, size_in_word
 from benchmarks.show.study import Options, Study, open_session, register, show
 from benchmarks.studies.fusions import tables
 from benchmarks.studies.fusions.subjects import COPY, CopySubject, OperationSubject, clock_for, copying, finish
-from common import exclusive, machine
 from common.block.config import dtype_name
 from common.block.workload import Workload
 from common.cases import Case, Group, Setting
 from common.command_line import Parser, tell
-from common.iteration import LAUNCHES
 from common.outcome import EXIT
 from common.phases import Phase
 from common.record import Record
 from common.result import Result
+from common.runtime import exclusive, machine
+from common.runtime.iteration import LAUNCHES
 
 Size = tuple[int, ...]
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.operations import Experiment, least_bytes, least_flops
-from common import iteration, replay, timing
 from common.block.config import dtype_name
 from common.block.workload import ATTENTION, COPY, Operation, Workload
-from common.iteration import BACKWARD, FORWARD, Iteration
-from common.peaks import BURST
 from common.record import Record, record
 from common.result import Result
+from common.runtime import iteration, replay, timing
+from common.runtime.iteration import BACKWARD, FORWARD, Iteration
+from common.runtime.peaks import BURST
 from common.subject import Subject
 
 MOST_COPIES = 64                       # of an operation's tensors: small ones stay in a cache all the same

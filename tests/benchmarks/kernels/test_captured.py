@@ -8,8 +8,8 @@ import torch
 from benchmarks.kernels import captured, operations
 from benchmarks.records import RESULTS
 from benchmarks.studies import fusions
-from common import compiler
-from common.iteration import BACKWARD, FORWARD
+from common.runtime import compiler
+from common.runtime.iteration import BACKWARD, FORWARD
 from tests.helpers.said import one_line
 
 unit, integration = pytest.mark.unit, pytest.mark.integration

@@ -6,8 +6,8 @@ import torch
 
 from benchmarks.kernels import operations
 from common import PRESETS, BlockConfig
-from common.iteration import BACKWARD, FORWARD
 from common.outcome import Failed
+from common.runtime.iteration import BACKWARD, FORWARD
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:.*torch.jit.script")]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

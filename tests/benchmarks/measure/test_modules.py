@@ -11,7 +11,7 @@ from benchmarks.measure.modules import Comparison, compare
 from benchmarks.records import significance
 from benchmarks.records.read import Run, extra, paired, verdict
 from common import BlockConfig, steps
-from common.iteration import FORWARD, LAUNCHES, MODES
+from common.runtime.iteration import FORWARD, LAUNCHES, MODES
 from tests.helpers.blocks import case
 
 pytestmark = pytest.mark.unit

@@ -2,9 +2,9 @@
 import pytest
 
 from benchmarks.records import about
-from common import sources
 from common.block.traits import Traits
-from common.iteration import FORWARD
+from common.runtime import sources
+from common.runtime.iteration import FORWARD
 from tests.helpers.made_records import GPU, both, made, write
 from tests.helpers.said import one_line
 

@@ -9,9 +9,9 @@ from benchmarks import __main__ as benchmarks
 from benchmarks.records import compare, significance
 from benchmarks.records.compare import Comparison, software_differences
 from benchmarks.records.significance import rows
-from common import timing
-from common.iteration import BOTH, FORWARD, MODES
 from common.record import PARTS
+from common.runtime import timing
+from common.runtime.iteration import BOTH, FORWARD, MODES
 from tests.helpers.made_processes import NOISE, STEPS, process, several
 from tests.helpers.made_records import CPU_CONFIG, FACTS, both, copied, made, write
 from tests.helpers.said import one_line

@@ -3,8 +3,8 @@ import pytest
 
 from benchmarks.records.gains import gain
 from benchmarks.records.read import runs
-from common.iteration import FORWARD
 from common.record import PARTS
+from common.runtime.iteration import FORWARD
 from tests.helpers.made_records import both, made
 
 pytestmark = pytest.mark.unit

@@ -7,7 +7,7 @@ import torch
 from benchmarks.records.matching import together
 from benchmarks.records.significance import What, rows
 from common import PRESETS
-from common.iteration import BOTH, FORWARD
+from common.runtime.iteration import BOTH, FORWARD
 from tests.helpers.made_processes import process
 from tests.helpers.made_records import CPU_CONFIG, FACTS, both, made
 

@@ -5,9 +5,9 @@ import pytest
 
 from benchmarks.records.schema import NotARecord, checked
 from common import PRESETS
-from common.iteration import BACKWARD, FORWARD
 from common.record import PARTS, SCHEMA, record
 from common.result import Result
+from common.runtime.iteration import BACKWARD, FORWARD
 from tests.helpers.made_records import FACTS, both, copied, made
 
 pytestmark = pytest.mark.unit

@@ -18,9 +18,9 @@ from benchmarks.records.significance import (
     weights,
     word_for,
 )
-from common import timing
-from common.iteration import FORWARD
 from common.record import PARTS
+from common.runtime import timing
+from common.runtime.iteration import FORWARD
 from tests.helpers.made_processes import NOISE, process, several
 from tests.helpers.made_records import CPU_CONFIG, FACTS, both, copied, made
 

@@ -7,7 +7,7 @@ from benchmarks.records.read import latest
 from benchmarks.show import tables
 from benchmarks.show.tables import Column, Context
 from common import text
-from common.iteration import BOTH, FORWARD, MODES
+from common.runtime.iteration import BOTH, FORWARD, MODES
 from tests.helpers.made_records import CPU_CONFIG, GPU, both, made
 
 pytestmark = pytest.mark.unit

@@ -3,9 +3,9 @@ import pytest
 
 from benchmarks.show.traffic import traffic
 from common import PRESETS
-from common.iteration import BOTH, FORWARD
 from common.record import record
 from common.result import Result
+from common.runtime.iteration import BOTH, FORWARD
 from tests.helpers.made_records import GPU, both, made
 
 pytestmark = pytest.mark.unit

@@ -11,9 +11,10 @@ from benchmarks import studies
 from benchmarks.measure import options
 from benchmarks.show import study as frame
 from benchmarks.studies import ablation
-from common import PRESETS, BlockConfig, machine
+from common import PRESETS, BlockConfig
 from common.block.traits import BY_HAND, FUSED, Traits
-from common.iteration import BOTH, FORWARD, LAUNCHES, MODES
+from common.runtime import machine
+from common.runtime.iteration import BOTH, FORWARD, LAUNCHES, MODES
 from tests.helpers.blocks import case, errors, worst
 from tests.helpers.made_records import GPU, both, made
 

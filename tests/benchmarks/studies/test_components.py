@@ -9,13 +9,14 @@ from benchmarks.measure import options
 from benchmarks.measure.modules import compare
 from benchmarks.records.read import read, runs
 from benchmarks.studies import components
-from common import PRESETS, BlockConfig, compiler, limit, machine, measurement, parameters
+from common import PRESETS, BlockConfig, measurement, parameters
 from common.block import block_work, oracle
 from common.block.traits import Arithmetic
 from common.cases import Setting
-from common.iteration import BOTH, FORWARD, MODES
-from common.limit import Peaks
 from common.result import Result, Row
+from common.runtime import compiler, limit, machine
+from common.runtime.iteration import BOTH, FORWARD, MODES
+from common.runtime.limit import Peaks
 from tests.helpers.blocks import case
 from tests.helpers.made_records import FACTS, both, made
 from tests.helpers.said import one_line

@@ -17,14 +17,15 @@ from benchmarks.show import study as frame
 from benchmarks.studies import fusions
 from benchmarks.studies.fusions import subjects, tables
 from benchmarks.studies.fusions.subjects import COPY, CopySubject, OperationSubject
-from common import BlockConfig, limit, timing
+from common import BlockConfig
 from common.cases import Setting
-from common.iteration import BACKWARD, FORWARD, LAUNCHES
-from common.limit import Peaks
-from common.peaks import BURST
 from common.record import record
 from common.result import Result, Row
-from common.timing import Timing
+from common.runtime import limit, timing
+from common.runtime.iteration import BACKWARD, FORWARD, LAUNCHES
+from common.runtime.limit import Peaks
+from common.runtime.peaks import BURST
+from common.runtime.timing import Timing
 from tests.helpers.made_records import FACTS, GPU
 from tests.helpers.said import one_line
 

@@ -17,11 +17,12 @@ from benchmarks.show import charts, tables
 from benchmarks.show import study as frame
 from benchmarks.show.tables import Context
 from benchmarks.studies import ladder
-from common import PRESETS, machine, rounds, steps
+from common import PRESETS, steps
 from common.block import block_work
-from common.iteration import BOTH, FORWARD, LAUNCHES, MODES
 from common.record import PARTS
 from common.record_file import RecordFile
+from common.runtime import machine, rounds
+from common.runtime.iteration import BOTH, FORWARD, LAUNCHES, MODES
 from tests.helpers.made_records import CPU_CONFIG, FACTS, GPU, both, made
 from tests.helpers.said import one_line
 

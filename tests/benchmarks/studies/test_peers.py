@@ -13,7 +13,7 @@ from benchmarks.show import study as frame
 from benchmarks.studies import peers
 from common import PRESETS, BlockConfig, parameters, steps
 from common.block import evidence
-from common.iteration import BOTH, FORWARD
+from common.runtime.iteration import BOTH, FORWARD
 from common.session import Session
 from tests.helpers.blocks import case, errors, worst
 from tests.helpers.made_records import both, made

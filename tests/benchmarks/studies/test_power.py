@@ -9,13 +9,14 @@ import torch
 from benchmarks import studies
 from benchmarks.records.read import read, runs
 from benchmarks.studies import power
-from common import BlockConfig, parameters, peaks, steps
+from common import BlockConfig, parameters, steps
 from common.block.traits import Traits
 from common.cases import Setting
-from common.iteration import BOTH, FORWARD, MODES
 from common.outcome import Failed
 from common.record import record
 from common.result import Result
+from common.runtime import peaks
+from common.runtime.iteration import BOTH, FORWARD, MODES
 from tests.helpers.blocks import case, subject_of
 from tests.helpers.made_records import FACTS, GPU, both, made
 

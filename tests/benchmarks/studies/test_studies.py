@@ -14,9 +14,10 @@ from benchmarks.show import pages, tables
 from benchmarks.show import study as frame
 from benchmarks.show.charts import is_of, plt
 from benchmarks.show.study import Study
-from common import compiler, exclusive, steps
+from common import steps
 from common.cases import Case, Group, step_case
 from common.command_line import Parser
+from common.runtime import compiler, exclusive
 from tests.helpers.made_records import both, made
 
 unit, integration = pytest.mark.unit, pytest.mark.integration

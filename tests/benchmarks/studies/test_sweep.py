@@ -12,12 +12,13 @@ from benchmarks.measure import options
 from benchmarks.records.read import read, runs
 from benchmarks.show import study as frame
 from benchmarks.studies import sweep
-from common import PRESETS, parameters, rounds, steps, timing
+from common import PRESETS, parameters, steps
 from common.block import memory
-from common.iteration import BOTH, FORWARD, MODES
 from common.record import PARTS, record
 from common.record_file import RecordFile
 from common.result import Result
+from common.runtime import rounds, timing
+from common.runtime.iteration import BOTH, FORWARD, MODES
 from common.session import Session
 from tests.helpers.made_records import CPU_CONFIG, FACTS, GPU, both, copied, made
 from tests.helpers.said import one_line

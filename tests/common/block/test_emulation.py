@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common import BlockConfig, engine, steps
+from common import BlockConfig, steps
 from common.block import emulation, evidence, oracle
 from common.block.config import FP8_WEIGHTS, dtype_name
+from common.runtime import engine
 from tests.helpers.blocks import NAMES, calibrate, case, differences, results, worst
 
 E4M3, E5M2 = emulation.E4M3, emulation.E5M2

@@ -7,7 +7,7 @@ from benchmarks.records.read import read, runs
 from common import PRESETS, BlockConfig, steps
 from common.block import memory
 from common.block.config import DTYPES
-from common.iteration import BOTH
+from common.runtime.iteration import BOTH
 
 pytestmark = pytest.mark.unit
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

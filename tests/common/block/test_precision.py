@@ -3,9 +3,10 @@ import pytest
 import torch
 from torch import nn
 
-from common import BlockConfig, parameters, replay, steps
+from common import BlockConfig, parameters, steps
 from common.block import oracle, precision
-from common.iteration import BOTH
+from common.runtime import replay
+from common.runtime.iteration import BOTH
 from tests.helpers.blocks import calibrate, case, subject_of
 from tests.helpers.precisions import Interrupted, interrupt, interrupt_backward, watched
 

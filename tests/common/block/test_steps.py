@@ -5,8 +5,9 @@ import shutil
 import pytest
 import torch
 
-from common import BlockConfig, parameters, run, sources, steps
+from common import BlockConfig, parameters, run, steps
 from common.block.traits import BY_HAND, DELAYED, FUSED, FUSED_IN_16_BITS, Traits
+from common.runtime import sources
 
 each_step = pytest.mark.parametrize("step", steps.ALL, ids=lambda step: step.name)
 

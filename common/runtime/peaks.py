@@ -17,8 +17,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..block.workload import ATTENTION, COPY, MATMUL, MEMORY, Operation, Workload
 from . import machine
-from .block.workload import ATTENTION, COPY, MATMUL, MEMORY, Operation, Workload
 from .iteration import BOTH
 from .limit import Peaks
 from .timing import clock_for, nothing

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from common import energy, machine
-from common.energy import NoEnergy, Reading, energy_of
+from common.runtime import energy, machine
+from common.runtime.energy import NoEnergy, Reading, energy_of
 
 pytestmark = pytest.mark.unit
 

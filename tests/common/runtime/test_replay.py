@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from common import BlockConfig, iteration, replay, steps
+from common import BlockConfig, steps
 from common.block import oracle
-from common.iteration import BACKWARD, BOTH, FORWARD, Iteration
+from common.runtime import iteration, replay
+from common.runtime.iteration import BACKWARD, BOTH, FORWARD, Iteration
 from tests.helpers.blocks import case, subject_of
 
 CONFIG = BlockConfig(batch_size=2, seq_len=16, hidden_size=32, num_heads=4, amp_dtype=None)

@@ -18,9 +18,9 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+from ..block import emulation
+from ..block.config import BlockConfig
 from . import machine
-from .block import emulation
-from .block.config import BlockConfig
 
 EMULATED = "emulated"                  # begins the name of the engine where it is
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from . import signals
-from .outcome import Failed
+from .. import signals
+from ..outcome import Failed
 
 RECOMPILE_LIMIT = 1024                     # torch's 8 count over all blocks of a process
 

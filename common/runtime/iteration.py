@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .block.workload import BACKWARD as BACKWARD
-from .block.workload import BOTH, FORWARD
+from ..block.workload import BACKWARD as BACKWARD
+from ..block.workload import BOTH, FORWARD
 from .timing import nothing
 
 MODES = (FORWARD, BOTH)                   # the passes of a block

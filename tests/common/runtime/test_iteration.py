@@ -2,8 +2,8 @@
 import pytest
 import torch
 
-from common import iteration
-from common.iteration import BACKWARD, BOTH, FORWARD
+from common.runtime import iteration
+from common.runtime.iteration import BACKWARD, BOTH, FORWARD
 
 pytestmark = pytest.mark.unit
 

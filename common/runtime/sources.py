@@ -6,7 +6,7 @@ import subprocess
 import zlib
 from pathlib import Path
 
-from .block.steps import ALL, ROOT
+from ..block.steps import ALL, ROOT
 
 FOLDERS = ("common", "benchmarks")
 ENDINGS = (".py", ".cu", ".cuh")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import machine
+from common.runtime import machine
 
 pytestmark = pytest.mark.unit
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

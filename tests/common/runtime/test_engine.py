@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from common import BlockConfig, engine, machine, steps
+from common import BlockConfig, steps
 from common.block import emulation
+from common.runtime import engine, machine
 from tests.helpers.blocks import case, results
 
 CONFIG = BlockConfig(batch_size=2, seq_len=32, hidden_size=32, num_heads=4)

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import compiler, steps
+from common import steps
 from common.outcome import Failed
+from common.runtime import compiler
 
 unit, integration = pytest.mark.unit, pytest.mark.integration
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from common import rounds, timing
-from common.timing import EventClock, HostClock
+from common.runtime import rounds, timing
+from common.runtime.timing import EventClock, HostClock
 from tests.helpers.devices import CYCLES, asleep
 
 pytestmark = pytest.mark.unit

@@ -8,8 +8,8 @@ import numpy
 import pytest
 import torch
 
-from common import timing
-from common.timing import EventClock, HostClock, StopRule, Timing
+from common.runtime import timing
+from common.runtime.timing import EventClock, HostClock, StopRule, Timing
 from tests.helpers.devices import CYCLES, asleep
 
 pytestmark = pytest.mark.unit

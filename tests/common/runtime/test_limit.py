@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import PRESETS, BlockConfig, limit, parameters, steps
+from common import PRESETS, BlockConfig, parameters, steps
 from common.block.block_work import work_in
 from common.block.traits import Arithmetic
 from common.block.workload import KINDS, MATMUL, Operation, Workload
-from common.iteration import BACKWARD, BOTH, FORWARD
-from common.limit import Peaks
+from common.runtime import limit
+from common.runtime.iteration import BACKWARD, BOTH, FORWARD
+from common.runtime.limit import Peaks
 
 pytestmark = pytest.mark.unit
 

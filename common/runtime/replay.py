@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .block import oracle
+from ..block import oracle
 from .iteration import Iteration
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from common import machine, sources, steps
+from common import steps
+from common.runtime import machine, sources
 
 pytestmark = pytest.mark.integration
 
@@ -77,7 +78,7 @@ def repository(tmp_path) -> Path:
     """A checkout of one commit: a source, a page, recorded runs."""
     (tmp_path / "common").mkdir()
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
-    for name in ("common/machine.py", "README.md", "common/README.md", "benchmarks/results/a.jsonl"):
+    for name in ("common/runtime/machine.py", "README.md", "common/README.md", "benchmarks/results/a.jsonl"):
         (tmp_path / name).write_text("a")
     for words in (["init"], ["add", "."], ["commit", "-m", "first"]):
         subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=b", *words], check=True,

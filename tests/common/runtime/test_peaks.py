@@ -7,15 +7,17 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from common import BlockConfig, limit, measurement, steps
-from common import peaks as peaks_module
+from common import BlockConfig, measurement, steps
 from common.block.block_work import work_in
 from common.block.traits import Arithmetic
 from common.block.workload import ATTENTION, MATMUL, Operation, Workload
 from common.cases import Case
-from common.iteration import BOTH, FORWARD
-from common.limit import Peaks
-from common.peaks import (
+from common.result import Result, Row
+from common.runtime import limit
+from common.runtime import peaks as peaks_module
+from common.runtime.iteration import BOTH, FORWARD
+from common.runtime.limit import Peaks
+from common.runtime.peaks import (
     BURST,
     DATA_SHEET,
     METHODS,
@@ -35,10 +37,9 @@ from common.peaks import (
     measure_sustained,
     steady,
 )
-from common.result import Result, Row
+from common.runtime.timing import Timing
 from common.session import Entry, Session
 from common.subject import BlockSubject
-from common.timing import Timing
 from tests.helpers.made_results import CPU as CPU_FACTS
 
 pytestmark = pytest.mark.unit
@@ -63,8 +64,8 @@ def rates(monkeypatch):
     def rate(shape, name, device):
         asked.append((name, *shape))
         return float(shape[0] * shape[2])
-    monkeypatch.setattr("common.peaks._matmul_rate", rate)
-    monkeypatch.setattr("common.peaks._best_seconds", lambda work, device: 1e-3)
+    monkeypatch.setattr("common.runtime.peaks._matmul_rate", rate)
+    monkeypatch.setattr("common.runtime.peaks._best_seconds", lambda work, device: 1e-3)
     return asked
 
 
@@ -89,7 +90,7 @@ def test_a_peak_that_is_known_is_not_measured_again(rates):
 
 def test_the_best_sample_counts(monkeypatch):
     clock = SimpleNamespace(sample=lambda work, between, count: [3.0, 1.0, 2.0])
-    monkeypatch.setattr("common.peaks.clock_for", lambda device: clock)
+    monkeypatch.setattr("common.runtime.peaks.clock_for", lambda device: clock)
     assert _best_seconds(None, CPU) == 1e-3
 
 
@@ -102,7 +103,7 @@ def test_the_peak_of_float32_and_of_tf32_is_of_its_own_matmul(dtype, precision, 
         work()
         return 1.0
     monkeypatch.setattr(torch, "mm", lambda a, b: seen.append((a.dtype, torch.get_float32_matmul_precision())))
-    monkeypatch.setattr("common.peaks._best_seconds", at_once)
+    monkeypatch.setattr("common.runtime.peaks._best_seconds", at_once)
     torch.set_float32_matmul_precision("medium")
     try:
         assert _matmul_rate((4, 4, 4), dtype, CPU) == 2 * 4**3
@@ -132,7 +133,7 @@ def measured(monkeypatch):
         def measure_burst(workload, device, known=None):
             asked.append((workload, known))
             return next(remaining)
-        monkeypatch.setattr("common.peaks.measure_burst", measure_burst)
+        monkeypatch.setattr("common.runtime.peaks.measure_burst", measure_burst)
         return asked
     return set_up
 

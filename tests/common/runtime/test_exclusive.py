@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from common import exclusive
+from common.runtime import exclusive
 
 pytestmark = pytest.mark.unit
 CPU = torch.device("cpu")

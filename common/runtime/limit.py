@@ -6,7 +6,7 @@ max(FLOPs / peak FLOP/s, bytes / peak bytes/s), each reading its inputs once and
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .block.workload import KINDS, MEMORY, Operation
+from ..block.workload import KINDS, MEMORY, Operation
 
 
 @dataclass(frozen=True)

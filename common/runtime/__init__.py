@@ -1,0 +1,1 @@
+"""What runs it: this machine, its clock, its peaks and their limit, compiler, engine, and graphs that replay."""
