@@ -4,7 +4,7 @@ signals, phases, outcome, text;
 block: config, precision, sdpa_backends, parameters, workload, evidence, traits, memory, block_work, steps, oracle,
 emulation;
 runtime: sources, machine, exclusive, timing, rounds, iteration, energy, limit, peaks, compiler, engine, replay;
-result, metrics, card, record, record_file;
+report: result, metrics, card, record, record_file;
 subject, measurement, cases, progress, attribution, session;
 command_line, run.
 """

@@ -18,7 +18,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler import profile, record_function
 
 from .outcome import in_a_line
-from .record import PARTS
+from .report.record import PARTS
 from .runtime import rounds, timing
 
 # First match decides; what matches none is "residual and other". Kernel names as seen on Hopper with CUDA 13, those of

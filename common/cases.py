@@ -10,8 +10,8 @@ from .block.config import BlockConfig
 from .block.steps import Step
 from .block.traits import Traits, amp_default
 from .block.workload import Workload
-from .record import Record
-from .result import Result
+from .report.record import Record
+from .report.result import Result
 from .runtime import timing
 from .runtime.iteration import MODES
 from .subject import Build, Subject, prepare

@@ -14,7 +14,7 @@ import torch
 from . import signals
 from .block.config import PRESETS, BlockConfig, default_preset
 from .outcome import EXIT, Told
-from .record_file import RecordFile, WriteError
+from .report.record_file import RecordFile, WriteError
 
 SIZES = {"batch_size": "B", "seq_len": "S", "hidden_size": "E", "num_heads": "H", "ffn_hidden_size": "F"}
 

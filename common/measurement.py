@@ -8,7 +8,7 @@ import torch
 from .block import evidence
 from .block.workload import Workload
 from .outcome import Failed
-from .result import Result, Row
+from .report.result import Result, Row
 from .runtime import compiler, energy, limit, machine, timing
 from .runtime.iteration import BOTH, Iteration
 from .runtime.peaks import BURST, DATA_SHEET, YARDSTICKS, MeasuredPeaks

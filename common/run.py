@@ -12,7 +12,6 @@ from .block import steps
 from .block.config import DTYPES, FP8_WEIGHTS
 from .block.steps import Step
 from .block.traits import amp_default
-from .card import card
 from .cases import Group, block_case
 from .command_line import (
     Parser,
@@ -28,8 +27,9 @@ from .command_line import (
     tell,
 )
 from .outcome import EXIT
-from .record import peak_records, record
-from .record_file import RecordFile, WriteError
+from .report.card import card
+from .report.record import peak_records, record
+from .report.record_file import RecordFile, WriteError
 from .runtime import compiler, timing
 from .runtime.exclusive import alone, process_seconds
 from .runtime.iteration import LAUNCHES

@@ -21,9 +21,9 @@ from .measurement import Work
 from .outcome import Failed, is_out_of_memory, judged
 from .phases import Phase
 from .progress import Progress
-from .record import Record, check_records, peak_records, record, row_records, status_record
-from .record_file import RecordFile
-from .result import Result, Row
+from .report.record import Record, check_records, peak_records, record, row_records, status_record
+from .report.record_file import RecordFile
+from .report.result import Result, Row
 from .runtime import compiler, engine, machine, rounds, timing
 from .runtime.iteration import BOTH, LAUNCHES, Iteration
 from .runtime.peaks import MeasuredPeaks

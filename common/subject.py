@@ -14,7 +14,7 @@ from .block.config import BlockConfig, dtype_name
 from .block.workload import Workload
 from .outcome import Failed
 from .phases import Phase
-from .result import Compilation, Result
+from .report.result import Compilation, Result
 from .runtime import compiler, engine, iteration, replay
 from .runtime.iteration import BOTH, FORWARD, Iteration
 

@@ -27,7 +27,7 @@ from common import attribution, parameters, steps
 from common.block.config import DTYPES, BlockConfig, dtype_name
 from common.block.traits import BY_HAND
 from common.outcome import in_a_line
-from common.record import record
+from common.report.record import record
 from common.runtime import compiler
 from common.runtime.iteration import BOTH, FORWARD, MODES
 from common.session import Entry, Session

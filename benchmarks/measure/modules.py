@@ -26,7 +26,7 @@ from common.cases import Case, Group, Setting
 from common.command_line import hush
 from common.outcome import Failed
 from common.phases import Phase
-from common.result import Result
+from common.report.result import Result
 from common.runtime.iteration import FORWARD, MODES
 from common.session import Session
 from common.subject import Subject

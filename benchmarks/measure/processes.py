@@ -10,8 +10,8 @@ from benchmarks.records.read import read
 from common import signals
 from common.block.steps import ROOT
 from common.outcome import EXIT
-from common.record import Record
-from common.record_file import RecordFile
+from common.report.record import Record
+from common.report.record_file import RecordFile
 
 PATIENCE = 60                # seconds that a process has to end by itself, and to remove its files, when it is told to
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from benchmarks.records.read import case, extra, info, label, metric, read, runner, shape, versions
 from common.command_line import Parser, early_ends, hush, mistakes, tell
 from common.outcome import EXIT
-from common.record import Record
+from common.report.record import Record
 from common.runtime import sources
 from common.text import figures, wrap
 

@@ -34,9 +34,9 @@ from benchmarks.records.matching import together
 from benchmarks.records.read import Run, extra, label, metric, read, runner, runs, shape, versions
 from benchmarks.records.significance import Measured, What, all_rows, floors, measured, of_the_latest
 from common.command_line import Parser, early_ends, hush, mistakes, tell
-from common.metrics import METRICS
 from common.outcome import EXIT
-from common.record import Record
+from common.report.metrics import METRICS
+from common.report.record import Record
 from common.text import table
 
 SIDES = ("old", "new")

@@ -2,7 +2,7 @@
 from collections.abc import Iterable
 
 from benchmarks.records.read import Run, extra, info, metric, runner, shape, versions
-from common.record import Record
+from common.report.record import Record
 from common.runtime import engine, machine
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import schema
-from common.metrics import ENQUEUE, SHARE, Metric
 from common.outcome import Told
-from common.record import Record
-from common.result import launch_bound
+from common.report.metrics import ENQUEUE, SHARE, Metric
+from common.report.record import Record
+from common.report.result import launch_bound
 from common.runtime import machine, rounds
 from common.runtime.iteration import LAUNCHES
 from common.runtime.peaks import SUSTAINED

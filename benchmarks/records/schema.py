@@ -4,7 +4,7 @@ import math
 from types import UnionType
 from typing import Any
 
-from common.record import PARTS, PASSES, SCHEMA, Record
+from common.report.record import PARTS, PASSES, SCHEMA, Record
 from common.runtime.iteration import LAUNCHES
 
 NUMBER = float | int

@@ -8,7 +8,7 @@ import statistics
 from dataclasses import dataclass
 
 from benchmarks.records.read import Run, case, extra, info, label, metric, runner, runs, shape, values
-from common.record import Record
+from common.report.record import Record
 from common.runtime import timing
 
 RESOLUTION = 0.05                     # the noise that SAME allows; the difference is known to within that

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records.provenance import provenance
-from common.record import Record
+from common.report.record import Record
 
 VERSION = 2                            # of the drawings: raise it when one looks different, and all are drawn anew
 

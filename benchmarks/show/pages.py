@@ -21,9 +21,9 @@ from benchmarks.show.charts import Charts
 from benchmarks.show.tables import joules
 from common import steps
 from common.command_line import Parser, early_ends
-from common.metrics import PEAK_MEMORY, SHARE
 from common.outcome import EXIT
-from common.record import Record
+from common.report.metrics import PEAK_MEMORY, SHARE
+from common.report.record import Record
 from common.runtime.iteration import BOTH, LAUNCHES, MODES
 from common.runtime.peaks import BURST, SUSTAINED
 from common.text import NOT_AVAILABLE, figures, markdown, number, ratio

@@ -7,8 +7,8 @@ from benchmarks.records.gains import gain
 from benchmarks.records.read import Run, label
 from benchmarks.show.charts import COLOURS, plt
 from benchmarks.show.tables import joules
-from common.metrics import LIMIT, SHARE
-from common.record import PARTS
+from common.report.metrics import LIMIT, SHARE
+from common.report.record import PARTS
 from common.runtime.iteration import BOTH
 from common.runtime.peaks import BURST, SUSTAINED
 from common.text import figures

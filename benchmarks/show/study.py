@@ -16,7 +16,7 @@ from common.cases import Group
 from common.command_line import Parser, early_ends, tell
 from common.outcome import EXIT
 from common.phases import Phase
-from common.record import Record
+from common.report.record import Record
 from common.runtime import compiler, exclusive
 from common.session import Session
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from benchmarks.records.provenance import cautions, provenance
 from benchmarks.records.read import Run, extra, label, latest, paired, runner, verdict
-from common import metrics
-from common.metrics import Metric
-from common.record import Record
+from common.report import metrics
+from common.report.metrics import Metric
+from common.report.record import Record
 from common.runtime import iteration
 from common.runtime.iteration import MODES
 from common.runtime.peaks import BURST, SUSTAINED

@@ -2,7 +2,7 @@
 from typing import Any
 
 from benchmarks.records.read import extra, latest, runs
-from common.record import Record
+from common.report.record import Record
 from common.text import table
 
 WAYS = ("read", "written")

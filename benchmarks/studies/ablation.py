@@ -28,7 +28,7 @@ from common import steps
 from common.block.config import BlockConfig
 from common.block.traits import BY_HAND, DELAYED, FUSED, Traits
 from common.cases import Case, Group, block_case
-from common.record import Record
+from common.report.record import Record
 from common.runtime import compiler, machine
 from common.runtime.iteration import BOTH, MODES
 from common.text import table

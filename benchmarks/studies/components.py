@@ -33,11 +33,11 @@ from common.block.traits import BY_HAND, DELAYED, FUSED, Traits
 from common.block.workload import Workload
 from common.cases import Case, Group, Setting
 from common.command_line import Parser
-from common.metrics import SHARE
 from common.outcome import Failed
 from common.phases import Phase
-from common.record import Record
-from common.result import Result
+from common.report.metrics import SHARE
+from common.report.record import Record
+from common.report.result import Result
 from common.runtime import compiler, engine, machine
 from common.runtime.iteration import BOTH, MODES
 from common.runtime.peaks import BURST

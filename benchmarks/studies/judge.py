@@ -24,8 +24,8 @@ from benchmarks.show.study import Options, Study, exit_status, open_session, reg
 from common.block.config import dtype_name
 from common.command_line import tell
 from common.phases import Phase
-from common.record import Record, record
-from common.result import Result
+from common.report.record import Record, record
+from common.report.result import Result
 from common.session import Session
 from common.text import table
 

@@ -29,11 +29,11 @@ from common import steps
 from common.block.config import BlockConfig, dtype_name
 from common.cases import Case, Group, step_case
 from common.command_line import Parser, tell
-from common.metrics import LIMIT, Metric
 from common.outcome import EXIT
 from common.phases import Phase
-from common.record import PARTS, Record, status_record
-from common.result import Result
+from common.report.metrics import LIMIT, Metric
+from common.report.record import PARTS, Record, status_record
+from common.report.result import Result
 from common.runtime import exclusive, machine
 from common.runtime.iteration import BOTH, MODES
 from common.runtime.peaks import BURST, SUSTAINED

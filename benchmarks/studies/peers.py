@@ -39,7 +39,7 @@ from common.block.precision import compile_gradient_casts, float32_matmul_precis
 from common.block.traits import DELAYED, DYNAMIC, FUSED, Traits
 from common.cases import Case, Group, block_case, step_case
 from common.command_line import Parser
-from common.record import Record
+from common.report.record import Record
 from common.runtime import compiler, engine, rounds
 from common.runtime.iteration import BOTH, MODES
 from common.text import ratio, table

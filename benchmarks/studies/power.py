@@ -24,15 +24,16 @@ from benchmarks.show import tables
 from benchmarks.show.charts import Charts, bars_chart
 from benchmarks.show.study import Options, Study, register
 from benchmarks.show.tables import Column, Context
-from common import metrics, steps
+from common import steps
 from common.block import block_work, oracle
 from common.block.config import BlockConfig
 from common.block.traits import Arithmetic, amp_default
 from common.block.workload import Workload
 from common.cases import Case, Group, Setting, block_case
 from common.phases import Phase
-from common.record import Record, record
-from common.result import Result
+from common.report import metrics
+from common.report.record import Record, record
+from common.report.result import Result
 from common.runtime import peaks
 from common.runtime.iteration import BOTH, FORWARD, LAUNCHES, MODES
 from common.subject import BlockSubject, Subject, require

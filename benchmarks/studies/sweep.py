@@ -24,10 +24,10 @@ from common import parameters, steps
 from common.block.config import PRESETS, BlockConfig, dtype_name
 from common.cases import Group, step_case
 from common.command_line import SIZES, Parser, open_records
-from common.metrics import PEAK_MEMORY
 from common.outcome import EXIT
-from common.record import Record, record
-from common.result import LAUNCH_BOUND, Result
+from common.report.metrics import PEAK_MEMORY
+from common.report.record import Record, record
+from common.report.result import LAUNCH_BOUND, Result
 from common.runtime import exclusive, machine, timing
 from common.runtime.iteration import BOTH, MODES
 from common.session import Session

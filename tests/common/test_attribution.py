@@ -13,7 +13,7 @@ from benchmarks.records.read import extra
 from common import PRESETS, attribution, parameters, steps
 from common.attribution import IDLE, OTHER, credit
 from common.block import evidence
-from common.record import PARTS
+from common.report.record import PARTS
 from common.runtime import iteration, machine, replay, rounds, timing
 from common.runtime.iteration import BOTH, FORWARD
 

@@ -6,7 +6,7 @@ from common import PRESETS, cases, steps
 from common.block import memory
 from common.block.traits import Traits
 from common.cases import Case, Group, Setting, block_case, step_case
-from common.result import Result
+from common.report.result import Result
 from common.runtime import timing
 from common.runtime.iteration import MODES
 from tests.helpers.made_records import CPU_CONFIG, FACTS

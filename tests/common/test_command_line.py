@@ -13,7 +13,7 @@ import torch
 
 from common import PRESETS, command_line
 from common.outcome import Told
-from common.record_file import RecordFile, WriteError
+from common.report.record_file import RecordFile, WriteError
 
 pytestmark = pytest.mark.unit
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a machine without a GPU says")

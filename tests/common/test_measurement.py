@@ -6,7 +6,7 @@ import torch
 
 from common import PRESETS, measurement
 from common.cases import Case, Group
-from common.result import Result, Row
+from common.report.result import Result, Row
 from common.runtime import compiler, machine, timing
 from common.runtime.iteration import BOTH, FORWARD, Iteration
 from common.runtime.timing import EventClock, HostClock, StopRule, Timing

@@ -21,8 +21,8 @@ import torch
 
 from common import PRESETS, measurement, parameters, run, steps, subject
 from common.block import block_work, evidence, memory, oracle
-from common.record_file import RecordFile, WriteError
-from common.result import Result
+from common.report.record_file import RecordFile, WriteError
+from common.report.result import Result
 from common.runtime import compiler, limit, machine, timing
 from common.runtime.iteration import BOTH, MODES
 from common.session import Session

@@ -10,7 +10,7 @@ from common import PRESETS, measurement, steps
 from common.block import evidence
 from common.block.traits import Traits
 from common.outcome import Failed
-from common.result import Compilation, Result
+from common.report.result import Compilation, Result
 from common.runtime import compiler, machine
 from common.runtime.iteration import BOTH, FORWARD, Iteration
 from tests.helpers.made_records import FACTS

@@ -17,8 +17,8 @@ from common.cases import Case, Group, block_case, step_case
 from common.outcome import Failed
 from common.phases import Phase
 from common.progress import PURPOSES
-from common.record_file import RecordFile
-from common.result import Compilation, Result, Row
+from common.report.record_file import RecordFile
+from common.report.result import Compilation, Result, Row
 from common.runtime import compiler, limit, machine, peaks, rounds, timing
 from common.runtime.iteration import BOTH, FORWARD, LAUNCHES, MODES, Iteration
 from common.session import Calibration, Entry, RowKey, Session, Work

@@ -10,7 +10,7 @@ from common import BlockConfig, measurement, parameters, steps, subject
 from common.block import block_work, oracle
 from common.block.traits import DYNAMIC, Traits
 from common.outcome import Failed
-from common.result import Result, Row
+from common.report.result import Result, Row
 from common.runtime import compiler
 from common.runtime.iteration import BOTH, FORWARD
 from tests.helpers.blocks import calibrate, case, subject_of

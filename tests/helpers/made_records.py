@@ -8,8 +8,8 @@ import torch
 from common import PRESETS, steps
 from common.block.evidence import Evidence
 from common.block.traits import Traits
-from common.record import check_records, record, row_records, status_record
-from common.result import Result, Row
+from common.report.record import check_records, record, row_records, status_record
+from common.report.result import Result, Row
 from common.runtime.energy import Energy
 from common.runtime.iteration import LAUNCHES, MODES
 from common.runtime.peaks import BURST

@@ -5,7 +5,7 @@ from dataclasses import replace
 from common import PRESETS, steps
 from common.block.evidence import Evidence
 from common.block.workload import COPY
-from common.result import Compilation, Result, Row
+from common.report.result import Compilation, Result, Row
 from common.runtime.energy import Energy
 from common.runtime.iteration import LAUNCHES, MODES
 from common.runtime.peaks import BURST, DATA_SHEET, SUSTAINED, Sustained, Work

@@ -40,8 +40,8 @@ from common.cases import Case, Group, Setting
 from common.command_line import Parser, tell
 from common.outcome import EXIT
 from common.phases import Phase
-from common.record import Record
-from common.result import Result
+from common.report.record import Record
+from common.report.result import Result
 from common.runtime import exclusive, machine
 from common.runtime.iteration import LAUNCHES
 

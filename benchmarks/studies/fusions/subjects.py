@@ -9,8 +9,8 @@ from torch import Tensor
 from benchmarks.kernels.operations import Experiment, least_bytes, least_flops
 from common.block.config import dtype_name
 from common.block.workload import ATTENTION, COPY, Operation, Workload
-from common.record import Record, record
-from common.result import Result
+from common.report.record import Record, record
+from common.report.result import Result
 from common.runtime import iteration, replay, timing
 from common.runtime.iteration import BACKWARD, FORWARD, Iteration
 from common.runtime.peaks import BURST

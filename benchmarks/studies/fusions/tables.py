@@ -8,8 +8,8 @@ from benchmarks.records.read import Run, extra, info, metric, paired, runner, ru
 from benchmarks.show.charts import Charts, Points, panels_chart
 from benchmarks.show.tables import framed
 from benchmarks.studies.fusions.subjects import COPY
-from common.metrics import SHARE
-from common.record import Record
+from common.report.metrics import SHARE
+from common.report.record import Record
 from common.runtime.iteration import BACKWARD, FORWARD, LAUNCHES
 from common.runtime.peaks import BURST
 from common.text import figures, only, table

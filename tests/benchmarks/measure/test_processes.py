@@ -12,7 +12,7 @@ import pytest
 from benchmarks.measure import processes
 from benchmarks.records.read import info, read
 from common import signals, steps
-from common.record_file import RecordFile
+from common.report.record_file import RecordFile
 from tests.helpers.made_records import both, made
 
 unit, integration = pytest.mark.unit, pytest.mark.integration

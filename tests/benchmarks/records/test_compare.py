@@ -9,7 +9,7 @@ from benchmarks import __main__ as benchmarks
 from benchmarks.records import compare, significance
 from benchmarks.records.compare import Comparison, software_differences
 from benchmarks.records.significance import rows
-from common.record import PARTS
+from common.report.record import PARTS
 from common.runtime import timing
 from common.runtime.iteration import BOTH, FORWARD, MODES
 from tests.helpers.made_processes import NOISE, STEPS, process, several

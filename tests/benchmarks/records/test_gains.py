@@ -3,7 +3,7 @@ import pytest
 
 from benchmarks.records.gains import gain
 from benchmarks.records.read import runs
-from common.record import PARTS
+from common.report.record import PARTS
 from common.runtime.iteration import FORWARD
 from tests.helpers.made_records import both, made
 

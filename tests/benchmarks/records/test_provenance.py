@@ -4,8 +4,8 @@ import pytest
 from benchmarks.records.provenance import cautions, commits, provenance, unproven
 from benchmarks.records.read import runs
 from common import PRESETS
-from common.record import record
-from common.result import Result
+from common.report.record import record
+from common.report.result import Result
 from common.runtime.iteration import FORWARD
 from tests.helpers.made_records import FACTS, GPU, both, copied, made
 

@@ -7,8 +7,8 @@ import torch
 from benchmarks.records import RESULTS, read
 from benchmarks.records.read import BadRecords, label, latest, paired, runs, verdict
 from common.block.traits import Traits
-from common.metrics import SHARE
-from common.record import PARTS
+from common.report.metrics import SHARE
+from common.report.record import PARTS
 from common.runtime.iteration import BOTH, FORWARD
 from common.runtime.peaks import BURST, SUSTAINED
 from tests.helpers.made_records import CPU_CONFIG, FACTS, GPU, both, copied, made, write

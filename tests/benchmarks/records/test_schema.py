@@ -5,8 +5,8 @@ import pytest
 
 from benchmarks.records.schema import NotARecord, checked
 from common import PRESETS
-from common.record import PARTS, SCHEMA, record
-from common.result import Result
+from common.report.record import PARTS, SCHEMA, record
+from common.report.result import Result
 from common.runtime.iteration import BACKWARD, FORWARD
 from tests.helpers.made_records import FACTS, both, copied, made
 

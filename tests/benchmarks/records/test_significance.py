@@ -18,7 +18,7 @@ from benchmarks.records.significance import (
     weights,
     word_for,
 )
-from common.record import PARTS
+from common.report.record import PARTS
 from common.runtime import timing
 from common.runtime.iteration import FORWARD
 from tests.helpers.made_processes import NOISE, process, several

@@ -8,8 +8,8 @@ import pytest
 from benchmarks.records.provenance import provenance
 from benchmarks.show import charts
 from common import PRESETS
-from common.record import record
-from common.result import Result
+from common.report.record import record
+from common.report.result import Result
 from tests.helpers.made_records import FACTS, both, copied, made
 
 pytestmark = pytest.mark.unit

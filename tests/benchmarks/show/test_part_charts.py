@@ -5,8 +5,8 @@ from benchmarks.records.gains import gain
 from benchmarks.records.read import Run, runs
 from benchmarks.show import part_charts
 from benchmarks.show.charts import plt
-from common.metrics import SHARE
-from common.record import PARTS
+from common.report.metrics import SHARE
+from common.report.record import PARTS
 from common.runtime.iteration import BOTH, MODES
 from common.runtime.peaks import BURST
 from tests.helpers.made_records import both, copied, made

@@ -3,8 +3,8 @@ import pytest
 
 from benchmarks.show.traffic import traffic
 from common import PRESETS
-from common.record import record
-from common.result import Result
+from common.report.record import record
+from common.report.result import Result
 from common.runtime.iteration import BOTH, FORWARD
 from tests.helpers.made_records import GPU, both, made
 

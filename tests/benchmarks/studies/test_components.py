@@ -13,7 +13,7 @@ from common import PRESETS, BlockConfig, measurement, parameters
 from common.block import block_work, oracle
 from common.block.traits import Arithmetic
 from common.cases import Setting
-from common.result import Result, Row
+from common.report.result import Result, Row
 from common.runtime import compiler, limit, machine
 from common.runtime.iteration import BOTH, FORWARD, MODES
 from common.runtime.limit import Peaks

@@ -19,8 +19,8 @@ from benchmarks.studies.fusions import subjects, tables
 from benchmarks.studies.fusions.subjects import COPY, CopySubject, OperationSubject
 from common import BlockConfig
 from common.cases import Setting
-from common.record import record
-from common.result import Result, Row
+from common.report.record import record
+from common.report.result import Result, Row
 from common.runtime import limit, timing
 from common.runtime.iteration import BACKWARD, FORWARD, LAUNCHES
 from common.runtime.limit import Peaks

@@ -19,8 +19,8 @@ from benchmarks.show.tables import Context
 from benchmarks.studies import ladder
 from common import PRESETS, steps
 from common.block import block_work
-from common.record import PARTS
-from common.record_file import RecordFile
+from common.report.record import PARTS
+from common.report.record_file import RecordFile
 from common.runtime import machine, rounds
 from common.runtime.iteration import BOTH, FORWARD, LAUNCHES, MODES
 from tests.helpers.made_records import CPU_CONFIG, FACTS, GPU, both, made

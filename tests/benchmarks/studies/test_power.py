@@ -13,8 +13,8 @@ from common import BlockConfig, parameters, steps
 from common.block.traits import Traits
 from common.cases import Setting
 from common.outcome import Failed
-from common.record import record
-from common.result import Result
+from common.report.record import record
+from common.report.result import Result
 from common.runtime import peaks
 from common.runtime.iteration import BOTH, FORWARD, MODES
 from tests.helpers.blocks import case, subject_of

@@ -14,9 +14,9 @@ from benchmarks.show import study as frame
 from benchmarks.studies import sweep
 from common import PRESETS, parameters, steps
 from common.block import memory
-from common.record import PARTS, record
-from common.record_file import RecordFile
-from common.result import Result
+from common.report.record import PARTS, record
+from common.report.record_file import RecordFile
+from common.report.result import Result
 from common.runtime import rounds, timing
 from common.runtime.iteration import BOTH, FORWARD, MODES
 from common.session import Session

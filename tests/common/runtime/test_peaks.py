@@ -12,7 +12,7 @@ from common.block.block_work import work_in
 from common.block.traits import Arithmetic
 from common.block.workload import ATTENTION, MATMUL, Operation, Workload
 from common.cases import Case
-from common.result import Result, Row
+from common.report.result import Result, Row
 from common.runtime import limit
 from common.runtime import peaks as peaks_module
 from common.runtime.iteration import BOTH, FORWARD

@@ -14,13 +14,13 @@ import dataclasses
 import math
 from typing import Any
 
-from .block.config import dtype_name
-from .block.workload import COPY
+from ..block.config import dtype_name
+from ..block.workload import COPY
+from ..runtime.iteration import BACKWARD, LAUNCHES, MODES
+from ..runtime.peaks import BURST, DATA_SHEET, SUSTAINED, MeasuredPeaks
+from ..runtime.timing import CACHE_STATE
 from .metrics import METRICS
 from .result import Result, Row
-from .runtime.iteration import BACKWARD, LAUNCHES, MODES
-from .runtime.peaks import BURST, DATA_SHEET, SUSTAINED, MeasuredPeaks
-from .runtime.timing import CACHE_STATE
 
 SCHEMA = "transformer block, 2"         # 1 had names in place of a case
 PARTS = ("attention", "GEMM", "softmax and mask", "normalisation and activation", "casts and copies",

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from common import record_file
-from common.record_file import RecordFile, WriteError
+from common.report import record_file
+from common.report.record_file import RecordFile, WriteError
 
 pytestmark = pytest.mark.unit
 

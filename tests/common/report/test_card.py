@@ -13,9 +13,9 @@ from common.block.config import dtype_name
 from common.block.evidence import Evidence
 from common.block.traits import amp_default
 from common.block.workload import Operation, Workload
-from common.card import card
 from common.cases import Case, Group
-from common.result import Compilation, Result, Row
+from common.report.card import card
+from common.report.result import Compilation, Result, Row
 from common.runtime import timing
 from common.runtime.iteration import BOTH, LAUNCHES, MODES
 from common.runtime.peaks import YARDSTICKS

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common import BlockConfig, record, steps
+from common import BlockConfig, steps
 from common.block.traits import Traits
-from common.metrics import FLOPS_COUNTED
-from common.record import check_records, peak_records, row_records, status_record
-from common.result import Compilation, Result
+from common.report import record
+from common.report.metrics import FLOPS_COUNTED
+from common.report.record import check_records, peak_records, row_records, status_record
+from common.report.result import Compilation, Result
 from common.runtime import limit
 from common.runtime.iteration import BACKWARD, BOTH, FORWARD, LAUNCHES, MODES
 from common.runtime.peaks import BURST, COPY, DATA_SHEET, SUSTAINED, MeasuredPeaks, data_sheet

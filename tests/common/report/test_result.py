@@ -4,7 +4,7 @@ import torch
 
 from common import BlockConfig, steps
 from common.block.traits import Traits
-from common.result import Compilation, Result, Row, launch_bound
+from common.report.result import Compilation, Result, Row, launch_bound
 from common.runtime.peaks import BURST, SUSTAINED
 from common.runtime.timing import Timing
 from tests.helpers.made_results import CPU, H200, SAMPLES, row

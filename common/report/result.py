@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from .block.config import BlockConfig, dtype_name
-from .block.evidence import Evidence
-from .block.traits import Traits
-from .runtime import machine
-from .runtime.energy import Energy
-from .runtime.peaks import BURST, SUSTAINED
-from .runtime.timing import Timing
+from ..block.config import BlockConfig, dtype_name
+from ..block.evidence import Evidence
+from ..block.traits import Traits
+from ..runtime import machine
+from ..runtime.energy import Energy
+from ..runtime.peaks import BURST, SUSTAINED
+from ..runtime.timing import Timing
 
 LAUNCH_BOUND = 0.8             # of an iteration's time: what does the work in less is held up by launches
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..runtime.peaks import BURST, YARDSTICKS
+from ..text import number, percent
 from .result import Row
-from .runtime.peaks import BURST, YARDSTICKS
-from .text import number, percent
 
 FLOPS_COUNTED = "of matmuls and attention, causal attention counted half; 2 for a multiplication and its addition"
 

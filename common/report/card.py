@@ -3,13 +3,13 @@
 The card has the same labels in the same order in every step and on every machine; nothing in it changes from run to run
 unless it means something. So a diff of two cards shows what differs.
 """
+from ..runtime import machine
+from ..runtime.iteration import BOTH, LAUNCHES, MODES
+from ..runtime.peaks import YARDSTICKS
+from ..runtime.timing import CACHE_STATE
+from ..text import NOT_AVAILABLE, number, wrap
 from .metrics import METRICS
 from .result import Result, Row, launch_bound
-from .runtime import machine
-from .runtime.iteration import BOTH, LAUNCHES, MODES
-from .runtime.peaks import YARDSTICKS
-from .runtime.timing import CACHE_STATE
-from .text import NOT_AVAILABLE, number, wrap
 
 LABEL, COLUMN = 20, 15                 # characters: with four columns 80, as a terminal has
 

@@ -7,11 +7,11 @@ from benchmarks.records import compare
 from benchmarks.records.read import runs
 from benchmarks.show import tables
 from benchmarks.show.tables import Context
-from common import card, metrics, record
-from common.card import card as printed
-from common.metrics import METRICS, Metric
-from common.record import row_records
-from common.result import Row
+from common.report import card, metrics, record
+from common.report.card import card as printed
+from common.report.metrics import METRICS, Metric
+from common.report.record import row_records
+from common.report.result import Row
 from common.runtime.iteration import BOTH, FORWARD
 from tests.helpers.made_results import finished, row
 
