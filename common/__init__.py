@@ -5,7 +5,7 @@ block: config, precision, sdpa_backends, parameters, workload, evidence, traits,
 emulation;
 runtime: sources, machine, exclusive, timing, rounds, iteration, energy, limit, peaks, compiler, engine, replay;
 report: result, metrics, card, record, record_file;
-subject, measurement, cases, progress, attribution, session;
+measure: subject, measurement, cases, progress, attribution, session;
 command_line, run.
 """
 from . import signals as signals  # first of all: from here on Ctrl-C is one line

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import torch
 
-from . import measurement
 from .block import steps
 from .block.config import DTYPES, FP8_WEIGHTS
 from .block.steps import Step
 from .block.traits import amp_default
-from .cases import Group, block_case
 from .command_line import (
     Parser,
     check_seed,
@@ -26,6 +24,9 @@ from .command_line import (
     shape_arguments,
     tell,
 )
+from .measure import measurement
+from .measure.cases import Group, block_case
+from .measure.session import Session
 from .outcome import EXIT
 from .report.card import card
 from .report.record import peak_records, record
@@ -33,7 +34,6 @@ from .report.record_file import RecordFile, WriteError
 from .runtime import compiler, timing
 from .runtime.exclusive import alone, process_seconds
 from .runtime.iteration import LAUNCHES
-from .session import Session
 
 MAX_SECONDS = {"cuda": timing.StopRule.max_seconds, "cpu": 3.0}           # a card should come within a minute
 

@@ -20,8 +20,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from benchmarks import studies
 from benchmarks.show import study as frame
-from common import subject
 from common.block import precision, traits
+from common.measure import subject
 from common.runtime import compiler as compilers
 from common.runtime import engine, limit, timing
 from tests.helpers.made_results import sustained

@@ -23,15 +23,16 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from common import attribution, parameters, steps
+from common import parameters, steps
 from common.block.config import DTYPES, BlockConfig, dtype_name
 from common.block.traits import BY_HAND
+from common.measure import attribution
+from common.measure.session import Entry, Session
+from common.measure.subject import BlockSubject, Subject, calibrate
 from common.outcome import in_a_line
 from common.report.record import record
 from common.runtime import compiler
 from common.runtime.iteration import BOTH, FORWARD, MODES
-from common.session import Entry, Session
-from common.subject import BlockSubject, Subject, calibrate
 
 METRICS = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum"}
 Launch = dict[str, Any]                # of a kernel, copy or fill: name, bytes read, bytes written

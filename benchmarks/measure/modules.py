@@ -22,14 +22,14 @@ from benchmarks.measure.truth import Truth
 from benchmarks.records.read import Run, paired, runs, verdict
 from common.block import oracle
 from common.block.config import dtype_name
-from common.cases import Case, Group, Setting
 from common.command_line import hush
+from common.measure.cases import Case, Group, Setting
+from common.measure.session import Session
+from common.measure.subject import Subject
 from common.outcome import Failed
 from common.phases import Phase
 from common.report.result import Result
 from common.runtime.iteration import FORWARD, MODES
-from common.session import Session
-from common.subject import Subject
 from common.text import figures, html, number, ratio, table
 
 __all__ = ["Comparison", "compare", "validate"]

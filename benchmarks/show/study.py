@@ -12,13 +12,13 @@ from benchmarks.show import charts as drawing
 from benchmarks.show import tables
 from benchmarks.show.charts import Charts
 from benchmarks.show.tables import Column
-from common.cases import Group
 from common.command_line import Parser, early_ends, tell
+from common.measure.cases import Group
+from common.measure.session import Session
 from common.outcome import EXIT
 from common.phases import Phase
 from common.report.record import Record
 from common.runtime import compiler, exclusive
-from common.session import Session
 
 Options = argparse.Namespace
 

@@ -27,7 +27,7 @@ from benchmarks.show.tables import ERROR, LAUNCH, LAUNCHES, MS, STATUS, Column, 
 from common import steps
 from common.block.config import BlockConfig
 from common.block.traits import BY_HAND, DELAYED, FUSED, Traits
-from common.cases import Case, Group, block_case
+from common.measure.cases import Case, Group, block_case
 from common.report.record import Record
 from common.runtime import compiler, machine
 from common.runtime.iteration import BOTH, MODES

@@ -31,8 +31,9 @@ from common.block import block_work, memory, oracle
 from common.block.config import LAYER_NORM_EPS, BlockConfig
 from common.block.traits import BY_HAND, DELAYED, FUSED, Traits
 from common.block.workload import Workload
-from common.cases import Case, Group, Setting
 from common.command_line import Parser
+from common.measure.cases import Case, Group, Setting
+from common.measure.subject import Subject
 from common.outcome import Failed
 from common.phases import Phase
 from common.report.metrics import SHARE
@@ -41,7 +42,6 @@ from common.report.result import Result
 from common.runtime import compiler, engine, machine
 from common.runtime.iteration import BOTH, MODES
 from common.runtime.peaks import BURST
-from common.subject import Subject
 from common.text import figures, number, ratio, table
 
 WAYS = {  # how a part is written -> its traits; all compute in the dtype of their parameters

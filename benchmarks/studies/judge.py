@@ -23,10 +23,10 @@ from benchmarks.records.read import Run, extra, latest
 from benchmarks.show.study import Options, Study, exit_status, open_session, register
 from common.block.config import dtype_name
 from common.command_line import tell
+from common.measure.session import Session
 from common.phases import Phase
 from common.report.record import Record, record
 from common.report.result import Result
-from common.session import Session
 from common.text import table
 
 MEANING = "meaning"

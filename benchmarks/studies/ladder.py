@@ -27,8 +27,8 @@ from benchmarks.show.tables import Column, Context
 from benchmarks.show.traffic import traffic
 from common import steps
 from common.block.config import BlockConfig, dtype_name
-from common.cases import Case, Group, step_case
 from common.command_line import Parser, tell
+from common.measure.cases import Case, Group, step_case
 from common.outcome import EXIT
 from common.phases import Phase
 from common.report.metrics import LIMIT, Metric

@@ -37,8 +37,8 @@ from common import parameters, steps
 from common.block.config import LAYER_NORM_EPS, BlockConfig, dtype_name
 from common.block.precision import compile_gradient_casts, float32_matmul_precision
 from common.block.traits import DELAYED, DYNAMIC, FUSED, Traits
-from common.cases import Case, Group, block_case, step_case
 from common.command_line import Parser
+from common.measure.cases import Case, Group, block_case, step_case
 from common.report.record import Record
 from common.runtime import compiler, engine, rounds
 from common.runtime.iteration import BOTH, MODES

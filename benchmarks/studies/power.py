@@ -29,14 +29,14 @@ from common.block import block_work, oracle
 from common.block.config import BlockConfig
 from common.block.traits import Arithmetic, amp_default
 from common.block.workload import Workload
-from common.cases import Case, Group, Setting, block_case
+from common.measure.cases import Case, Group, Setting, block_case
+from common.measure.subject import BlockSubject, Subject, require
 from common.phases import Phase
 from common.report import metrics
 from common.report.record import Record, record
 from common.report.result import Result
 from common.runtime import peaks
 from common.runtime.iteration import BOTH, FORWARD, LAUNCHES, MODES
-from common.subject import BlockSubject, Subject, require
 from common.text import NOT_AVAILABLE, figures, ratio
 
 DATA = RANDOM, INITIAL, ZEROS = ("random", "initial", "zeros")

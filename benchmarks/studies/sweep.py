@@ -22,15 +22,15 @@ from benchmarks.show.study import Options, Study, open_session, register, show
 from benchmarks.show.tables import framed, joules
 from common import parameters, steps
 from common.block.config import PRESETS, BlockConfig, dtype_name
-from common.cases import Group, step_case
 from common.command_line import SIZES, Parser, open_records
+from common.measure.cases import Group, step_case
+from common.measure.session import Session
 from common.outcome import EXIT
 from common.report.metrics import PEAK_MEMORY
 from common.report.record import Record, record
 from common.report.result import LAUNCH_BOUND, Result
 from common.runtime import exclusive, machine, timing
 from common.runtime.iteration import BOTH, MODES
-from common.session import Session
 from common.text import NOT_AVAILABLE, figures, table
 
 AXES = {"batch_size": "B", "seq_len": "S", "hidden_size": "E"}

@@ -19,13 +19,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import PRESETS, measurement, parameters, run, steps, subject
+from common import PRESETS, parameters, run, steps
 from common.block import block_work, evidence, memory, oracle
+from common.measure import measurement, subject
+from common.measure.session import Session
 from common.report.record_file import RecordFile, WriteError
 from common.report.result import Result
 from common.runtime import compiler, limit, machine, timing
 from common.runtime.iteration import BOTH, MODES
-from common.session import Session
 from tests.helpers.made_results import sustained
 from tests.helpers.said import card_value, one_line
 

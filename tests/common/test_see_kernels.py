@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import PRESETS, measurement, steps
+from common import PRESETS, steps
 from common.block import evidence
 from common.block.traits import Traits
+from common.measure import measurement
 from common.outcome import Failed
 from common.report.result import Compilation, Result
 from common.runtime import compiler, machine

@@ -5,10 +5,11 @@ import sys
 import pytest
 import torch
 
-from common import parameters, steps, subject
+from common import parameters, steps
 from common.block import oracle
 from common.block.config import BlockConfig
-from common.subject import BlockSubject
+from common.measure import subject
+from common.measure.subject import BlockSubject
 
 STEPS = tuple(step.number for step in steps.ALL)
 NAMES = tuple(parameters.shapes(BlockConfig(1, 1, 4, 1)))

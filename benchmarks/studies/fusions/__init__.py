@@ -36,8 +36,8 @@ from benchmarks.studies.fusions import tables
 from benchmarks.studies.fusions.subjects import COPY, CopySubject, OperationSubject, clock_for, copying, finish
 from common.block.config import dtype_name
 from common.block.workload import Workload
-from common.cases import Case, Group, Setting
 from common.command_line import Parser, tell
+from common.measure.cases import Case, Group, Setting
 from common.outcome import EXIT
 from common.phases import Phase
 from common.report.record import Record

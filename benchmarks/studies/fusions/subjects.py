@@ -9,12 +9,12 @@ from torch import Tensor
 from benchmarks.kernels.operations import Experiment, least_bytes, least_flops
 from common.block.config import dtype_name
 from common.block.workload import ATTENTION, COPY, Operation, Workload
+from common.measure.subject import Subject
 from common.report.record import Record, record
 from common.report.result import Result
 from common.runtime import iteration, replay, timing
 from common.runtime.iteration import BACKWARD, FORWARD, Iteration
 from common.runtime.peaks import BURST
-from common.subject import Subject
 
 MOST_COPIES = 64                       # of an operation's tensors: small ones stay in a cache all the same
 BEYOND = 4                             # times the last cache, which keeps some of what is only a little larger than it

@@ -10,10 +10,10 @@ import torch
 from benchmarks.measure import counters
 from benchmarks.records.read import case, extra, values
 from common import steps
-from common.cases import step_case
+from common.measure.cases import step_case
+from common.measure.session import Entry
 from common.report.result import Result
 from common.runtime.iteration import BOTH, FORWARD, MODES
-from common.session import Entry
 from tests.helpers.made_records import CPU_CONFIG, GPU
 
 pytestmark = pytest.mark.unit

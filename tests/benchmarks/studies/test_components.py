@@ -9,10 +9,11 @@ from benchmarks.measure import options
 from benchmarks.measure.modules import compare
 from benchmarks.records.read import read, runs
 from benchmarks.studies import components
-from common import PRESETS, BlockConfig, measurement, parameters
+from common import PRESETS, BlockConfig, parameters
 from common.block import block_work, oracle
 from common.block.traits import Arithmetic
-from common.cases import Setting
+from common.measure import measurement
+from common.measure.cases import Setting
 from common.report.result import Result, Row
 from common.runtime import compiler, limit, machine
 from common.runtime.iteration import BOTH, FORWARD, MODES

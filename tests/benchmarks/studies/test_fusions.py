@@ -18,7 +18,7 @@ from benchmarks.studies import fusions
 from benchmarks.studies.fusions import subjects, tables
 from benchmarks.studies.fusions.subjects import COPY, CopySubject, OperationSubject
 from common import BlockConfig
-from common.cases import Setting
+from common.measure.cases import Setting
 from common.report.record import record
 from common.report.result import Result, Row
 from common.runtime import limit, timing

@@ -13,8 +13,8 @@ from benchmarks.show import study as frame
 from benchmarks.studies import peers
 from common import PRESETS, BlockConfig, parameters, steps
 from common.block import evidence
+from common.measure.session import Session
 from common.runtime.iteration import BOTH, FORWARD
-from common.session import Session
 from tests.helpers.blocks import case, errors, worst
 from tests.helpers.made_records import both, made
 from tests.helpers.said import one_line

@@ -11,7 +11,7 @@ from benchmarks.records.read import read, runs
 from benchmarks.studies import power
 from common import BlockConfig, parameters, steps
 from common.block.traits import Traits
-from common.cases import Setting
+from common.measure.cases import Setting
 from common.outcome import Failed
 from common.report.record import record
 from common.report.result import Result

@@ -15,8 +15,8 @@ from benchmarks.show import study as frame
 from benchmarks.show.charts import is_of, plt
 from benchmarks.show.study import Study
 from common import steps
-from common.cases import Case, Group, step_case
 from common.command_line import Parser
+from common.measure.cases import Case, Group, step_case
 from common.runtime import compiler, exclusive
 from tests.helpers.made_records import both, made
 

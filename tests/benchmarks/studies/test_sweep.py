@@ -14,12 +14,12 @@ from benchmarks.show import study as frame
 from benchmarks.studies import sweep
 from common import PRESETS, parameters, steps
 from common.block import memory
+from common.measure.session import Session
 from common.report.record import PARTS, record
 from common.report.record_file import RecordFile
 from common.report.result import Result
 from common.runtime import rounds, timing
 from common.runtime.iteration import BOTH, FORWARD, MODES
-from common.session import Session
 from tests.helpers.made_records import CPU_CONFIG, FACTS, GPU, both, copied, made
 from tests.helpers.said import one_line
 
@@ -505,7 +505,7 @@ def test_a_sweep_of_which_nothing_could_be_measured_has_failed(main, monkeypatch
 def test_a_size_that_does_not_fit_is_no_failure(main, monkeypatch):
     """It is a point."""
     needed = memory.needed
-    monkeypatch.setattr("common.cases.memory.needed",
+    monkeypatch.setattr("common.measure.cases.memory.needed",
                         lambda config, *rest: 2**60 if config.seq_len == 32 else needed(config, *rest))
     status, out, _ = main("--axis", "seq_len", "--values", "16,32", "--rounds", 6)
     assert status == 0 and rows_beginning(out, 32) == [["32", "oom", "oom"]] * 2

@@ -8,20 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common import PRESETS, measurement, steps
+from common import PRESETS, steps
 from common.block.config import dtype_name
 from common.block.evidence import Evidence
 from common.block.traits import amp_default
 from common.block.workload import Operation, Workload
-from common.cases import Case, Group
+from common.measure import measurement
+from common.measure.cases import Case, Group
+from common.measure.session import Entry, Session
+from common.measure.subject import Subject
 from common.report.card import card
 from common.report.result import Compilation, Result, Row
 from common.runtime import timing
 from common.runtime.iteration import BOTH, LAUNCHES, MODES
 from common.runtime.peaks import YARDSTICKS
 from common.runtime.timing import Timing
-from common.session import Entry, Session
-from common.subject import Subject
 from tests.helpers.made_results import (
     CPU,
     EMULATED,

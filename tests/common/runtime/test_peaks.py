@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from common import BlockConfig, measurement, steps
+from common import BlockConfig, steps
 from common.block.block_work import work_in
 from common.block.traits import Arithmetic
 from common.block.workload import ATTENTION, MATMUL, Operation, Workload
-from common.cases import Case
+from common.measure import measurement
+from common.measure.cases import Case
+from common.measure.session import Entry, Session
+from common.measure.subject import BlockSubject
 from common.report.result import Result, Row
 from common.runtime import limit
 from common.runtime import peaks as peaks_module
@@ -38,8 +41,6 @@ from common.runtime.peaks import (
     steady,
 )
 from common.runtime.timing import Timing
-from common.session import Entry, Session
-from common.subject import BlockSubject
 from tests.helpers.made_results import CPU as CPU_FACTS
 
 pytestmark = pytest.mark.unit

@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 
-from .block import block_work, memory
-from .block.config import BlockConfig
-from .block.steps import Step
-from .block.traits import Traits, amp_default
-from .block.workload import Workload
-from .report.record import Record
-from .report.result import Result
-from .runtime import timing
-from .runtime.iteration import MODES
+from ..block import block_work, memory
+from ..block.config import BlockConfig
+from ..block.steps import Step
+from ..block.traits import Traits, amp_default
+from ..block.workload import Workload
+from ..report.record import Record
+from ..report.result import Result
+from ..runtime import timing
+from ..runtime.iteration import MODES
 from .subject import Build, Subject, prepare
 
 

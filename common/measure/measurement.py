@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from .block import evidence
-from .block.workload import Workload
-from .outcome import Failed
-from .report.result import Result, Row
-from .runtime import compiler, energy, limit, machine, timing
-from .runtime.iteration import BOTH, Iteration
-from .runtime.peaks import BURST, DATA_SHEET, YARDSTICKS, MeasuredPeaks
+from ..block import evidence
+from ..block.workload import Workload
+from ..outcome import Failed
+from ..report.result import Result, Row
+from ..runtime import compiler, energy, limit, machine, timing
+from ..runtime.iteration import BOTH, Iteration
+from ..runtime.peaks import BURST, DATA_SHEET, YARDSTICKS, MeasuredPeaks
 from .subject import Subject
 
 NOT_A_GPU = "CUDA graphs need a GPU"

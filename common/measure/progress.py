@@ -4,8 +4,8 @@ import time
 
 from tqdm import tqdm
 
-from .phases import Phase
-from .runtime import exclusive
+from ..phases import Phase
+from ..runtime import exclusive
 
 # What the time of a run is for -> the phases that it goes to.
 PURPOSES = {

@@ -14,19 +14,19 @@ from dataclasses import dataclass
 
 import torch
 
+from ..block.config import BlockConfig, dtype_name
+from ..outcome import Failed, is_out_of_memory, judged
+from ..phases import Phase
+from ..report.record import Record, check_records, peak_records, record, row_records, status_record
+from ..report.record_file import RecordFile
+from ..report.result import Result, Row
+from ..runtime import compiler, engine, machine, rounds, timing
+from ..runtime.iteration import BOTH, LAUNCHES, Iteration
+from ..runtime.peaks import MeasuredPeaks
 from . import attribution, measurement
-from .block.config import BlockConfig, dtype_name
 from .cases import Case, Group, Setting
 from .measurement import Work
-from .outcome import Failed, is_out_of_memory, judged
-from .phases import Phase
 from .progress import Progress
-from .report.record import Record, check_records, peak_records, record, row_records, status_record
-from .report.record_file import RecordFile
-from .report.result import Result, Row
-from .runtime import compiler, engine, machine, rounds, timing
-from .runtime.iteration import BOTH, LAUNCHES, Iteration
-from .runtime.peaks import MeasuredPeaks
 from .subject import Subject
 
 WARM_UP_ROUNDS = 2

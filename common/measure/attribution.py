@@ -17,9 +17,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler import profile, record_function
 
-from .outcome import in_a_line
-from .report.record import PARTS
-from .runtime import rounds, timing
+from ..outcome import in_a_line
+from ..report.record import PARTS
+from ..runtime import rounds, timing
 
 # First match decides; what matches none is "residual and other". Kernel names as seen on Hopper with CUDA 13, those of
 # torch.compile say which operations were fused: one that holds a LayerNorm or a GELU is counted there, with whatever

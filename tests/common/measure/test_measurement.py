@@ -4,13 +4,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import PRESETS, measurement
-from common.cases import Case, Group
+from common import PRESETS
+from common.measure import measurement
+from common.measure.cases import Case, Group
+from common.measure.session import Entry, Session
 from common.report.result import Result, Row
 from common.runtime import compiler, machine, timing
 from common.runtime.iteration import BOTH, FORWARD, Iteration
 from common.runtime.timing import EventClock, HostClock, StopRule, Timing
-from common.session import Entry, Session
 from tests.helpers.made_results import CPU, H200, SAMPLES
 
 pytestmark = pytest.mark.unit

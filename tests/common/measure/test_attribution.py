@@ -10,9 +10,10 @@ from torch.autograd import DeviceType
 
 from benchmarks.records import RESULTS
 from benchmarks.records.read import extra
-from common import PRESETS, attribution, parameters, steps
-from common.attribution import IDLE, OTHER, credit
+from common import PRESETS, parameters, steps
 from common.block import evidence
+from common.measure import attribution
+from common.measure.attribution import IDLE, OTHER, credit
 from common.report.record import PARTS
 from common.runtime import iteration, machine, replay, rounds, timing
 from common.runtime.iteration import BOTH, FORWARD

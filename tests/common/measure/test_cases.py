@@ -2,10 +2,11 @@
 import pytest
 import torch
 
-from common import PRESETS, cases, steps
+from common import PRESETS, steps
 from common.block import memory
 from common.block.traits import Traits
-from common.cases import Case, Group, Setting, block_case, step_case
+from common.measure import cases
+from common.measure.cases import Case, Group, Setting, block_case, step_case
 from common.report.result import Result
 from common.runtime import timing
 from common.runtime.iteration import MODES

@@ -3,8 +3,8 @@ import time
 
 import pytest
 
+from common.measure.progress import PURPOSES, Progress
 from common.phases import Phase
-from common.progress import PURPOSES, Progress
 from common.runtime import exclusive
 
 pytestmark = pytest.mark.unit

@@ -8,20 +8,21 @@ import pytest
 import torch
 
 from benchmarks.records.read import Run, extra, latest, paired, runner
-from common import PRESETS, attribution, measurement, session, steps, subject
+from common import PRESETS, steps
 from common.block import evidence
 from common.block.evidence import Evidence
 from common.block.traits import Traits
 from common.block.workload import Operation, Workload
-from common.cases import Case, Group, block_case, step_case
+from common.measure import attribution, measurement, session, subject
+from common.measure.cases import Case, Group, block_case, step_case
+from common.measure.progress import PURPOSES
+from common.measure.session import Calibration, Entry, RowKey, Session, Work
 from common.outcome import Failed
 from common.phases import Phase
-from common.progress import PURPOSES
 from common.report.record_file import RecordFile
 from common.report.result import Compilation, Result, Row
 from common.runtime import compiler, limit, machine, peaks, rounds, timing
 from common.runtime.iteration import BOTH, FORWARD, LAUNCHES, MODES, Iteration
-from common.session import Calibration, Entry, RowKey, Session, Work
 from tests.helpers.made_records import CPU_CONFIG, FACTS
 
 unit, integration = pytest.mark.unit, pytest.mark.integration

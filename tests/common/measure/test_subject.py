@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from common import BlockConfig, measurement, parameters, steps, subject
+from common import BlockConfig, parameters, steps
 from common.block import block_work, oracle
 from common.block.traits import DYNAMIC, Traits
+from common.measure import measurement, subject
 from common.outcome import Failed
 from common.report.result import Result, Row
 from common.runtime import compiler

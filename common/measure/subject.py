@@ -9,14 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .block import block_work, oracle, parameters
-from .block.config import BlockConfig, dtype_name
-from .block.workload import Workload
-from .outcome import Failed
-from .phases import Phase
-from .report.result import Compilation, Result
-from .runtime import compiler, engine, iteration, replay
-from .runtime.iteration import BOTH, FORWARD, Iteration
+from ..block import block_work, oracle, parameters
+from ..block.config import BlockConfig, dtype_name
+from ..block.workload import Workload
+from ..outcome import Failed
+from ..phases import Phase
+from ..report.result import Compilation, Result
+from ..runtime import compiler, engine, iteration, replay
+from ..runtime.iteration import BOTH, FORWARD, Iteration
 
 Build = Callable[[BlockConfig, dict[str, Tensor], torch.device], nn.Module]
 
