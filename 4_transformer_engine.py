@@ -9,10 +9,10 @@ As in Transformer Engine's own layer, the residual is in autocast's 16 bits; y c
 from types import ModuleType
 
 from common import BlockConfig, parameters
-from common.runtime import engine
 from common.block.config import LAYER_NORM_EPS
 from common.block.precision import compile_gradient_casts, float32_matmul_precision
 from common.run import run
+from common.runtime import engine
 
 import torch
 from torch import Tensor, nn

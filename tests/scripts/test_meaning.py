@@ -1,7 +1,7 @@
 """Every step computes the same function: held against plain mathematics in FP64, where no rounding can hide a mistake.
 
 1e-9 is a million times FP64's rounding (1e-15 is what correct code shows) and below everything a wrong block does
-(tests/common/test_wrong_blocks.py): an epsilon of 1e-6 for 1e-5, the mildest of these, is off by 1e-6.
+(tests/common/block/test_wrong_blocks.py): an epsilon of 1e-6 for 1e-5, the mildest of these, is off by 1e-6.
 """
 import pytest
 import torch

@@ -108,7 +108,7 @@ def test_who_is_told_to_end_removes_the_private_caches(number, tmp_path):
 import os, shutil, signal
 for number in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
-from common import compiler
+from common.runtime import compiler
 compiler.use_private_caches()
 print(os.environ["TORCHINDUCTOR_CACHE_DIR"], flush=True)
 remove = shutil.rmtree

@@ -27,7 +27,7 @@ GPU = torch.device("cuda")
 
 PACKAGE = """
 import os
-from common import machine
+from common.runtime import machine
 found = machine.cudnn_libraries()
 names = {path.name.partition(".")[0] for path in found}
 print("imported beside", os.environ["CUDNN_HOME"], *{str(path.parent) for path in found},
@@ -42,7 +42,8 @@ LOOK = """
 import os, sys
 import torch
 import common.run
-from common import BlockConfig, engine, parameters, steps
+from common import BlockConfig, parameters, steps
+from common.runtime import engine
 config = BlockConfig(2, 32, 32, 4)
 values = parameters.seeded(config)
 for step in steps.ALL:

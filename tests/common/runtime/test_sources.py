@@ -69,14 +69,14 @@ def test_this_trees_sources_are_in_its_facts(monkeypatch):
     monkeypatch.setattr(sources, "commit", lambda: "a commit")
     facts = machine.facts(machine.torch.device("cpu"))
     assert (facts["sources"], facts["git"]) == ("a digest", "a commit")
-    assert steps.ROOT / "common" / "sources.py" in sources.files()
+    assert steps.ROOT / "common" / "runtime" / "sources.py" in sources.files()
     assert steps.load(0).path in sources.files()
 
 
 @pytest.fixture
 def repository(tmp_path) -> Path:
     """A checkout of one commit: a source, a page, recorded runs."""
-    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "runtime").mkdir(parents=True)
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     for name in ("common/runtime/machine.py", "README.md", "common/README.md", "benchmarks/results/a.jsonl"):
         (tmp_path / name).write_text("a")
@@ -95,7 +95,7 @@ def test_a_changed_checkout_is_told_apart_by_how(repository):
     assert sources.commit(repository) == commit
     changed = []
     for text in (b"b", b"\xe9", b"b"):
-        (repository / "common" / "machine.py").write_bytes(text)
+        (repository / "common" / "runtime" / "machine.py").write_bytes(text)
         changed.append(sources.commit(repository))
     first, second, again = changed
     assert first == again != second and all(name.startswith(f"{commit}+") for name in changed)
