@@ -72,7 +72,7 @@ def _peak_memory(subject: Subject, iteration: Iteration, device: torch.device) -
 def read_state(work: Work, row: Row, result: Result, device: torch.device, ms: float, metered: bool) -> None:
     """The machine's state while it does what takes `ms`, and where the row is `metered` the joules of that.
 
-    On a GPU the work runs for 150 ms or three times: clocks follow it. Metered it runs for a second or two. A run is
+    On a GPU the work runs for 150 ms or three times: clocks follow it. Metered it runs for some three seconds. A run is
     throttled by what throttled any of its rows.
     """
     if device.type != "cuda":
@@ -130,7 +130,7 @@ def say_peaks(result: Result, peaks: MeasuredPeaks) -> None:
 
 
 def _steadily(device: torch.device, work: Work, row: Row, ms: float) -> None:
-    """Run what takes `ms` for a second or two without a pause: energy and machine state of `row`."""
+    """Run what takes `ms` for some three seconds without a pause: energy and machine state of `row`."""
     count = max(3, math.ceil(1e3 * energy.seconds_needed() / ms))
 
     def repeat() -> None:

@@ -1,7 +1,7 @@
-"""Joules of an iteration, by the GPU's own energy counter, held against its power readings of the same second.
+"""Joules of an iteration, by the GPU's own energy counter, held against its power readings of the same time.
 
-The counter of a data-centre GPU moves every tenth of a second. So energy is counted from one of its moves to another, a
-second or more apart, while the same work runs without a pause.
+The counter of a data-centre GPU moves every tenth of a second. So energy is counted from one of its moves to another,
+two seconds or more apart, while the same work runs without a pause.
 """
 import itertools
 import statistics
@@ -14,7 +14,7 @@ import torch
 
 from . import machine
 
-SECONDS = 1.0              # between the two moves, at the least: a power controller swings with about that period
+SECONDS = 2.0              # between the two moves, at the least: a power controller swings with a period of about one
 SETTLE_SECONDS = 0.2       # before the first: the clocks follow the work, and a move tells of the time before it
 _WAIT_SECONDS = 0.25       # until the counter has moved, at either end
 _POLL_SECONDS = 0.005
@@ -83,10 +83,11 @@ def energy_of(readings: list[Reading], began: float, ended: float, iteration_sec
         raise NoEnergy("the energy counter stood still")
     seconds = moves[-1].seconds - moves[0].seconds
     watts = (moves[-1].joules - moves[0].joules) / seconds
-    powers = [move.watts for move in moves[1:] if move.watts is not None]
+    from_here = moves[0].seconds + (1.0 if averaged else 0.0)
+    powers = [move.watts for move in moves[1:] if move.watts is not None and move.seconds >= from_here]
     sampled = None
     if powers:
-        sampled = powers[-1] if averaged else statistics.mean(powers)
+        sampled = statistics.mean(powers)
         if abs(watts - sampled) > _AGREE * sampled:
             raise NoEnergy(f"the energy counter says {watts:.0f} W, the power readings {sampled:.0f} W")
     return Energy(watts * iteration_seconds, watts, sampled, seconds)

@@ -12,13 +12,13 @@ from common.runtime.energy import NoEnergy, Reading, energy_of
 pytestmark = pytest.mark.unit
 
 GPU = torch.device("cuda")
-BEGAN, ENDED = 100.0, 102.0
+BEGAN, ENDED = 100.0, 103.0
 
 
 def steady(watts: float = 500.0, power: float | None = 500.0) -> list[Reading]:
     """What a counter says that moves every tenth of a second, from before the work until behind it."""
     readings = []
-    for number in range(26):
+    for number in range(36):
         readings.append(Reading(BEGAN - 0.25 + 0.1 * number, 1e6 + 0.1 * watts * number, power))
     return readings
 
@@ -60,14 +60,13 @@ def test_without_a_power_sensor_the_counter_stands_alone():
     assert used.watts == pytest.approx(500.0) and used.sampled_watts is None
 
 
-def test_of_readings_that_are_averages_the_last_one_counts():
+def test_readings_that_are_averages_of_a_second_count_a_second_after_the_first_move():
     """The earlier ones hold what ran before."""
-    inside = [reading for reading in steady() if reading.seconds <= ENDED]
-    rising = [Reading(reading.seconds, reading.joules, 510.0 - 20.0 * (len(inside) - number))
-              for number, reading in enumerate(inside, 1)]
-    assert of(rising, averaged=True).sampled_watts == 510.0
+    mixed = [Reading(reading.seconds, reading.joules, 0.0 if reading.seconds < BEGAN + 1.2 else 510.0)
+             for reading in steady()]
+    assert of(mixed, averaged=True).sampled_watts == 510.0
     with pytest.raises(NoEnergy):
-        of(rising)
+        of(mixed)
 
 
 # ------------------------------------------------------------------------------------------- what can't be believed
