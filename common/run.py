@@ -179,20 +179,29 @@ def _measure_and_report(step: Step, options: argparse.Namespace) -> int:
     session = Session("step", options.device, rule, options.seed, file=file, refused=refused, trace=options.profile)
     case = block_case(step.name, step.build, options.config, step.traits, options.device,
                       parameter_dtype=options.parameter_dtype, step=step.number)
+    no_room_left = ""
     try:
         with alone(options.device, script):
-            session.measure(Group([case], metered=True, sustained=True, labelled=True))
-        result = session.entries[0].result
-        if result.status == "ok":
-            session.write(peak_records(result, session.peaks))
-            if seconds := process_seconds():               # from the process's start to the card
-                session.write([record(result, "wall time", "s", [seconds], "run")])
+            session.measure(Group([case], metered=True, sustained=True, times_emulation=True))
+        _write_the_last(session)
     except WriteError as error:               # the card tells what was measured until then
-        result = session.entries[0].result
-        result.status, result.reason = "failed", no_room(file, error)
+        no_room_left = no_room(file, error)
     session.progress.finish()
+    result = session.entries[0].result
+    if no_room_left:
+        result.status, result.reason = "failed", no_room_left
     result.autocast_off = options.autocast_off
     tell(card(result))
     if result.status != "ok":
         print(f"{script}: {result.status}: {result.reason}", file=sys.stderr)
     return EXIT[result.status]
+
+
+def _write_the_last(session: Session) -> None:
+    """What is known at the end of a run that went well: the peaks, and the seconds from the process's start."""
+    result = session.entries[0].result
+    if result.status != "ok":
+        return
+    session.write(peak_records(result, session.peaks))
+    if seconds := process_seconds():
+        session.write([record(result, "wall time", "s", [seconds], "run")])

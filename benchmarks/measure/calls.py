@@ -63,6 +63,11 @@ class Inputs:
         args, kwargs = pytree.tree_map_only(Tensor, copied, (self.args, dict(self.kwargs)))
         return Inputs(args, kwargs)
 
+    @property
+    def device(self) -> torch.device:
+        """That of the first tensor."""
+        return next(iter(self.named().values())).device
+
     def off_by_a_rounding(self, seed: int, tf32: bool = False) -> "Inputs":
         """Copies of which each floating element is a rounding larger, smaller or neither; of FP32 ones TF32's."""
         generator = torch.Generator().manual_seed(seed)

@@ -111,8 +111,8 @@ class Truth:
         A ReLU or a max-pool near its kink falls to the other side then, and moves whole gradients: nobody's mistake.
         By default cuDNN may round what a convolution in FP32 takes to TF32, and does for one memory format alone.
         """
-        device = next(iter(self.work.inputs.named().values())).device.type
-        tf32 = numerics == "tf32" or (device == "cuda" and torch.backends.cudnn.allow_tf32)
+        on_gpu = self.work.inputs.device.type == "cuda"
+        tf32 = numerics == "tf32" or (on_gpu and torch.backends.cudnn.allow_tf32)
         found = self.own(numerics)
         kind = None if numerics == "float8" else numerics
         for number in range(PERTURBATIONS):
@@ -151,8 +151,7 @@ def multiplying_in(numerics: str | None, inputs: Inputs) -> Iterator[None]:
         finally:
             torch.set_float32_matmul_precision(before)
     else:
-        device = next(iter(inputs.named().values())).device.type
-        with torch.autocast(device, getattr(torch, numerics)):
+        with torch.autocast(inputs.device.type, getattr(torch, numerics)):
             yield
 
 

@@ -287,7 +287,8 @@ def part_case(part: str, way: str, config: BlockConfig, device: torch.device, se
         if traits.compiled and counters["stats"]["unique_graphs"] == graphs:
             raise Failed("torch.compile compiled nothing")
         return subject
-    return Case(part, prepare, config, traits, dtype, {"way": way}, workload=workload)
+    return Case(part, prepare, config, traits, dtype, {"way": way}, workload=workload,
+                that_fits=functools.partial(memory.that_fits, config, traits, device))
 
 
 def calibrate(module: nn.Module, x: Tensor) -> None:

@@ -33,7 +33,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a call, and of its backward. What has no FLOPs counted in it has no limit by them."""
+    """The work of a call, and of its backward. Without operations it has no limit."""
     matmul: str                                        # what most of its matmuls multiply in
     forward: tuple[Operation, ...] = ()
     backward: tuple[Operation, ...] = ()               # what a backward adds

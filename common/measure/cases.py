@@ -1,4 +1,5 @@
 """What a study names: its cases, and which of them are timed side by side."""
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,11 +56,9 @@ def block_case(name: str, build: Build, config: BlockConfig, traits: Traits, dev
         return prepare(build, parameter_dtype, setting.device, setting.seed, result, setting.say,
                        setting.time_compiler)
 
-    def that_fits(total: int) -> str:
-        return memory.that_fits(config, traits, device, total)
     workload = block_work.workload(config, traits, parameter_dtype, device)
     return Case(name, prepare_block, config, traits, parameter_dtype, variant or {}, step=step, missing=missing,
-                workload=workload, that_fits=that_fits)
+                workload=workload, that_fits=functools.partial(memory.that_fits, config, traits, device))
 
 
 def step_case(step: Step, config: BlockConfig, device: torch.device, *, missing: str = "",
@@ -87,7 +86,7 @@ class Group:
     limited: bool = True                   # held against the limits of this machine
     sustained: bool = False                # limits by what the machine sustains too; all cases are then of one shape
     watched: bool = True                   # peak memory and the host's time to launch are measured, too
-    labelled: bool = False                 # an emulation is timed too: its label says that this means nothing
+    times_emulation: bool = False          # though that means nothing: who shows it says so
     may_not_fit: bool = False              # memory that runs out in the rounds ends these cases, not the study
     clock: Callable[[torch.device], timing.Clock] = timing.clock_for
     timed: Callable[[list[tuple[Result, Subject]], str], list[Record]] = lambda timed, mode: []      # what it adds

@@ -107,7 +107,7 @@ class Session:
         Then it lets go of them, unless they are to be kept.
         """
         for case in group.cases:
-            self.prepare(case, group.labelled)
+            self.prepare(case, group.times_emulation)
         self.say(Phase.CALIBRATING, "peaks of this machine")    # now: the rounds fill the memory with graphs
         for entry in self.alive() if group.limited else ():
             self._calibrate(entry, group.sustained)
@@ -137,10 +137,10 @@ class Session:
         if entry.result.status != "ok":
             self.fail(entry, "run", entry.result.status, entry.result.reason)
 
-    def prepare(self, case: Case, labelled: bool = False) -> Entry:
+    def prepare(self, case: Case, times_emulation: bool = False) -> Entry:
         """Build and check a case. What went wrong is the status of its result, and its subject is then None.
 
-        An emulation is an error where it is not `labelled`; where it is, it has no rate and no limit.
+        An emulation is skipped, or where it is to be timed it has no rate and no limit.
         """
         result = Result(case.name, case.config, dtype_name(case.parameter_dtype), self.facts, step=case.step,
                         traits=case.traits, variant=dict(case.variant), work=dict(case.work), study=self.study,
@@ -157,7 +157,7 @@ class Session:
             machine.refuse_beyond_memory(case.bytes_needed, self.device)
             entry.subject = case.prepare(setting, result)
             self.has_compiled = self.has_compiled or compiler.is_compiled(entry.subject.call)
-            if result.emulated and not labelled:
+            if result.emulated and not times_emulation:
                 raise NotImplementedError("emulated: its numerics are real, its time would mean nothing")
             if result.emulated:
                 entry.subject.workload = None

@@ -28,11 +28,6 @@ def ms_by_kind(operations: Iterable[Operation], peaks: Peaks) -> dict[str, float
     return times
 
 
-def limit_ms(operations: Iterable[Operation], peaks: Peaks) -> float:
-    """The same of all kinds together."""
-    return sum(ms_by_kind(operations, peaks).values())
-
-
 def flop_bound(operations: Iterable[Operation], peaks: Peaks) -> float:
     """The share, 0 to 1, of the matmuls' and attention's limit that the FLOPs set; the bytes set the rest."""
     set_by_flops = whole = 0.0

@@ -223,12 +223,11 @@ class Sustained:
 
 def filling(operation: Operation, device: torch.device) -> Operation:
     """The same on so many tokens, or sequences, that launching it takes no time beside it."""
-    place = 1 if operation.layout == "weight gradient" else 0
-    elements = operation.shape[place] * min(size for other, size in enumerate(operation.shape) if other != place)
-    if operation.kind == ATTENTION:
-        elements = math.prod(operation.shape)
-    times = max(1, math.ceil(METHODS[device.type].elements / elements))
+    place = 1 if operation.layout == "weight gradient" else 0            # of the tokens, or the sequences
     shape = list(operation.shape)
+    others = shape[:place] + shape[place + 1:]
+    elements = shape[place] * (math.prod(others) if operation.kind == ATTENTION else min(others))
+    times = max(1, math.ceil(METHODS[device.type].elements / elements))
     shape[place] *= times
     return dataclasses.replace(operation, shape=tuple(shape), flops=times * operation.flops)
 

@@ -74,7 +74,7 @@ def case(name: str, level: str, call: Callable | str, size: Size, options: Optio
     missing = call if isinstance(call, str) else ""
     return Case(name, prepare, options.config, parameter_dtype=dtype, missing=missing,
                 variant={"size": None if missing else list(size), "level": level},
-                workload=Workload(dtype_name(dtype)))
+                workload=Workload(dtype_name(dtype)), that_fits=lambda total: "give fewer rows by --rows")
 
 
 def group(name: str, size: Size, options: Options) -> Group:

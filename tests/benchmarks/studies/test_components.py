@@ -101,6 +101,12 @@ def test_all_ways_of_a_part_share_what_fp64_says_of_it(monkeypatch):
 
 
 @unit
+def test_a_part_that_does_not_fit_is_told_a_shape_that_does():
+    told = components.part_case("MLP", "naive", CONFIG.replace(batch_size=64), CPU, 0).that_fits(2**40)
+    assert told == "--batch-size 32 --seq-len 24 fits"
+
+
+@unit
 def test_a_part_that_is_not_there_is_missing_with_the_reason():
     case_ = components.part_case("MLP", "best known", CONFIG, CPU, 0)
     with pytest.raises(NotImplementedError, match="Transformer Engine needs a GPU"):
@@ -114,7 +120,7 @@ def test_a_part_that_is_not_there_is_missing_with_the_reason():
 def limit_of(name: str, arithmetic, peaks: Peaks, mode: str = FORWARD) -> float:
     """The limit in ms that a row of a part gets."""
     work = components.work_of(name, block_work.work_in(arithmetic, CONFIG))
-    return limit.limit_ms(work.operations(mode), peaks)
+    return sum(limit.ms_by_kind(work.operations(mode), peaks).values())
 
 
 IN_FP8 = Arithmetic("float8", "float16", parameter_bytes=4, activation_bytes=2, operand_bytes=1, weight_bytes=4)

@@ -28,7 +28,7 @@ def work(a: Arithmetic, config: BlockConfig = SMALL) -> Workload:
 
 
 def ms(workload: Workload, peaks: Peaks, mode: str) -> float:
-    return limit.limit_ms(workload.operations(mode), peaks)
+    return sum(limit.ms_by_kind(workload.operations(mode), peaks).values())
 
 
 # --------------------------------------------------------------------------------------------------------- the formula

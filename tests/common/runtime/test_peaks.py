@@ -189,7 +189,7 @@ def memory_alone(bandwidth: float) -> Peaks:
 
 
 def limit_at(peaks: Peaks, mode: str = FORWARD) -> float:
-    return limit.limit_ms(FP32.operations(mode), peaks)
+    return sum(limit.ms_by_kind(FP32.operations(mode), peaks).values())
 
 
 def bound_at(peaks: Peaks, mode: str = FORWARD) -> float:
