@@ -2,6 +2,7 @@
 import sys
 
 TOOLS = {
+    "assistant": "What should you change in your own model, what does it buy, and is it still the same function?",
     "compare": "Is a change between two recorded runs real?",
     "records": "What does a file of records hold, and does this checkout match it?",
     "kernels": "Do the kernels by hand give the same bits twice?",
@@ -20,6 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     # Imported here, behind the check above. `common` comes first of all, and with it Ctrl-C in one line.
     from benchmarks import studies
+    from benchmarks.assistant import command as assistant
     from benchmarks.records import about, compare
     from benchmarks.show import pages
     from benchmarks.show.study import main as run_study
@@ -32,8 +34,10 @@ def main(argv: list[str] | None = None) -> int:
         known = ", ".join([*(study.name for study in studies.every()), *TOOLS])
         usage("benchmarks", f"{name}: there is no such question; give one of {known}")
     study = None
-    if name not in ("compare", "records", "pages"):
+    if name not in ("assistant", "compare", "records", "pages"):
         study = studies.load("fusions" if name == "kernels" else name)
+    if name == "assistant":
+        return assistant.main(rest)
     if name == "compare":
         return compare.main(rest)
     if name == "records":

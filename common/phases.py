@@ -5,6 +5,7 @@ import enum
 class Phase(enum.Enum):
     """One kind of work. Its value is what a person sees, and what a record calls it."""
     STARTING = "starting"
+    READING = "reading the model"
     BUILDING = "building"
     COMPILING = "compiling"
     CHECKING = "checking"

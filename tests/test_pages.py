@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import studies
+from benchmarks.assistant import command as assistant
 from benchmarks.measure import options
 from benchmarks.records import about, compare
 from benchmarks.show import pages
@@ -75,6 +76,8 @@ def parser_of(words: list[str]) -> tuple[Parser, list[str]] | None:
             return compare.parser(), arguments
         if module == "records":
             return about.parser(), arguments
+        if module == "assistant":
+            return assistant.parser(), arguments
         study = studies.load(module)
         parser = options.parser(study.name, study.doc)
         study.add_arguments(parser)

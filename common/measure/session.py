@@ -92,8 +92,11 @@ class Session:
         self.lines += lines
         self.file.write(lines)
 
-    def finish(self, config: BlockConfig) -> str:
-        """Where the wall time went, in two lines; a record holds it too, and others the peaks that were measured."""
+    def finish(self, config: BlockConfig | None) -> str:
+        """Where the wall time went, in two lines; a record holds it too, and others the peaks that were measured.
+
+        `config` is that of the study; None where it is of no block.
+        """
         seconds = self.progress.finish()
         whole = Result("", config, "float32", self.facts, study=self.study, run=self.run)
         self.write([*peak_records(whole, self.peaks),

@@ -17,7 +17,7 @@ import torch
 from .. import signals
 from ..outcome import Failed
 
-RECOMPILE_LIMIT = 1024                     # torch's 8 count over all blocks of a process
+RECOMPILE_LIMIT = 1024                     # torch's 8 count over all blocks of a process, its 256 over all their shapes
 
 
 def missing(device: torch.device) -> str | None:
@@ -37,8 +37,15 @@ def missing(device: torch.device) -> str | None:
 
 def compile_in_place(block: torch.nn.Module) -> None:
     """As step 3 does it: the whole graph, static shapes."""
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    allow_many_graphs()
     block.compile(fullgraph=True, dynamic=False)
+
+
+def allow_many_graphs() -> None:
+    """Beyond its limit Dynamo runs code as it is, and says so in a warning alone."""
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit,
+                                                           RECOMPILE_LIMIT)
 
 
 def is_compiled(module: Callable) -> bool:

@@ -1,0 +1,354 @@
+"""Attention by hand, as it stands in a graph: softmax(scale * q k^T + masks), dropout, times v."""
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from benchmarks.assistant.program import Captured, Unknown, argument, name_of, shape_of
+
+CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous")
+BLOCKED = -1e4                 # scores from here down get weights of zero, in FP64 too
+SOFTMAX = ("softmax", "_softmax")
+PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
+
+
+class Refused(Exception):
+    """Why a softmax is not attention that could be rewritten, in words."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """One mask on the scores.
+
+    Boolean: where `tensor` is `blocks`, the scores become `value`. Else it is added to the scores, times `factor`.
+    """
+    tensor: fx.Node
+    factor: float                            # what the scores are multiplied by after it
+    value: float | None = None               # of a boolean one
+    blocks: bool = True
+
+    @property
+    def is_boolean(self) -> bool:
+        return self.value is not None
+
+    @property
+    def blocks_for_sure(self) -> bool:
+        """Whether what it blocks is left out of the softmax, whatever the scores are."""
+        return self.value is not None and self.factor * self.value <= BLOCKED
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor of the graph, and in which order its dimensions are [..., S, D]; None: as they are."""
+    node: Any
+    order: tuple[int, ...] | None = None
+
+    def put_into(self, nodes: fx.Graph) -> Any:
+        """The node of it as [..., S, D]; a transpose that is already there is taken back."""
+        if self.order is None:
+            return self.node
+        if _swaps_the_last(self.node, len(self.order)) and self.order == _swapped(len(self.order)):
+            return self.node.args[0]
+        return nodes.call_method("permute", (self.node, *self.order))
+
+
+@dataclass
+class Attention:
+    """One attention by hand. The nodes of `chain` stand in the order of the graph."""
+    softmax: fx.Node
+    scores: fx.Node                          # the matmul of queries and keys
+    output: fx.Node                          # the matmul of weights and values
+    query: Operand
+    key: Operand
+    value: Operand
+    order: tuple[int, ...] | None            # of [..., S, D] in the output; None: as it is
+    scale: float
+    masks: list[Mask] = field(default_factory=list)
+    dropout: tuple[float, bool] = (0.0, False)             # rate, and whether it is in training
+    chain: list[fx.Node] = field(default_factory=list)     # all between the two matmuls, both included
+
+    @property
+    def dropout_p(self) -> float:
+        rate, training = self.dropout
+        return rate if training else 0.0
+
+
+def softmaxes(graph: Captured) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op.startswith("call_") and name_of(node) in SOFTMAX]
+
+
+def attention_at(softmax: fx.Node) -> Attention:
+    """The attention around a softmax. Raises Refused with the reason where it is none that could be rewritten."""
+    ndim = len(shape_of(softmax))
+    dim = argument(softmax, 1, "dim", -1)
+    if dim not in (-1, ndim - 1):
+        raise Refused(f"its softmax goes over dimension {dim}, not over the last one")
+    if ndim < 3:
+        raise Refused("its scores have no batch")
+    up = _Upwards(shape_of(softmax))
+    scores = up.walk(softmax.args[0])
+    if scores is None:
+        raise Refused(up.why or "no matmul of queries and keys leads to it")
+    output, dropout, down = _downwards(softmax)
+    query, key = _queries_and_keys(scores)
+    value, order = _values(output)
+    attention = Attention(softmax, scores, output, query, key, value, order, up.scale * _own_scale(scores),
+                          up.masks, dropout, [scores, *reversed(up.chain), softmax, *down, output])
+    _refuse_other_uses(attention)
+    return attention
+
+
+class _Upwards:
+    """From the softmax up to the matmul of queries and keys."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.shape, self.scale, self.why = shape, 1.0, ""
+        self.masks: list[Mask] = []
+        self.chain: list[fx.Node] = []
+
+    def walk(self, node: Any) -> fx.Node | None:
+        """The matmul; None, with the reason in `why`, where something else comes first."""
+        while isinstance(node, fx.Node):
+            name = name_of(node) if node.op.startswith("call_") else node.op
+            if name in PRODUCTS:
+                return node
+            step: Callable[[fx.Node], Any] | None = getattr(self, f"_{name}", None)
+            if name in CASTS:
+                step = _first
+            if step is None:
+                self.why = self.why or f"between the matmul of queries and keys and the softmax stands {name}"
+                return None
+            self.chain.append(node)
+            node = step(node)
+        return None
+
+    def _mul(self, node: fx.Node) -> Any:
+        scores, factor = self._scores_and(node)
+        return self._scaled(scores, factor, 1)
+
+    def _div(self, node: fx.Node) -> Any:
+        return self._scaled(node.args[0], argument(node, 1, "other"), -1)
+
+    def _scaled(self, scores: Any, factor: Any, power: int) -> Any:
+        if not isinstance(factor, (int, float)):
+            self.why = "its scores are multiplied by a tensor"
+            return None
+        self.scale *= factor ** power
+        return scores
+
+    def _add(self, node: fx.Node) -> Any:
+        scores, other = self._scores_and(node)
+        if isinstance(other, fx.Node):
+            self.masks.append(Mask(other, self.scale))
+            return scores
+        self.why = "a number is added to its scores"
+        return None
+
+    def _sub(self, node: fx.Node) -> Any:
+        self.why = "something is taken from its scores"
+        return None
+
+    def _masked_fill(self, node: fx.Node) -> Any:
+        return self._filled(node.args[0], argument(node, 1, "mask"), argument(node, 2, "value"), True)
+
+    def _where(self, node: fx.Node) -> Any:
+        condition, yes, no = (argument(node, place, name)
+                              for place, name in enumerate(("condition", "input", "other")))
+        if shape_of(yes) == self.shape:
+            return self._filled(yes, condition, no, False)
+        return self._filled(no, condition, yes, True)
+
+    def _filled(self, scores: Any, mask: Any, value: Any, blocks: bool) -> Any:
+        value = _number(value)
+        if value is None or not isinstance(mask, fx.Node):
+            self.why = "its mask puts in a tensor"
+            return None
+        self.masks.append(Mask(mask, self.scale, value, blocks))
+        return scores
+
+    def _scores_and(self, node: fx.Node) -> tuple[Any, Any]:
+        """(the operand that has the shape of the scores, the other one)."""
+        first, second = node.args[0], argument(node, 1, "other")
+        if shape_of(first) == self.shape and _leads_to_a_matmul(first):
+            return first, second
+        return second, first
+
+
+def _number(value: Any) -> float | None:
+    """A number, or a tensor in the graph that holds one for sure: full([], v) and the like."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if isinstance(value, fx.Node) and name_of(value) in ("tensor", "full", "scalar_tensor"):
+        inner = argument(value, 1, "fill_value") if name_of(value) == "full" else value.args[0]
+        return float(inner) if isinstance(inner, (int, float)) else None
+    return None
+
+
+def _leads_to_a_matmul(node: Any, depth: int = 12) -> bool:
+    if not isinstance(node, fx.Node) or depth == 0 or not node.op.startswith("call_"):
+        return False
+    if name_of(node) in PRODUCTS:
+        return True
+    passed = (*CASTS, "mul", "div", "add", "masked_fill")
+    if name_of(node) == "where":
+        return any(_leads_to_a_matmul(inner, depth - 1) for inner in node.args[1:])
+    return name_of(node) in passed and any(_leads_to_a_matmul(inner, depth - 1) for inner in node.args)
+
+
+def _first(node: fx.Node) -> Any:
+    return node.args[0]
+
+
+def _queries_and_keys(scores: fx.Node) -> tuple[Operand, Operand]:
+    """The factors of that product."""
+    name = name_of(scores)
+    if name == "einsum":
+        return _of_einsum(scores)
+    if name == "baddbmm":
+        if argument(scores, 3, "beta", 1) != 0:
+            raise Refused("its baddbmm adds a tensor to the scores")
+        query, key = argument(scores, 1, "batch1"), argument(scores, 2, "batch2")
+    else:
+        query, key = scores.args[0], argument(scores, 1, "other" if name == "matmul" else "mat2")
+    return Operand(query), Operand(key, _swapped(len(shape_of(key))))
+
+
+def _of_einsum(scores: fx.Node) -> tuple[Operand, Operand]:
+    first, second, result = _letters(scores)
+    *batch, row, column = list(result)
+    inner = [letter for letter in first if letter not in result]
+    left, right = _operands(scores)
+    if row not in first:
+        (left, first), (right, second) = (right, second), (left, first)
+    wanted = [*batch, row, *inner], [*batch, column, *inner]
+    if sorted(first) != sorted(wanted[0]) or sorted(second) != sorted(wanted[1]):
+        raise Refused(f"its scores are einsum({scores.args[0]!r})")
+    return Operand(left, _order(first, wanted[0])), Operand(right, _order(second, wanted[1]))
+
+
+def _operands(product: fx.Node) -> list[Any]:
+    """Its tensors, in their order."""
+    given = list(product.args[1:] if name_of(product) == "einsum" else product.args)
+    return list(given[0]) if isinstance(given[0], (tuple, list)) else given
+
+
+def _letters(node: fx.Node) -> tuple[str, str, str]:
+    """(of the first operand, of the second, of the result) of an einsum."""
+    equation = str(node.args[0]).replace(" ", "")
+    operands, arrow, result = equation.partition("->")
+    first, _, second = operands.partition(",")
+    if not (arrow and second and (first + second + result).isalpha()):
+        raise Refused(f"its product is einsum({equation!r})")
+    return first, second, result
+
+
+def _order(letters: Sequence[str], wanted: Sequence[str]) -> tuple[int, ...] | None:
+    """Where each wanted letter stands; None where all stand there already."""
+    order = tuple(letters.index(letter) for letter in wanted)
+    return None if order == tuple(range(len(order))) else order
+
+
+def _values(output: fx.Node) -> tuple[Operand, tuple[int, ...] | None]:
+    """(the values, the order of [..., S, D] in the output)."""
+    if name_of(output) != "einsum":
+        return Operand(output.args[1]), None
+    weights, values, result = _letters(output)
+    *batch, row, column = list(weights)
+    width = [letter for letter in values if letter not in weights]
+    wanted = [*batch, column, *width]
+    if sorted(values) != sorted(wanted) or sorted(result) != sorted([*batch, row, *width]):
+        raise Refused(f"its output is einsum({output.args[0]!r})")
+    return Operand(_operands(output)[1], _order(values, wanted)), _order([*batch, row, *width], result)
+
+
+def _swapped(ndim: int) -> tuple[int, ...]:
+    """The order of dimensions with the last two the other way round."""
+    return (*range(ndim - 2), ndim - 1, ndim - 2)
+
+
+def _swaps_the_last(node: Any, ndim: int) -> bool:
+    """Whether a node is a transpose of the last two dimensions."""
+    if not isinstance(node, fx.Node):
+        return False
+    if name_of(node) in ("transpose", "swapaxes"):
+        swapped = {argument(node, 1, "dim0"), argument(node, 2, "dim1")}
+        return {dim % ndim for dim in swapped if isinstance(dim, int)} == {ndim - 1, ndim - 2}
+    if name_of(node) == "permute":
+        dims: Any = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
+        return tuple(dim % ndim for dim in dims) == _swapped(ndim)
+    return False
+
+
+def _own_scale(scores: fx.Node) -> float:
+    return float(argument(scores, 4, "alpha", 1)) if name_of(scores) == "baddbmm" else 1.0
+
+
+def _downwards(softmax: fx.Node) -> tuple[fx.Node, tuple[float, bool], list[fx.Node]]:
+    """(the matmul of weights and values, dropout on the way, the nodes between softmax and it)."""
+    node, dropout = softmax, (0.0, False)
+    down: list[fx.Node] = []
+    while True:
+        if len(node.users) != 1:
+            raise Refused("its weights are used more than once, as where they are returned")
+        (user,) = node.users
+        name = name_of(user) if user.op.startswith("call_") else user.op
+        if name in ("matmul", "bmm", "einsum"):
+            if _operands(user)[0] is not node:
+                raise Refused("its weights are the second factor of a matmul")
+            return user, dropout, down
+        if name == "dropout":
+            dropout = float(argument(user, 1, "p", 0.5)), bool(argument(user, 2, "training", True))
+        elif name == "output":
+            raise Refused("its weights are returned")
+        elif name not in CASTS:
+            raise Refused(f"between the softmax and the matmul with the values stands {name}")
+        node = user
+        down.append(node)
+
+
+def _refuse_other_uses(attention: Attention) -> None:
+    for node in attention.chain[:-1]:
+        if len(node.users) != 1:
+            raise Refused("its scores are used more than once")
+
+
+# ------------------------------------------------------------------------------------------------------------ masks
+
+
+@dataclass(frozen=True)
+class Causal:
+    """A mask that is causal by its values; which tensors they come from."""
+    sources: tuple[fx.Node, ...]
+
+
+def causal(mask: Mask, graph: Captured, shape: tuple[int, ...]) -> Causal | None:
+    """Whether a mask lets each position see itself and those before it alone; None where it does not, or none knows."""
+    try:
+        values = graph.value_of(mask.tensor)
+    except Unknown:
+        return None
+    if not isinstance(values, Tensor) or shape[-1] != shape[-2] or not is_causal(mask, values, shape[-1]):
+        return None
+    return Causal(tuple(graph.feeding(mask.tensor)))
+
+
+def is_causal(mask: Mask, values: Tensor, length: int) -> bool:
+    """By its values, [..., S, S]."""
+    if values.shape[-2:] != (length, length):
+        return False
+    visible = torch.ones(length, length, dtype=torch.bool, device=values.device).tril()
+    if mask.is_boolean:
+        seen = ~values.bool() if mask.blocks else values.bool()
+        return mask.blocks_for_sure and bool((seen == visible).all())
+    if not values.is_floating_point():
+        return False
+    allowed, blocked = values.masked_select(visible), values.masked_select(~visible)
+    return bool((allowed == 0).all()) and bool((mask.factor * blocked <= BLOCKED).all())
+
+
+def infinite(mask: Mask) -> bool:
+    """Whether what a boolean mask blocks is minus infinity."""
+    return mask.value is not None and math.isinf(mask.value)

@@ -1,0 +1,56 @@
+"""What should you change in your own model, what does it buy, and is it still the same function? The ladder on it.
+
+    python -m benchmarks assistant my_model.py:build
+    python -m benchmarks assistant my_model.py:build --inference --quick --json records.jsonl
+
+`build()` returns (model, inputs), (model, inputs, loss) or a Task. inputs are a tuple, or a dict by keyword, of what
+the model is called with; loss maps the model's output to a scalar. Each technique that applies is put into the model,
+held against it in FP64, and timed beside it in interleaved rounds.
+Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
+"""
+import argparse
+import logging
+
+from benchmarks.assistant import report
+from benchmarks.assistant.loading import load
+from benchmarks.assistant.optimize import optimize
+from common.command_line import Parser, check_seed, device_of, early_ends, hush, mistakes, open_records, tell
+from common.outcome import EXIT
+from common.runtime import compiler, exclusive
+
+NAME = "assistant"
+
+
+def parser() -> Parser:
+    """The command line."""
+    of_it = Parser(NAME, prog=f"python -m benchmarks {NAME}", description=__doc__,
+                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = of_it.add_argument
+    add("target", metavar="FILE:FUNCTION", help="the function that builds the model and its inputs")
+    add("--inference", action="store_true", help="forward alone")
+    add("--quick", action="store_true", help="6 rounds: a look, not a measurement")
+    add("--rounds", type=int, metavar="N", help="interleaved samples of each rung (default: 20 on a GPU, 12 on a CPU)")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (default: auto)")
+    add("--seed", type=int, default=0, help="of cotangents and order (default: 0)")
+    add("--json", metavar="FILE", help="append one JSON line per metric")
+    return of_it
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; its exit status."""
+    hush()
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)         # the report has the breaks, each with its line
+    chosen = parser().parse_args(argv)
+    with mistakes(NAME):
+        device = device_of(chosen.device)
+        check_seed(chosen.seed)
+        if chosen.rounds is not None and chosen.rounds < 6:
+            raise ValueError(f"--rounds {chosen.rounds}: give at least 6, fewer bound no median")
+        build = load(chosen.target)
+        file = open_records(chosen.json)
+    with early_ends(NAME, file), exclusive.alone(device, NAME):
+        compiler.use_private_caches()
+        result = optimize(build, name=chosen.target, inference=chosen.inference, quick=chosen.quick,
+                          rounds=chosen.rounds, seed=chosen.seed, device=device, file=file)
+        tell(report.text(result))
+    return EXIT["ok"]

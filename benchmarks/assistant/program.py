@@ -1,0 +1,161 @@
+"""A model as a program: the graphs that Dynamo captures, each operation with its line, and how often each graph ran."""
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from benchmarks.assistant.source import Place, innermost
+from benchmarks.measure.calls import Inputs, clean
+from benchmarks.measure.keeping import kept
+
+_RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential")
+
+
+@dataclass
+class Captured:
+    """One graph of torch-level calls, and with which tensors it ran."""
+    module: fx.GraphModule
+    buffers: dict[fx.Node, Tensor]                         # placeholder -> the buffer that it stood for
+    calls: list[list[str]] = field(default_factory=list)   # of each, the names of the parameters and buffers it took
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return list(self.module.graph.nodes)
+
+    def value_of(self, node: Any) -> Any:
+        """The value of a node that depends on buffers and numbers alone. Raises Unknown for any other."""
+        with _disable_current_modes(), torch.no_grad():
+            return self._value(node, {})
+
+    def _value(self, node: Any, known: dict[fx.Node, Any]) -> Any:
+        if not isinstance(node, fx.Node):
+            return node
+        if node not in known:
+            known[node] = self._computed(node, known)
+        return known[node]
+
+    def _computed(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+        if node.op == "placeholder":
+            if node not in self.buffers:
+                raise Unknown(f"{node.name} differs from call to call")
+            return self.buffers[node]
+        if node.op == "get_attr":
+            return getattr(self.module, str(node.target))
+        name = name_of(node)
+        if node.op not in ("call_function", "call_method") or any(word in name for word in _RANDOM):
+            raise Unknown(f"{name} is not the same twice")
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda inner: self._value(inner, known))
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+    def feeding(self, node: fx.Node) -> list[fx.Node]:
+        """The placeholders that a node depends on."""
+        seen, todo = {node}, [node]
+        while todo:
+            for inner in todo.pop().all_input_nodes:
+                if inner not in seen:
+                    seen.add(inner)
+                    todo.append(inner)
+        return [inner for inner in self.nodes if inner in seen and inner.op == "placeholder"]
+
+
+class Unknown(Exception):
+    """A value that is not known before a call."""
+
+
+@dataclass
+class Program:
+    """What was read of a model."""
+    model: nn.Module
+    inputs: Inputs
+    graphs: list[Captured] = field(default_factory=list)
+
+    @property
+    def operations(self) -> int:
+        """How many torch-level calls one forward makes, in all graphs."""
+        return sum(len(graph.calls) * sum(node.op.startswith("call_") for node in graph.nodes)
+                   for graph in self.graphs)
+
+
+def name_of(node: fx.Node) -> str:
+    """What a node calls, whichever way it is spelt: "mul" for a * b, torch.mul, a.mul and a *= b."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    if node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator":
+        name = {"imul": "mul", "iadd": "add", "isub": "sub", "itruediv": "truediv"}.get(name, name)
+    return {"truediv": "div", "true_divide": "div", "multiply": "mul", "subtract": "sub", "divide": "div"}.get(
+        name.rstrip("_"), name.rstrip("_"))
+
+
+def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
+    """An argument of a call, positional or by keyword."""
+    if len(node.args) > place:
+        return node.args[place]
+    return node.kwargs.get(name, default)
+
+
+def place_of(node: fx.Node) -> Place | None:
+    """The line of a person's code that made the call; None where that is not known."""
+    return innermost(node.meta.get("stack_trace") or "")
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """The shape of what a node gives; () where that is no tensor."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def given_to(module: fx.GraphModule, constant: set[int]) -> dict[fx.Node, Tensor]:
+    """Placeholder -> the buffer that it stands for. Dynamo knows that while it calls its backend, and not later."""
+    given = {}
+    for node in module.graph.nodes:
+        source = node.meta.get("grapharg")
+        value = source.example if node.op == "placeholder" and source is not None else None
+        if isinstance(value, Tensor) and id(value) in constant:
+            given[node] = value
+    return given
+
+
+def constants_of(model: nn.Module) -> set[int]:
+    """The ids of its buffers."""
+    return {id(buffer) for buffer in model.buffers()}
+
+
+def read(model: nn.Module, inputs: Inputs) -> Program:
+    """Run a model once under Dynamo, without compiling anything, and keep its graphs. The model is then as before."""
+    program = Program(model, inputs)
+    names = names_by_id(model)
+    constant = constants_of(model)
+
+    def collect(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        captured = Captured(module, given_to(module, constant))
+        program.graphs.append(captured)
+
+        def run(*values: Any) -> Any:
+            captured.calls.append([names[id(value)] for value in values if id(value) in names])
+            return module.forward(*values)
+        return run
+
+    with kept(model), fresh_dynamo(), torch.enable_grad():
+        inputs.copies().call(torch.compile(model, backend=collect, dynamic=False))
+    return program
+
+
+@contextlib.contextmanager
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing that was captured before is used meanwhile, nor what is captured meanwhile afterwards."""
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+
+
+def names_by_id(model: nn.Module) -> Mapping[int, str]:
+    """Tensor's id -> the name of that parameter or buffer."""
+    return {id(t): clean(name) for name, t in (*model.named_parameters(), *model.named_buffers())}

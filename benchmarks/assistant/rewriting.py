@@ -1,0 +1,90 @@
+"""Changing a model's graphs while Dynamo captures them: passes edit each graph, which then runs eagerly or compiled."""
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor.compile_fx import compile_fx
+
+from benchmarks.assistant.program import Captured, constants_of, given_to
+from common.runtime.compiler import allow_many_graphs
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What a pass took for granted of the buffers that a graph is given: Dynamo uses one graph for many modules."""
+    places: tuple[int, ...]                    # of these buffers among what the graph is called with
+    holds: Callable[[Sequence[Any]], bool]     # of the values that it is called with
+
+
+Pass = Callable[[Captured], list[Assumed]]
+
+
+def same_buffers(graph: Captured, node: fx.Node, sources: Sequence[fx.Node], test: Callable[[Tensor], bool]) -> Assumed:
+    """That what `node` is computed from, whichever buffers the graph is called with, passes the test."""
+    whole = Captured(fx.GraphModule(graph.module, fx.Graph()), {})
+    copies: dict[fx.Node, fx.Node] = {}
+    placeholders = [inner for inner in graph.nodes if inner.op == "placeholder"]
+    needed = _ancestors(node)
+    for inner in graph.nodes:
+        if inner in needed:
+            copies[inner] = whole.module.graph.node_copy(inner, lambda old: copies[old])
+    places = tuple(placeholders.index(source) for source in sources)
+    own = [copies[source] for source in sources]
+
+    def holds(values: Sequence[Any]) -> bool:
+        whole.buffers = {copy: values[place] for copy, place in zip(own, places, strict=True)}
+        try:
+            return test(whole.value_of(copies[node]))
+        finally:
+            whole.buffers = {}
+    return Assumed(places, holds)
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    seen, todo = {node}, [node]
+    while todo:
+        for inner in todo.pop().all_input_nodes:
+            if inner not in seen:
+                seen.add(inner)
+                todo.append(inner)
+    return seen
+
+
+class Rewritten:
+    """A backend of torch.compile: every graph goes through the passes, and then to Inductor where that is asked for."""
+
+    def __init__(self, model: nn.Module, passes: Sequence[Pass], compiles: bool):
+        self.passes, self.compiles = passes, compiles
+        self.constant = constants_of(model)
+        self.graphs = 0
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        self.graphs += 1
+        as_it_was = fx.GraphModule(module, fx.Graph())
+        as_it_was.graph.output(as_it_was.graph.graph_copy(module.graph, {}))
+        as_it_was.recompile()
+        captured = Captured(module, given_to(module, self.constant))
+        assumed = [one for edit in self.passes for one in edit(captured)]
+        run: Any = compile_fx(module, list(example_inputs)) if self.compiles else module.forward
+        return _guarded(run, as_it_was, assumed) if assumed else run
+
+
+def _guarded(run: Callable, as_it_was: fx.GraphModule, assumed: Sequence[Assumed]) -> Callable:
+    """Run the edited graph where what was assumed holds, and elsewhere the one before."""
+    known: dict[tuple, bool] = {}
+
+    def choose(*values: Any) -> Any:
+        key = tuple((id(values[place]), values[place]._version) for one in assumed for place in one.places)
+        if key not in known:
+            known[key] = all(one.holds(values) for one in assumed)
+        return run(*values) if known[key] else as_it_was.forward(*values)
+    return torch.compiler.disable(choose)
+
+
+def rewritten(model: nn.Module, passes: Sequence[Pass], compiles: bool) -> nn.Module:
+    """The model with its graphs changed by the passes; its parameters are the same tensors."""
+    allow_many_graphs()
+    compiled: Any = torch.compile(model, backend=Rewritten(model, passes, compiles), dynamic=False)
+    return compiled

@@ -1,0 +1,108 @@
+"""The lines of a person's files: where an operation stands, in which function, and what is written there."""
+import ast
+import functools
+import os
+import re
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_INSTALLED = tuple({str(Path(sysconfig.get_path(name))) + os.sep for name in ("purelib", "platlib", "stdlib")})
+_FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ', re.MULTILINE)
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A line of a file, or several in a row."""
+    file: str
+    line: int
+    last: int = 0                            # line; 0 where there is one alone
+
+    @property
+    def function(self) -> str:
+        """The function that it stands in, with its classes: "Attention.forward"; "" outside of any."""
+        return function_at(self.file, self.line)
+
+    @property
+    def is_yours(self) -> bool:
+        """Whether it stands in no installed package."""
+        return not self.file.startswith(_INSTALLED)
+
+    def __str__(self) -> str:
+        """The file as a person would name it from here: "my_gpt.py:30-36"."""
+        relative = os.path.relpath(self.file)
+        name = self.file if relative.startswith("..") else relative
+        return f"{name}:{self.line}-{self.last}" if self.last > self.line else f"{name}:{self.line}"
+
+    def to(self, other: "Place") -> "Place":
+        """From this line to that one, of the same function; itself where that is in another."""
+        if (self.file, self.function) != (other.file, other.function):
+            return self
+        return Place(self.file, min(self.line, other.line), max(self.line, other.line, self.last, other.last))
+
+
+def innermost(trace: str) -> Place | None:
+    """The last frame of a stack trace that is not torch's own; None where there is none."""
+    place = None
+    for frame in _FRAME.finditer(trace):
+        if not frame["file"].startswith(_TORCH):
+            place = Place(frame["file"], int(frame["line"]))
+    return place
+
+
+# ------------------------------------------------------------------------------------------------------- syntax
+
+
+@functools.cache
+def tree_of(file: str) -> ast.Module | None:
+    """Its syntax tree; None where it can't be read."""
+    try:
+        return ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+
+
+def function_at(file: str, line: int) -> str:
+    """The names of the classes and functions around a line, joined by dots."""
+    names: list[str] = []
+    node: ast.AST | None = tree_of(file)
+    while node is not None:
+        node = next(_definitions_at(node, line), None)
+        if node is not None:
+            names.append(node.name)                                    # type: ignore[attr-defined]
+    return ".".join(names)
+
+
+def _definitions_at(node: ast.AST, line: int) -> Iterator[ast.AST]:
+    """The definition below `node` that the line stands in."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if child.lineno <= line <= (child.end_lineno or 0):
+                yield child
+        else:
+            yield from _definitions_at(child, line)
+
+
+def statement_at(place: Place) -> ast.stmt | None:
+    """The innermost statement that a line stands in."""
+    found = None
+    for node in ast.walk(tree_of(place.file) or ast.Module([], [])):
+        holds = isinstance(node, ast.stmt) and node.lineno <= place.line <= (node.end_lineno or 0)
+        if isinstance(node, ast.stmt) and holds and (found is None or node.lineno >= found.lineno):
+            found = node
+    return found
+
+
+def statements_between(place: Place) -> list[ast.stmt]:
+    """The statements of one body that begin in these lines."""
+    found: list[ast.stmt] = []
+    for node in ast.walk(tree_of(place.file) or ast.Module([], [])):
+        for body in (getattr(node, "body", None), getattr(node, "orelse", None)):
+            if isinstance(body, list):
+                inside = [one for one in body if isinstance(one, ast.stmt) and place.line <= one.lineno <= place.last]
+                found = inside if len(inside) > len(found) else found
+    return found

@@ -1,0 +1,89 @@
+"""What a person brings: a model, what it is called with, and how its output becomes a loss."""
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from benchmarks.measure.calls import Inputs, named_buffers, named_parameters
+from benchmarks.measure.observing import Loss, Work
+from common.block.config import dtype_name
+from common.outcome import Told, in_a_line
+
+FORMS = "(model, inputs), (model, inputs, loss) or a Task"
+FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and the work that it is measured on.
+
+    `inputs` are a tuple (positional values) or a dict (values by keyword) that hold tensors; or a list of such, short,
+    typical and long ones, of which the first is taken. `loss` maps what the model returns to a scalar tensor; without
+    one, its outputs get random cotangents.
+    """
+    model: nn.Module
+    inputs: Any
+    loss: Loss | None = None
+    optimizer: torch.optim.Optimizer | None = None
+
+    @classmethod
+    def of(cls, built: Any) -> "Task":
+        """From what `build()` returned. Raises Told where that is no task."""
+        if isinstance(built, Task):
+            task = built
+        elif isinstance(built, tuple) and len(built) in (2, 3):
+            task = cls(*built)
+        else:
+            raise Told(f"build() returned a {type(built).__name__}: return {FORMS}")
+        task._check()
+        return task
+
+    def _check(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise Told(f"the model is a {type(self.model).__name__}: give a torch.nn.Module")
+        if self.loss is not None and not callable(self.loss):
+            raise Told(f"the loss is a {type(self.loss).__name__}: give a function from the output to a scalar tensor")
+        dtype = self.given.dtype
+        if dtype not in (*FLOATING, None):
+            raise Told(f"inputs in {dtype_name(dtype)}: give float64, float32, float16 or bfloat16")
+        if len(self.devices) > 1:
+            raise Told(f"model and inputs are on {', '.join(sorted(map(str, self.devices)))}: move them to one device")
+
+    @property
+    def given(self) -> Inputs:
+        """The inputs that are taken. Raises Told where they hold no tensor."""
+        first = self.inputs[0] if isinstance(self.inputs, list) and self.inputs else self.inputs
+        try:
+            return Inputs.of(first)
+        except ValueError as error:
+            raise Told(str(error)) from None
+
+    @property
+    def devices(self) -> set[torch.device]:
+        tensors = [*self.given.named().values(), *named_parameters(self.model).values(),
+                   *named_buffers(self.model).values()]
+        return {t.device for t in tensors}
+
+    def work(self, cotangents: int, seed: int) -> Work:
+        """What is run to judge and to time it."""
+        return Work(self.given, self.loss, cotangents, seed)
+
+    def on(self, device: torch.device) -> "Task":
+        """The same model, moved in place, and inputs there. Raises Told where it can't be moved."""
+        if {one.type for one in self.devices} == {device.type}:
+            return self
+        try:
+            model = self.model.to(device)
+        except RuntimeError as error:
+            raise Told(f"the model can't be moved to {device}: {in_a_line(error)}") from None
+
+        def moved(t: Tensor) -> Tensor:
+            return t.to(device)
+        inputs = pytree.tree_map_only(Tensor, moved, self.inputs)
+        return Task(model, inputs, self.loss, self.optimizer)
+
+
+Build = Callable[[], Any]

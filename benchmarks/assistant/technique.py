@@ -1,0 +1,106 @@
+"""What a technique is: where it applies in a program, what it does to a copy, and the code that a person writes."""
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+
+from benchmarks.assistant.program import Captured, Program, place_of
+from benchmarks.assistant.rewriting import Pass
+from benchmarks.assistant.source import Place
+
+
+@dataclass(frozen=True)
+class Found:
+    """One place of a program where a technique applies, or why it does not."""
+    place: Place | None                # None: the call of the model itself
+    module: str                        # path of the modules there, "blocks.*.attn"; "" of the model itself
+    count: int                         # times in one forward
+    reason: str                        # what can be seen there
+    why_not: str = ""                  # why it can't be applied there
+    graph: Captured | None = None      # where it is in a graph: that, and the operations
+    nodes: tuple[fx.Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Code to write, in place of these lines; without a place, where the model is called."""
+    code: str
+    place: Place | None = None
+
+    def pasted_into(self, text: str) -> str:
+        """The text of a file with it, indented as the first of the lines that it replaces."""
+        assert self.place is not None
+        lines = text.splitlines()
+        first, last = self.place.line - 1, max(self.place.line, self.place.last)
+        indent = lines[first][:len(lines[first]) - len(lines[first].lstrip())]
+        new = [indent + line if line else line for line in self.code.splitlines()]
+        return "\n".join([*lines[:first], *new, *lines[last:]]) + "\n"
+
+
+@dataclass
+class Plan:
+    """How a rung is made from the model: techniques write into it."""
+    passes: list[Pass] = field(default_factory=list)                   # over every graph that Dynamo captures
+    changes: list[Callable[[nn.Module], None]] = field(default_factory=list)      # to a copy of the model
+    around: list[Callable[[], contextlib.AbstractContextManager]] = field(default_factory=list)    # each call
+    compiles: bool = False                                             # by Inductor
+    matmul_precision: str | None = None                                # of FP32
+    numerics: str | None = None                                        # what it then multiplies in, if that is less
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One optimization."""
+    name: str
+    what: str                                                          # in a line
+    find: Callable[[Program], Sequence[Found]]
+    apply: Callable[[Plan], None] | None = None                        # None: a person must do it by hand
+    advice: Callable[[Program, Found], Advice | None] = lambda program, found: None
+    missing: Callable[[torch.device], str] = lambda device: ""         # why it can't run there
+    fired: Callable[[Counter], str] = lambda kinds: ""                 # why it did not, from the kinds of kernels
+
+
+def found_in(program: Program, graph: Captured, nodes: Sequence[fx.Node], reason: str, why_not: str = "") -> Found:
+    """What was found in a graph: from the first to the last line of these nodes, as often as the graph ran."""
+    places = [place for node in nodes if (place := place_of(node))]
+    whole = places[0] if places else None
+    for place in places[1:]:
+        assert whole is not None
+        whole = whole.to(place)
+    return Found(whole, module_of(program, graph, nodes[-1]), len(graph.calls), reason, why_not, graph, tuple(nodes))
+
+
+def module_of(program: Program, graph: Captured, node: fx.Node) -> str:
+    """The path of the module that a node ran in, with a star for each number that differs between calls."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    inner = stack[-1][0] if stack else ""
+    path = inner.replace("L['self']", "").strip(".")
+    prefixes = [prefix for names in graph.calls if (prefix := _prefix_of(names, graph, path)) is not None]
+    return _with_stars([".".join(filter(None, (prefix, path))) for prefix in prefixes])
+
+
+def _prefix_of(names: Sequence[str], graph: Captured, path: str) -> str | None:
+    """Where the module that was captured stands in the model, from the names of the parameters it took."""
+    own = [node.name for node in graph.nodes if node.op == "placeholder"]
+    if not own or not names:
+        return ""
+    first = names[0].split(".")
+    for depth in range(len(first)):
+        relative = "_modules_".join(first[depth:-1])
+        wanted = f"_modules_{relative}_" if relative else "_self_"
+        if any(wanted in name and name.rstrip("_").endswith(first[-1]) for name in own):
+            return ".".join(first[:depth])
+    return ""
+
+
+def _with_stars(paths: Sequence[str]) -> str:
+    """One path for all: what differs is a star."""
+    split = [path.split(".") for path in dict.fromkeys(paths)]
+    if not split:
+        return ""
+    if len({len(parts) for parts in split}) > 1:
+        return ", ".join(".".join(parts) for parts in split[:2])
+    return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*split, strict=True))

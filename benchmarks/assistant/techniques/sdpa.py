@@ -1,0 +1,143 @@
+"""Attention by hand becomes scaled_dot_product_attention: one fused kernel, and no scores in memory."""
+import math
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from benchmarks.assistant import attention_source
+from benchmarks.assistant.attention import Attention, Causal, Mask, Refused, attention_at, causal, is_causal, softmaxes
+from benchmarks.assistant.program import Captured, Program, shape_of
+from benchmarks.assistant.rewriting import Assumed, same_buffers
+from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_in
+from common.block.evidence import FUSED_ATTENTION
+
+
+def find(program: Program) -> list[Found]:
+    """Every attention by hand; where it can't be rewritten, with the reason."""
+    found = []
+    for graph in program.graphs:
+        for softmax in softmaxes(graph):
+            try:
+                attention = attention_at(softmax)
+            except Refused as error:
+                found.append(found_in(program, graph, [softmax], "a softmax", why_not=str(error)))
+                continue
+            found.append(found_in(program, graph, attention.chain, in_words(attention, graph)))
+    return found
+
+
+def in_words(attention: Attention, graph: Captured) -> str:
+    """What it keeps in memory, and how it is masked."""
+    shape = list(shape_of(attention.softmax))
+    kind = "causal" if is_all_causal(attention, graph) else "masked" if attention.masks else "unmasked"
+    return f"{kind} attention by hand writes its scores {shape}, and reads them again"
+
+
+def is_all_causal(attention: Attention, graph: Captured) -> bool:
+    """Whether its masks, by their values, say nothing but is_causal."""
+    shape = shape_of(attention.softmax)
+    return bool(attention.masks) and all(causal(mask, graph, shape) for mask in attention.masks)
+
+
+def advice(program: Program, found: Found) -> Advice | None:
+    """The call in place of the lines from the one matmul to the other."""
+    assert found.graph is not None
+    attention = attention_at(next(node for node in found.nodes if node in softmaxes(found.graph)))
+    return attention_source.advice(attention, is_all_causal(attention, found.graph))
+
+
+def rewrite(graph: Captured) -> list[Assumed]:
+    """Put the fused function in place of every attention by hand; what that assumes of the buffers."""
+    assumed: list[Assumed] = []
+    for softmax in softmaxes(graph):
+        try:
+            attention = attention_at(softmax)
+        except Refused:
+            continue
+        assumed += _rewrite(attention, graph)
+    graph.module.recompile()
+    return assumed
+
+
+def _rewrite(attention: Attention, graph: Captured) -> list[Assumed]:
+    shape, nodes = shape_of(attention.softmax), graph.module.graph
+    masks, assumed = attention.masks, []
+    if all_causal := is_all_causal(attention, graph):
+        for mask in masks:
+            by_values = causal(mask, graph, shape)
+            assert by_values is not None
+            assumed.append(_assumed(mask, by_values, graph, shape[-1]))
+    with nodes.inserting_before(attention.output):
+        operands = [operand.put_into(nodes) for operand in (attention.query, attention.key, attention.value)]
+        mask_node = None if all_causal else _mask(masks, operands[0], nodes)
+        if len(shape) == 3:                                      # the fused kernels take four dimensions alone
+            operands = [nodes.call_method("unsqueeze", (t, 0)) for t in operands]
+        options = {"attn_mask": mask_node, "dropout_p": attention.dropout_p, "is_causal": all_causal,
+                   "scale": attention.scale}
+        fused = nodes.call_function(F.scaled_dot_product_attention, tuple(operands), options)
+        fused.meta = dict(attention.output.meta)
+        result = nodes.call_method("squeeze", (fused, 0)) if len(shape) == 3 else fused
+        if attention.order:
+            result = nodes.call_method("permute", (result, *attention.order))
+    attention.output.replace_all_uses_with(result)
+    for node in reversed(attention.chain):
+        nodes.erase_node(node)
+    for mask in masks:
+        _erase_unused(mask.tensor, nodes)
+    return assumed
+
+
+def _assumed(mask: Mask, by_values: Causal, graph: Captured, length: int) -> Assumed:
+    """That the buffers behind a mask still make it causal, in whichever module this graph runs."""
+    return same_buffers(graph, mask.tensor, by_values.sources, lambda values: is_causal(mask, values, length))
+
+
+def _mask(masks: list[Mask], query: Any, nodes: fx.Graph) -> Any:
+    """One mask from all: boolean, True where a position is seen, where all of them block; else added to the scores."""
+    combined = None
+    if all(mask.is_boolean and math.isinf(mask.value or 0.0) for mask in masks):
+        for mask in masks:
+            seen = nodes.call_method("bool", (mask.tensor,))
+            if mask.blocks:
+                seen = nodes.call_method("logical_not", (seen,))
+            combined = seen if combined is None else nodes.call_method("logical_and", (combined, seen))
+        return combined
+    for mask in masks:
+        added = _added(mask, nodes)
+        combined = added if combined is None else nodes.call_method("add", (combined, added))
+    return nodes.call_method("to", (combined, query))
+
+
+def _added(mask: Mask, nodes: fx.Graph) -> fx.Node:
+    """What it adds to the scores."""
+    if not mask.is_boolean:
+        return nodes.call_function(torch.mul, (mask.tensor, mask.factor)) if mask.factor != 1 else mask.tensor
+    blocked = nodes.call_method("bool", (mask.tensor,))
+    if not mask.blocks:
+        blocked = nodes.call_method("logical_not", (blocked,))
+    zeros = nodes.call_function(torch.zeros_like, (blocked,), {"dtype": torch.float64})
+    return nodes.call_method("masked_fill", (zeros, blocked, mask.factor * (mask.value or 0.0)))
+
+
+def _erase_unused(node: Any, nodes: fx.Graph) -> None:
+    """What made a mask and is used by nothing else."""
+    if isinstance(node, fx.Node) and not node.users and node.op in ("call_function", "call_method"):
+        inputs = node.all_input_nodes
+        nodes.erase_node(node)
+        for inner in inputs:
+            _erase_unused(inner, nodes)
+
+
+def apply(plan: Plan) -> None:
+    """To every graph of the model."""
+    plan.passes.append(rewrite)
+
+
+def fired(kinds) -> str:
+    """Why no fused kernel ran; "" where one did."""
+    return "" if any(kinds[kind] for kind in FUSED_ATTENTION) else "no fused attention kernel ran"
+
+
+TECHNIQUE = Technique("sdpa", "attention by hand -> scaled_dot_product_attention", find, apply, advice, fired=fired)

@@ -1,0 +1,79 @@
+"""Attention by hand, in sixteen spellings: it is found, rewritten, the same function, and its advice can be pasted."""
+import importlib.util
+import inspect
+
+import pytest
+import torch
+from benchmarks.study import validate
+
+from benchmarks.assistant.program import read
+from benchmarks.assistant.rung import Rung
+from benchmarks.assistant.techniques import sdpa
+from benchmarks.measure.calls import Inputs
+from common.block.evidence import kind_of, observe
+from tests.helpers import attention_spellings as spellings
+
+X = torch.randn(2, spellings.LENGTH, spellings.WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def made(spelling, evaluated=True):
+    torch.manual_seed(1)
+    return spelling().train(not evaluated)
+
+
+def kinds_of(call):
+    call()                                               # what Dynamo does the first time is no evidence
+    return {kind_of(name) for name in observe(call, torch.device("cpu"))}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("spelling", spellings.RIGHT, ids=lambda spelling: spelling.__name__)
+def test_it_is_the_same_function_and_a_fused_kernel_runs(spelling):
+    model = made(spelling)
+    rung = Rung(model, [sdpa.TECHNIQUE])
+    judgement = validate(rung, model, (X,))
+    assert judgement.passed and judgement.outputs_proven, judgement
+    with torch.no_grad():
+        kinds = kinds_of(lambda: rung(X))
+    assert "softmax" not in kinds and "FlashAttention" in kinds, kinds
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("spelling", spellings.RIGHT, ids=lambda spelling: spelling.__name__)
+def test_it_is_found_where_it_stands(spelling):
+    (found,) = sdpa.find(read(made(spelling), Inputs.of(X)))
+    lines, first = inspect.getsourcelines(spelling.attend)
+    assert found.place.file == spellings.__file__ and not found.why_not
+    assert first < found.place.line <= found.place.last < first + len(lines)
+    assert found.place.function == f"{spelling.__name__}.attend"
+    assert found.count == 1
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("spelling", [each for each in spellings.RIGHT if "Einsum" not in each.__name__],
+                         ids=lambda spelling: spelling.__name__)
+@pytest.mark.parametrize("evaluated", [True, False], ids=["eval", "train"])
+def test_its_advice_can_be_pasted(spelling, evaluated, tmp_path):
+    model = made(spelling, evaluated)
+    program = read(model, Inputs.of(X))
+    (found,) = sdpa.find(program)
+    advice = sdpa.advice(program, found)
+    path = tmp_path / "pasted.py"
+    path.write_text(advice.pasted_into(inspect.getsource(spellings)))
+    spec = importlib.util.spec_from_file_location("pasted", path)
+    pasted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pasted)
+    other = made(getattr(pasted, spelling.__name__), evaluated)
+    judgement = validate(other, model, (X,))
+    assert judgement.passed and judgement.outputs_proven, f"{advice.code}\n{judgement}"
+    if evaluated:                                        # with dropout a CPU has no fused kernel
+        assert "softmax" not in kinds_of(lambda: other(X)), advice.code
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("spelling, why", spellings.REFUSED.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_what_it_can_not_rewrite_says_why(spelling, why):
+    model = made(spelling)
+    (found,) = sdpa.find(read(model, Inputs.of(X)))
+    assert why in found.why_not, found.why_not
+    assert validate(Rung(model, [sdpa.TECHNIQUE]), model, (X,)).passed

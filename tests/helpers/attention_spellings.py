@@ -1,0 +1,203 @@
+"""Attention by hand, spelt in many ways. Each is a class, so that its lines are those of a person's module."""
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+WIDTH, HEADS, LENGTH = 32, 4, 16
+
+
+class Attention(nn.Module):
+    """[B, S, E] -> [B, S, E]; `attend` takes and gives [B, H, S, D]."""
+    key_heads = HEADS
+
+    def __init__(self):
+        super().__init__()
+        D = WIDTH // HEADS
+        self.q = nn.Linear(WIDTH, WIDTH)
+        self.k = nn.Linear(WIDTH, self.key_heads * D)
+        self.v = nn.Linear(WIDTH, self.key_heads * D)
+        self.drop = nn.Dropout(0.1)
+        self.scale = D ** -0.5
+        self.register_buffer("tril", torch.tril(torch.ones(LENGTH, LENGTH)).view(1, 1, LENGTH, LENGTH))
+        self.register_buffer("minus", torch.full((LENGTH, LENGTH), -math.inf).triu(1))
+
+    def forward(self, x):
+        B, S, E = x.shape
+        q = self.q(x).view(B, S, HEADS, -1).transpose(1, 2)
+        k = self.k(x).view(B, S, self.key_heads, -1).transpose(1, 2)
+        v = self.v(x).view(B, S, self.key_heads, -1).transpose(1, 2)
+        return self.attend(q, k, v).transpose(1, 2).reshape(B, S, E)
+
+
+class StepZero(Attention):
+    def attend(self, q, k, v):
+        scores = q @ k.mT / math.sqrt(q.size(-1))
+        future = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).triu(1)
+        weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+        return weights @ v
+
+
+class NanoGPT(Attention):
+    def attend(self, q, k, v):
+        S = q.size(-2)
+        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        att = att.masked_fill(self.tril[:, :, :S, :S] == 0, float("-inf"))
+        att = F.softmax(att, dim=-1)
+        att = self.drop(att)
+        y = att @ v
+        return y
+
+
+class AddedMask(Attention):
+    def attend(self, q, k, v):
+        scores = torch.matmul(q, k.transpose(2, 3)) * self.scale
+        scores = scores + self.minus
+        return torch.matmul(torch.softmax(scores, -1), v)
+
+
+class MaskedBeforeItIsScaled(Attention):
+    def attend(self, q, k, v):
+        scores = q @ k.mT
+        scores = scores.masked_fill(self.tril == 0, -1e9)
+        scores = scores / math.sqrt(q.size(-1))
+        return F.softmax(scores, dim=3) @ v
+
+
+class PreScaled(Attention):
+    def attend(self, q, k, v):
+        q = q * self.scale
+        scores = q @ k.transpose(-1, -2)
+        scores = torch.where(self.tril > 0, scores, -math.inf)
+        return scores.softmax(-1) @ v
+
+
+class WhereBlocked(Attention):
+    def attend(self, q, k, v):
+        scores = (q @ k.mT).div(math.sqrt(q.size(-1)))
+        scores = torch.where(self.tril == 0, torch.finfo(scores.dtype).min, scores)
+        return F.dropout(scores.softmax(-1), 0.2, self.training) @ v
+
+
+class Unmasked(Attention):
+    def attend(self, q, k, v):
+        return (q @ k.mT * self.scale).softmax(-1) @ v
+
+
+class OtherScale(Attention):
+    def attend(self, q, k, v):
+        scores = q @ k.mT / 2.0
+        return F.softmax(scores, -1) @ v
+
+
+class LocalWindow(Attention):
+    """No mask that is_causal could say."""
+
+    def attend(self, q, k, v):
+        scores = q @ k.mT * self.scale
+        near = self.tril.bool() & ~torch.ones_like(self.tril).tril(-4).bool()
+        scores = scores.masked_fill(~near, -math.inf)
+        return scores.softmax(-1) @ v
+
+
+class Slopes(Attention):
+    """Added to the scores, and no mask."""
+
+    def attend(self, q, k, v):
+        scores = q @ k.mT * self.scale
+        places = torch.arange(q.size(-2), device=q.device, dtype=q.dtype)
+        scores = scores + 0.1 * (places[None, :] - places[:, None])
+        scores = scores.masked_fill(self.tril == 0, -math.inf)
+        return scores.softmax(-1) @ v
+
+
+class InFloat32(Attention):
+    def attend(self, q, k, v):
+        scores = torch.matmul(q, k.transpose(-2, -1)) * self.scale
+        scores = scores + self.minus
+        weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        return torch.matmul(weights, v)
+
+
+class GroupedHeads(Attention):
+    key_heads = 2
+
+    def attend(self, q, k, v):
+        k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+        scores = q @ k.mT * self.scale
+        scores = scores.masked_fill(self.tril == 0, -math.inf)
+        return scores.softmax(-1) @ v
+
+
+class Einsum(Attention):
+    def attend(self, q, k, v):
+        scores = torch.einsum("bhid,bhjd->bhij", q, k) * self.scale
+        scores = scores.masked_fill(self.tril == 0, -math.inf)
+        return torch.einsum("bhij,bhjd->bhid", scores.softmax(-1), v)
+
+
+class EinsumAcross(Attention):
+    """On [B, S, H, D], as JAX's people write it."""
+
+    def attend(self, q, k, v):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * self.scale
+        scores = scores.masked_fill(self.tril == 0, -math.inf)
+        y = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+        return y.transpose(1, 2)
+
+
+class Batched(Attention):
+    """By bmm on [B H, S, D]."""
+
+    def attend(self, q, k, v):
+        B, H, S, D = q.shape
+        q, k, v = (t.reshape(B * H, S, D) for t in (q, k, v))
+        scores = torch.bmm(q, k.transpose(1, 2)) * self.scale
+        scores = scores.masked_fill(self.tril[0] == 0, -math.inf)
+        return torch.bmm(scores.softmax(-1), v).view(B, H, S, D)
+
+
+class InPlace(Attention):
+    """The scores change under their name: it must be right, or left alone."""
+
+    def attend(self, q, k, v):
+        scores = q @ k.mT
+        scores *= self.scale
+        scores = scores.masked_fill(self.tril == 0, -math.inf)
+        return scores.softmax(-1) @ v
+
+
+RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereBlocked, Unmasked, OtherScale,
+         LocalWindow, Slopes, InFloat32, GroupedHeads, Einsum, EinsumAcross, Batched, InPlace)
+
+
+# ------------------------------------------------------------------------------------- what can't be rewritten, and why
+
+
+class ReturnsWeights(Attention):
+    def attend(self, q, k, v):
+        weights = (q @ k.mT * self.scale).softmax(-1)
+        self.seen = weights.detach()
+        return weights @ v + weights.mean()
+
+
+class OverHeads(Attention):
+    def attend(self, q, k, v):
+        return (q @ k.mT * self.scale).softmax(1) @ v
+
+
+class Gated(Attention):
+    def attend(self, q, k, v):
+        weights = (q @ k.mT * self.scale).softmax(-1)
+        return (weights * self.tril) @ v
+
+
+class Capped(Attention):
+    def attend(self, q, k, v):
+        scores = 30 * torch.tanh(q @ k.mT * self.scale / 30)
+        return scores.softmax(-1) @ v
+
+
+REFUSED = {ReturnsWeights: "more than once", OverHeads: "dimension 1", Gated: "stands mul", Capped: "stands tanh"}
