@@ -148,7 +148,7 @@ class _Assistant:
         """A rung; without techniques the model as it is, which there is nothing to hold against."""
         def prepare(setting: Setting, result: Result) -> Subject:
             setting.say(Phase.BUILDING)
-            rung = Rung(self.task.model, techniques) if techniques else self.task.model
+            rung = Rung(self.task.model, techniques, self.session.device) if techniques else self.task.model
             gate = 3 * oracle.MODULE_GATES[self.truth.dtype]
             if isinstance(rung, Rung):
                 judge = Judge(rung, self.truth, rung.plan.numerics)

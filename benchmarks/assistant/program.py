@@ -1,5 +1,6 @@
-"""A model as a program: the graphs that Dynamo captures, each operation with its line, and how often each graph ran."""
+"""A model as a program: its calls as it runs, the graphs that Dynamo captures, and where it leaves them."""
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,9 +9,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from benchmarks.assistant.breaks import Break, breaks_told
 from benchmarks.assistant.source import Place, innermost
+from benchmarks.assistant.trace import Trace, trace
 from benchmarks.measure.calls import Inputs, clean
 from benchmarks.measure.keeping import kept
+from common.outcome import in_a_line, is_out_of_memory
+from common.runtime import compiler
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential")
 
@@ -74,13 +79,11 @@ class Program:
     """What was read of a model."""
     model: nn.Module
     inputs: Inputs
+    trace: Trace                                           # of a forward as it is
+    is_compiled: bool = False                              # it came compiled
     graphs: list[Captured] = field(default_factory=list)
-
-    @property
-    def operations(self) -> int:
-        """How many torch-level calls one forward makes, in all graphs."""
-        return sum(len(graph.calls) * sum(node.op.startswith("call_") for node in graph.nodes)
-                   for graph in self.graphs)
+    breaks: list[Break] = field(default_factory=list)
+    not_captured: str = ""                                 # why Dynamo can't run it
 
 
 def name_of(node: fx.Node) -> str:
@@ -126,9 +129,21 @@ def constants_of(model: nn.Module) -> set[int]:
     return {id(buffer) for buffer in model.buffers()}
 
 
+def as_written(model: nn.Module) -> nn.Module:
+    """The model that was compiled, before that; itself where it was not. Its parameters are the same tensors."""
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        return model._orig_mod
+    if compiler.is_compiled(model):                        # in place
+        model = copy.copy(model)
+        model._compiled_call_impl = None
+    return model
+
+
 def read(model: nn.Module, inputs: Inputs) -> Program:
-    """Run a model once under Dynamo, without compiling anything, and keep its graphs. The model is then as before."""
-    program = Program(model, inputs)
+    """Run a model once as it is and once under Dynamo, without compiling anything. It is then as before."""
+    is_compiled = compiler.is_compiled(model)
+    model = as_written(model)
+    program = Program(model, inputs, trace(model, inputs), is_compiled)
     names = names_by_id(model)
     constant = constants_of(model)
 
@@ -141,8 +156,13 @@ def read(model: nn.Module, inputs: Inputs) -> Program:
             return module.forward(*values)
         return run
 
-    with kept(model), fresh_dynamo(), torch.enable_grad():
-        inputs.copies().call(torch.compile(model, backend=collect, dynamic=False))
+    with kept(model), fresh_dynamo(), torch.enable_grad(), breaks_told() as program.breaks:
+        try:
+            inputs.copies().call(torch.compile(model, backend=collect, dynamic=False))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            program.not_captured = in_a_line(error)
     return program
 
 

@@ -42,6 +42,15 @@ def same_buffers(graph: Captured, node: fx.Node, sources: Sequence[fx.Node], tes
     return Assumed(places, holds)
 
 
+def erase_unused(node: Any, nodes: fx.Graph) -> None:
+    """A node, and what leads to it alone."""
+    if isinstance(node, fx.Node) and not node.users and node.op in ("call_function", "call_method"):
+        inputs = node.all_input_nodes
+        nodes.erase_node(node)
+        for inner in inputs:
+            erase_unused(inner, nodes)
+
+
 def _ancestors(node: fx.Node) -> set[fx.Node]:
     seen, todo = {node}, [node]
     while todo:

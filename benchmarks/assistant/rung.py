@@ -4,19 +4,28 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from benchmarks.assistant.program import as_written
 from benchmarks.assistant.rewriting import rewritten
 from benchmarks.assistant.technique import Plan, Technique
+from common.block.precision import float32_matmul_precision
+from common.runtime import compiler
 
 
 class Rung(nn.Module):
-    """It is called as the model is, and has its parameters, under their names."""
+    """It is called as the model is, and has its parameters, under their names.
 
-    def __init__(self, model: nn.Module, techniques: Sequence[Technique]):
+    A model that came compiled is compiled in every rung.
+    """
+
+    def __init__(self, model: nn.Module, techniques: Sequence[Technique], device: torch.device | None = None):
         super().__init__()
         self.techniques = tuple(techniques)
-        self.plan = Plan()
+        self.device = device or next((t.device for t in model.parameters()), torch.device("cpu"))
+        self.plan = Plan(compiles=compiler.is_compiled(model))
+        model = as_written(model)
         for technique in techniques:
             assert technique.apply is not None
             technique.apply(self.plan)
@@ -30,23 +39,31 @@ class Rung(nn.Module):
         if self.plan.passes or self.plan.compiles:
             call = rewritten(model, self.plan.passes, self.plan.compiles)
         vars(self)["run"] = call                               # no child: its parameters have one name each
+        vars(self)["matmul_precision"] = self.plan.matmul_precision
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        run: Any = self.run
+        run: Any = _in_its_precision if self.plan.matmul_precision else _as_it_is
         with contextlib.ExitStack() as stack:
             for around in self.plan.around:
-                stack.enter_context(around())
-            return run(*args, **kwargs)
+                stack.enter_context(around(self.device))
+            return run(self, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> "Rung":
         """A copy with tensors of its own. It is not compiled: it says what the rung means, not what a compiler does."""
         made = Rung.__new__(Rung)
         nn.Module.__init__(made)
-        made.techniques, made.plan = self.techniques, copy.copy(self.plan)
+        made.device, made.techniques, made.plan = self.device, self.techniques, copy.copy(self.plan)
         made.plan.compiles, made.plan.changes = False, []
         made._over(copy.deepcopy(self.module, memo))
         memo[id(self)] = made
         return made
+
+
+def _as_it_is(rung: Rung, *args: Any, **kwargs: Any) -> Any:
+    return rung.run(*args, **kwargs)                           # type: ignore[operator]
+
+
+_in_its_precision = float32_matmul_precision("high")(_as_it_is)
 
 
 def _shared_copy(model: nn.Module) -> nn.Module:

@@ -1,7 +1,7 @@
 """What a technique is: where it applies in a program, what it does to a copy, and the code that a person writes."""
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +10,7 @@ from torch import fx, nn
 from benchmarks.assistant.program import Captured, Program, place_of
 from benchmarks.assistant.rewriting import Pass
 from benchmarks.assistant.source import Place
+from common.block.evidence import Evidence
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Plan:
     """How a rung is made from the model: techniques write into it."""
     passes: list[Pass] = field(default_factory=list)                   # over every graph that Dynamo captures
     changes: list[Callable[[nn.Module], None]] = field(default_factory=list)      # to a copy of the model
-    around: list[Callable[[], contextlib.AbstractContextManager]] = field(default_factory=list)    # each call
+    around: list[Callable[[torch.device], contextlib.AbstractContextManager]] = field(default_factory=list)  # each call
     compiles: bool = False                                             # by Inductor
     matmul_precision: str | None = None                                # of FP32
     numerics: str | None = None                                        # what it then multiplies in, if that is less
@@ -56,11 +57,12 @@ class Technique:
     """One optimization."""
     name: str
     what: str                                                          # in a line
+    launch: str = field(default="eager", kw_only=True)                 # "graph": it is no more than that
     find: Callable[[Program], Sequence[Found]]
     apply: Callable[[Plan], None] | None = None                        # None: a person must do it by hand
     advice: Callable[[Program, Found], Advice | None] = lambda program, found: None
     missing: Callable[[torch.device], str] = lambda device: ""         # why it can't run there
-    fired: Callable[[Counter], str] = lambda kinds: ""                 # why it did not, from the kinds of kernels
+    fired: Callable[[Evidence], str] = lambda seen: ""                 # why it did not, from the kernels that ran
 
 
 def found_in(program: Program, graph: Captured, nodes: Sequence[fx.Node], reason: str, why_not: str = "") -> Found:
@@ -73,13 +75,25 @@ def found_in(program: Program, graph: Captured, nodes: Sequence[fx.Node], reason
     return Found(whole, module_of(program, graph, nodes[-1]), len(graph.calls), reason, why_not, graph, tuple(nodes))
 
 
+def unique(found: Iterable[Found]) -> list[Found]:
+    """One for each place: Dynamo captures a function anew where its inputs differ."""
+    merged: dict[tuple, Found] = {}
+    for each in found:
+        key = each.place, each.reason, each.why_not
+        if key in merged:
+            modules = dict.fromkeys([merged[key].module, each.module])
+            each = dataclasses.replace(merged[key], count=merged[key].count + each.count, module=", ".join(modules))
+        merged[key] = each
+    return list(merged.values())
+
+
 def module_of(program: Program, graph: Captured, node: fx.Node) -> str:
     """The path of the module that a node ran in, with a star for each number that differs between calls."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     inner = stack[-1][0] if stack else ""
     path = inner.replace("L['self']", "").strip(".")
     prefixes = [prefix for names in graph.calls if (prefix := _prefix_of(names, graph, path)) is not None]
-    return _with_stars([".".join(filter(None, (prefix, path))) for prefix in prefixes])
+    return with_stars([".".join(filter(None, (prefix, path))) for prefix in prefixes])
 
 
 def _prefix_of(names: Sequence[str], graph: Captured, path: str) -> str | None:
@@ -96,7 +110,7 @@ def _prefix_of(names: Sequence[str], graph: Captured, path: str) -> str | None:
     return ""
 
 
-def _with_stars(paths: Sequence[str]) -> str:
+def with_stars(paths: Sequence[str]) -> str:
     """One path for all: what differs is a star."""
     split = [path.split(".") for path in dict.fromkeys(paths)]
     if not split:

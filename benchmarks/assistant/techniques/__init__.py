@@ -1,5 +1,16 @@
 """The techniques, in the order in which they are tried; one file each."""
 from benchmarks.assistant.technique import Technique
-from benchmarks.assistant.techniques import sdpa
+from benchmarks.assistant.techniques import (
+    autocast,
+    compiled,
+    cuda_graph,
+    fused_qkv,
+    graph_break,
+    host_sync,
+    library_norm,
+    sdpa,
+    tf32,
+)
 
-EVERY: tuple[Technique, ...] = (sdpa.TECHNIQUE,)
+EVERY: tuple[Technique, ...] = tuple(module.TECHNIQUE for module in (
+    tf32, autocast, sdpa, library_norm, fused_qkv, compiled, cuda_graph, graph_break, host_sync))

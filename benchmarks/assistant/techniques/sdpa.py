@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from benchmarks.assistant import attention_source
 from benchmarks.assistant.attention import Attention, Causal, Mask, Refused, attention_at, causal, is_causal, softmaxes
 from benchmarks.assistant.program import Captured, Program, shape_of
-from benchmarks.assistant.rewriting import Assumed, same_buffers
+from benchmarks.assistant.rewriting import Assumed, erase_unused, same_buffers
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_in
-from common.block.evidence import FUSED_ATTENTION
+from common.block.evidence import FUSED_ATTENTION, Evidence
 
 
 def find(program: Program) -> list[Found]:
@@ -85,7 +85,7 @@ def _rewrite(attention: Attention, graph: Captured) -> list[Assumed]:
     for node in reversed(attention.chain):
         nodes.erase_node(node)
     for mask in masks:
-        _erase_unused(mask.tensor, nodes)
+        erase_unused(mask.tensor, nodes)
     return assumed
 
 
@@ -121,23 +121,14 @@ def _added(mask: Mask, nodes: fx.Graph) -> fx.Node:
     return nodes.call_method("masked_fill", (zeros, blocked, mask.factor * (mask.value or 0.0)))
 
 
-def _erase_unused(node: Any, nodes: fx.Graph) -> None:
-    """What made a mask and is used by nothing else."""
-    if isinstance(node, fx.Node) and not node.users and node.op in ("call_function", "call_method"):
-        inputs = node.all_input_nodes
-        nodes.erase_node(node)
-        for inner in inputs:
-            _erase_unused(inner, nodes)
-
-
 def apply(plan: Plan) -> None:
     """To every graph of the model."""
     plan.passes.append(rewrite)
 
 
-def fired(kinds) -> str:
+def fired(seen: Evidence) -> str:
     """Why no fused kernel ran; "" where one did."""
-    return "" if any(kinds[kind] for kind in FUSED_ATTENTION) else "no fused attention kernel ran"
+    return "" if any(seen.kinds[kind] for kind in FUSED_ATTENTION) else "no fused attention kernel ran"
 
 
 TECHNIQUE = Technique("sdpa", "attention by hand -> scaled_dot_product_attention", find, apply, advice, fired=fired)

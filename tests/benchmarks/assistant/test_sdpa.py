@@ -1,5 +1,4 @@
 """Attention by hand, in sixteen spellings: it is found, rewritten, the same function, and its advice can be pasted."""
-import importlib.util
 import inspect
 
 import pytest
@@ -12,6 +11,7 @@ from benchmarks.assistant.techniques import sdpa
 from benchmarks.measure.calls import Inputs
 from common.block.evidence import kind_of, observe
 from tests.helpers import attention_spellings as spellings
+from tests.helpers.pasting import pasted
 
 X = torch.randn(2, spellings.LENGTH, spellings.WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -58,12 +58,7 @@ def test_its_advice_can_be_pasted(spelling, evaluated, tmp_path):
     program = read(model, Inputs.of(X))
     (found,) = sdpa.find(program)
     advice = sdpa.advice(program, found)
-    path = tmp_path / "pasted.py"
-    path.write_text(advice.pasted_into(inspect.getsource(spellings)))
-    spec = importlib.util.spec_from_file_location("pasted", path)
-    pasted = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pasted)
-    other = made(getattr(pasted, spelling.__name__), evaluated)
+    other = made(getattr(pasted(advice, spellings, tmp_path / "pasted.py"), spelling.__name__), evaluated)
     judgement = validate(other, model, (X,))
     assert judgement.passed and judgement.outputs_proven, f"{advice.code}\n{judgement}"
     if evaluated:                                        # with dropout a CPU has no fused kernel

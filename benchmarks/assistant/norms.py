@@ -1,0 +1,200 @@
+"""LayerNorm and RMSNorm by hand, as they stand in a graph."""
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from benchmarks.assistant.attention import CASTS
+from benchmarks.assistant.program import Captured, argument, name_of, shape_of
+
+
+class Refused(Exception):
+    """Why a norm by hand is not the library's, in words."""
+
+
+@dataclass
+class Norm:
+    """One norm by hand, over the last dimension."""
+    x: fx.Node
+    output: fx.Node
+    epsilon: float
+    is_centred: bool                         # a LayerNorm; else an RMSNorm
+    weight: fx.Node | None = None
+    bias: fx.Node | None = None
+    chain: list[fx.Node] = field(default_factory=list)     # from the first operation to the last, in their order
+
+    @property
+    def width(self) -> int:
+        return shape_of(self.x)[-1]
+
+    @property
+    def function(self) -> str:
+        return "layer_norm" if self.is_centred else "rms_norm"
+
+
+def roots(graph: Captured) -> list[fx.Node]:
+    """Every square root of a mean that is kept as a dimension: where a norm by hand may be."""
+    found = []
+    for node in graph.nodes:
+        is_root = node.op.startswith("call_") and (name_of(node) in ("sqrt", "rsqrt") or _is_power(node, (0.5, -0.5)))
+        if is_root and shape_of(node)[-1:] == (1,):
+            found.append(node)
+    return found
+
+
+def norm_at(root: fx.Node, graph: Captured) -> Norm | None:
+    """The norm around a root; None where it is none. Raises Refused where it is another function than the library's."""
+    added = _bare(root.args[0])
+    if not _calls(added, "add"):
+        return None
+    variance, epsilon = added.args[0], argument(added, 1, "other")
+    if isinstance(variance, (int, float)):
+        variance, epsilon = epsilon, variance
+    if not isinstance(epsilon, (int, float)):
+        return None
+    squared = _mean_of_squares(_bare(variance))
+    if squared is None:
+        return None
+    x, is_centred = squared
+    user = _divided(root)
+    if user is None:
+        return None
+    rest = next(inner for inner in user.args if inner is not root)
+    rest, weight = _without_weight(rest, shape_of(x)[-1:])
+    if not _is_normalised(rest, x, is_centred):
+        return None
+    norm = Norm(_uncast(x), user, float(epsilon), is_centred, weight)
+    _with_affine(norm)
+    inside = _between(norm, graph)
+    norm.chain = [node for node in graph.nodes if node in inside]
+    return norm
+
+
+def _mean_of_squares(node: Any) -> tuple[fx.Node, bool] | None:
+    """(x, whether its mean is taken off first), where a node is the mean of squares, or the variance, of x."""
+    if _calls(node, "var"):
+        if not _over_the_last(node):
+            return None
+        unbiased = argument(node, 2, "unbiased", True) if "correction" not in node.kwargs else node.kwargs["correction"]
+        if unbiased not in (False, 0):
+            raise Refused("its variance is unbiased: the library's divides by the width, not by one less")
+        return node.args[0], True
+    if not (_calls(node, "mean") and _over_the_last(node)):
+        return None
+    base = _base_of_square(_bare(node.args[0]))
+    if base is None:
+        return None
+    if _calls(base, "sub") and _is_mean_of(base.args[1], base.args[0]):
+        return base.args[0], True
+    return base, False
+
+
+def _base_of_square(node: Any) -> Any:
+    """x, where a node is its square."""
+    if _calls(node, "square") or _is_power(node, (2, 2.0)):
+        return node.args[0]
+    if _calls(node, "mul") and _same(node.args[0], node.args[1]):
+        return node.args[0]
+    return None
+
+
+def _divided(root: fx.Node) -> fx.Node | None:
+    """What is divided by the root, or multiplied by its inverse."""
+    inverse = name_of(root) == "rsqrt" or _is_power(root, (-0.5,))
+    wanted = "mul" if inverse else "div"
+    users = [user for user in root.users if _calls(user, wanted) and (inverse or user.args[1] is root)]
+    return users[0] if len(root.users) == 1 and users else None
+
+
+def _without_weight(node: Any, shape: tuple[int, ...]) -> tuple[Any, fx.Node | None]:
+    """(what is divided by the root, the weight that it was multiplied by before)"""
+    if _calls(node, "mul") and len(node.users) == 1:
+        for place, factor in enumerate(node.args):
+            if isinstance(factor, fx.Node) and shape_of(factor) == shape:
+                return node.args[1 - place], factor
+    return node, None
+
+
+def _is_normalised(node: Any, x: fx.Node, is_centred: bool) -> bool:
+    if is_centred:
+        return _calls(node, "sub") and _same(node.args[0], x) and _is_mean_of(node.args[1], x)
+    return _same(node, x)
+
+
+def _is_mean_of(node: Any, x: Any) -> bool:
+    return _calls(node, "mean") and _over_the_last(node) and _same(node.args[0], x)
+
+
+def _over_the_last(node: fx.Node) -> bool:
+    """Whether a mean or variance is over the last dimension alone, and keeps it."""
+    dim = argument(node, 1, "dim")
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    place = 3 if name_of(node) == "var" else 2
+    return dim in (-1, len(shape_of(node.args[0])) - 1) and bool(argument(node, place, "keepdim", False))
+
+
+def _with_affine(norm: Norm) -> None:
+    """The weight and the bias behind it, where there are any."""
+    for name, wanted in (("mul", "weight"), ("add", "bias"))[norm.weight is not None:]:
+        node, only = norm.output, norm.output.users
+        while len(only) == 1 and next(iter(only)).op.startswith("call_") and name_of(next(iter(only))) in CASTS:
+            node = next(iter(only))
+            only = node.users
+        user = next(iter(only)) if len(only) == 1 else None
+        if user is None or not _calls(user, name) or (wanted == "bias" and norm.weight is None):
+            return
+        other = next((inner for inner in user.args if inner is not node), None)
+        if not isinstance(other, fx.Node) or shape_of(other) != (norm.width,):
+            return
+        if wanted == "bias" and not norm.is_centred:
+            return                                       # the library's RMSNorm has none
+        setattr(norm, wanted, other)
+        norm.output = user
+
+
+def _between(norm: Norm, graph: Captured) -> set[fx.Node]:
+    """Everything that leads from x to the output."""
+    from_x = {norm.x}
+    for node in graph.nodes:
+        if any(inner in from_x for inner in node.all_input_nodes):
+            from_x.add(node)
+    inside, todo = {norm.output}, [norm.output]
+    while todo:
+        for inner in todo.pop().all_input_nodes:
+            if inner in from_x and inner is not norm.x and inner not in inside:
+                inside.add(inner)
+                todo.append(inner)
+    return inside
+
+
+# --------------------------------------------------------------------------------------------------------------- nodes
+
+
+def _calls(node: Any, name: str) -> bool:
+    return isinstance(node, fx.Node) and node.op.startswith("call_") and name_of(node) == name
+
+
+def _is_power(node: Any, exponents: tuple[float, ...]) -> bool:
+    return _calls(node, "pow") and argument(node, 1, "exponent") in exponents
+
+
+def _bare(node: Any) -> Any:
+    """A node without the casts around it."""
+    while isinstance(node, fx.Node) and node.op.startswith("call_") and name_of(node) in CASTS:
+        node = node.args[0]
+    return node
+
+
+def _uncast(x: fx.Node) -> fx.Node:
+    """What was cast to FP32 for the norm's sake: the library's does that itself."""
+    return _bare(x) if _calls(x, "float") or (_calls(x, "to") and len(x.args) == 2) else x
+
+
+def _same(a: Any, b: Any, depth: int = 6) -> bool:
+    """Whether two nodes are the same operations on the same values."""
+    if a is b:
+        return True
+    if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)) or depth == 0 or a.op != b.op or a.op == "placeholder":
+        return not isinstance(a, fx.Node) and not isinstance(b, fx.Node) and a == b
+    same_call = a.target == b.target and len(a.args) == len(b.args) and a.kwargs == b.kwargs
+    return same_call and all(_same(mine, other, depth - 1) for mine, other in zip(a.args, b.args, strict=True))

@@ -1,0 +1,47 @@
+"""Matmuls in BF16 under autocast: tensor cores, and half of the bytes. The parameters stay in FP32."""
+import torch
+
+from benchmarks.assistant.program import Program
+from benchmarks.assistant.technique import Advice, Found, Plan, Technique
+from common.block.traits import amp_default
+
+
+def matmuls_in_float32(program: Program, how: str) -> list[Found]:
+    """All of them, as one finding at the call of the model."""
+    matmuls = [call for call in program.trace.calls if call.is_matmul]
+    slow = [call for call in matmuls if call.dtype == torch.float32]
+    if not slow:
+        return []
+    percent = 100 * sum(call.flops for call in slow) / program.trace.flops
+    return [Found(None, "", 1, f"{len(slow)} matmuls in float32 {how}: {percent:.0f} % of all FLOPs")]
+
+
+def find(program: Program) -> list[Found]:
+    """All FP32 matmuls at once."""
+    return matmuls_in_float32(program, "without autocast")
+
+
+def missing(device: torch.device) -> str:
+    """Why it can't run there."""
+    dtype, _ = amp_default(device)
+    return "" if dtype else "this CPU has no instructions for BF16"
+
+
+def apply(plan: Plan) -> None:
+    """Around every call; the backward computes in what its forward did."""
+    plan.around.append(lambda device: torch.autocast(device.type, torch.bfloat16))
+    plan.numerics = "bfloat16"
+
+
+def advice(program: Program, found: Found) -> Advice:
+    """Around the forward and the loss, not the backward."""
+    device = program.inputs.device.type
+    return Advice(f'with torch.autocast("{device}", torch.bfloat16):\n    output = model({arguments(program)})')
+
+
+def arguments(program: Program) -> str:
+    """What the model is called with, in words."""
+    return "**inputs" if program.inputs.kwargs else "*inputs"
+
+
+TECHNIQUE = Technique("autocast", "FP32 matmuls -> BF16 under autocast", find, apply, advice, missing)

@@ -1,0 +1,38 @@
+"""torch.compile: Inductor fuses what stands between the matmuls, and fewer kernels are launched."""
+import torch
+
+from benchmarks.assistant.program import Program
+from benchmarks.assistant.technique import Advice, Found, Plan, Technique
+from common.runtime import compiler
+
+
+def find(program: Program) -> list[Found]:
+    """The call of the model."""
+    trace = program.trace
+    if program.is_compiled:
+        return [Found(None, "", 1, "the model", why_not="it is compiled already")]
+    if program.not_captured:
+        return [Found(None, "", 1, "the model", why_not=f"Dynamo can't run it: {program.not_captured}")]
+    passes = sum(call.bytes for call in trace.calls if not call.is_matmul)
+    share = f"{100 * passes / trace.bytes:.0f} % of the bytes move outside of matmuls" if trace.bytes else "the model"
+    breaks = len(program.breaks)
+    count = "no graph break" if not breaks else "1 graph break" if breaks == 1 else f"{breaks} graph breaks"
+    return [Found(None, "", 1, f"{share}; {count}")]
+
+
+def missing(device: torch.device) -> str:
+    """Why it can't run there."""
+    return compiler.missing(device) or ""
+
+
+def apply(plan: Plan) -> None:
+    """To the whole model."""
+    plan.compiles = True
+
+
+def advice(program: Program, found: Found) -> Advice:
+    """Once, before the first call."""
+    return Advice("model = torch.compile(model)")
+
+
+TECHNIQUE = Technique("compile", "eager -> torch.compile", find, apply, advice, missing)

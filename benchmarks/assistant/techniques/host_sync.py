@@ -1,0 +1,71 @@
+"""Synchronisations: lines at which the host waits until the GPU has done all that it was given. A person mends them."""
+import ast
+import copy
+
+from benchmarks.assistant.program import Program
+from benchmarks.assistant.source import Place, statement_at
+from benchmarks.assistant.technique import Advice, Found, Technique, with_stars
+from benchmarks.assistant.trace import INDEX_BY_MASK
+
+WAITING = {                                # operator that needs a value on the host, or a size that is in the data
+    "aten._local_scalar_dense": "reads a value of the device",
+    INDEX_BY_MASK: "has a size that the host must read first",
+    "aten.nonzero": "has a size that the host must read first",
+    "aten.masked_select": "has a size that the host must read first",
+    "aten._unique2": "has a size that the host must read first",
+    "aten.repeat_interleave.Tensor": "has a size that the host must read first",
+}
+TO_HOST = {"cpu", "numpy", "tolist"}       # calls that copy to the host; on a CPU nothing is copied
+
+
+def find(program: Program) -> list[Found]:
+    """Every line at which the host waits."""
+    counts: dict[tuple, list[str]] = {}
+    for call in program.trace.calls:
+        why = next((words for name, words in WAITING.items() if any(o.startswith(name) for o in call.operators)), "")
+        if call.name in TO_HOST:
+            why = "copies to the host"
+        if why and call.place:
+            counts.setdefault((call.place, call.name, why), []).append(call.module)
+    return [Found(place, with_stars(modules), len(modules), f"{spelt(name)} {why}: the host waits for it")
+            for (place, name, why), modules in counts.items()]
+
+
+def spelt(name: str) -> str:
+    """A call, as a person writes it."""
+    return {"__bool__": "a condition on a tensor", "__int__": "int()", "__float__": "float()",
+            "__getitem__": "an index that is a mask", "__setitem__": "an index that is a mask"}.get(name, f".{name}()")
+
+
+def advice(program: Program, found: Found) -> Advice | None:
+    """A check by .item() can be done on the device."""
+    return checked_on_the_device(found.place) if found.place else None
+
+
+def checked_on_the_device(place: Place) -> Advice | None:
+    """`if x.item() > limit: raise E(message)` -> an assertion that the device checks, and that no host waits for."""
+    statement = statement_at(place)
+    if not (isinstance(statement, ast.If) and len(statement.body) == 1 and isinstance(statement.body[0], ast.Raise)):
+        return None
+    raised = statement.body[0].exc
+    if statement.orelse or not isinstance(raised, ast.Call) or not isinstance(statement.test, ast.Compare):
+        return None
+    condition = ast.unparse(_WithoutItem().visit(copy.deepcopy(statement.test)))
+    if ".item()" in condition or condition == ast.unparse(statement.test):
+        return None
+    message = ast.unparse(raised.args[0]) if raised.args and isinstance(raised.args[0], ast.Constant) else "'it failed'"
+    return Advice(f"torch._assert_async(~({condition}), {message})",
+                  Place(place.file, statement.lineno, statement.end_lineno or statement.lineno))
+
+
+class _WithoutItem(ast.NodeTransformer):
+    """x.item() -> x."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "item" and not node.args:
+            return node.func.value
+        return node
+
+
+TECHNIQUE = Technique("host-sync", "the host waits for the device -> it does not", find, None, advice)

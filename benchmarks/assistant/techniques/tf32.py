@@ -1,0 +1,35 @@
+"""FP32 matmuls on tensor cores: they read the first 10 bits of each mantissa, and add up in FP32."""
+import torch
+
+from benchmarks.assistant.program import Program
+from benchmarks.assistant.technique import Advice, Found, Plan, Technique
+from benchmarks.assistant.techniques.autocast import matmuls_in_float32
+
+
+def find(program: Program) -> list[Found]:
+    """All FP32 matmuls at once, unless TF32 is allowed already."""
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest":
+        return []
+    return matmuls_in_float32(program, f"at float32_matmul_precision {precision!r}")
+
+
+def missing(device: torch.device) -> str:
+    """Why it can't run there."""
+    if device.type != "cuda":
+        return "TF32 needs an NVIDIA GPU"
+    return "" if torch.cuda.is_tf32_supported() else "this GPU has no TF32"
+
+
+def apply(plan: Plan) -> None:
+    """Around every call, and its backward."""
+    plan.matmul_precision = "high"
+    plan.numerics = plan.numerics or "tf32"
+
+
+def advice(program: Program, found: Found) -> Advice:
+    """Once, before the model is called."""
+    return Advice('torch.set_float32_matmul_precision("high")')
+
+
+TECHNIQUE = Technique("tf32", "FP32 matmuls -> TF32 on tensor cores", find, apply, advice, missing)

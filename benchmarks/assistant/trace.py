@@ -1,0 +1,176 @@
+"""What a model does as it is, call by call: every torch-level call of a forward with its line, module, FLOPs and bytes.
+
+Dynamo sees the program between two graph breaks; this sees all of it, and what waits for the device.
+"""
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from benchmarks.assistant.source import Place
+from benchmarks.measure.calls import Inputs, clean
+from benchmarks.measure.keeping import kept
+
+INDEX_BY_MASK = "index by a mask:"          # before the name of an operator
+_OURS = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep + "assistant" + os.sep)
+
+
+@dataclass
+class Call:
+    """One call of a torch function, from a line of somebody's code."""
+    name: str                              # "linear", "softmax", "item"
+    place: Place | None
+    module: str                            # path of the innermost module that it was made in; "" of the model itself
+    flops: float = 0.0                     # of matmuls, convolutions and attention, forward alone
+    bytes: float = 0.0                     # that its operators read and write
+    dtype: torch.dtype | None = None       # that its matmuls multiply
+    operators: list[str] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)        # of its tensors, in their order
+
+    @property
+    def is_matmul(self) -> bool:
+        """Whether it multiplies matrices, in whatever form."""
+        return self.flops > 0
+
+
+@dataclass
+class Trace:
+    """The calls of one forward, in their order."""
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def flops(self) -> float:
+        return sum(call.flops for call in self.calls)
+
+    @property
+    def bytes(self) -> float:
+        return sum(call.bytes for call in self.calls)
+
+
+def trace(model: nn.Module, inputs: Inputs) -> Trace:
+    """Run a forward and keep what it called. The model is then as before."""
+    recorded = Trace()
+    paths = {id(module): clean(name) for name, module in model.named_modules()}
+    given = inputs.copies()
+    with (kept(model), torch.no_grad(), modules_told(paths) as inside, _Operators(recorded),
+          _Functions(recorded, inside)):
+        given.call(model)
+    return recorded
+
+
+@contextlib.contextmanager
+def modules_told(paths: dict[int, str]) -> Iterator[list[str]]:
+    """Meanwhile the paths of the modules that are being called, the innermost last."""
+    inside = [""]
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        inside.append(paths.get(id(module), inside[-1]))
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        inside.pop()
+
+    hooks = torch.nn.modules.module
+    first, last = hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(
+        leave, always_call=True)
+    try:
+        yield inside
+    finally:
+        first.remove()
+        last.remove()
+
+
+def here() -> Place | None:
+    """The innermost line that is neither torch's nor of this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((*_OURS, "<")):
+            return Place(os.path.abspath(file), frame.f_lineno)
+        frame = frame.f_back                                           # type: ignore[assignment]
+    return None
+
+
+class _Functions(TorchFunctionMode):
+    """Sees the outermost torch functions."""
+
+    def __init__(self, recorded: Trace, inside: list[str]):
+        super().__init__()
+        self.recorded, self.inside = recorded, inside
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = function_name(func)
+        if name.startswith("__get__"):                                 # an attribute: shape, device, grad
+            return func(*args, **(kwargs or {}))
+        self.recorded.calls.append(Call(name, here(), self.inside[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+def function_name(func: Callable) -> str:
+    """"softmax" of torch.softmax and of Tensor.softmax."""
+    name = getattr(func, "__name__", "") or (resolve_name(func) or str(func)).rpartition(".")[2]
+    return name.rstrip("_") if not name.startswith("__") else name
+
+
+class _Operators(TorchDispatchMode):
+    """Counts what the operators behind a function do."""
+
+    def __init__(self, recorded: Trace):
+        super().__init__()
+        self.recorded = recorded
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.recorded.calls:
+            _count(self.recorded.calls[-1], func, args, kwargs, result)
+        return result
+
+
+def _count(call: Call, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    given, given_back = tensors_in((args, kwargs)), tensors_in(result)
+    call.operators.append(_operator_name(func, given))
+    if flops := flops_of(func, args, kwargs, result):
+        call.flops += flops
+        call.dtype = next((t.dtype for t in given if t.is_floating_point()), None)
+        call.shapes = [tuple(t.shape) for t in given]
+    storages = {t.untyped_storage().data_ptr() for t in given}
+    is_view = all(t.untyped_storage().data_ptr() in storages for t in given_back) and not func._schema.is_mutable
+    if not is_view:
+        call.bytes += sum(t.nbytes for t in (*given, *given_back))
+
+
+def _operator_name(func: Any, given: Sequence[Tensor]) -> str:
+    """Of an index by a mask that it is one."""
+    name = str(func)
+    by_mask = name.startswith("aten.index") and any(t.dtype == torch.bool for t in given[1:])
+    return f"{INDEX_BY_MASK} {name}" if by_mask else name
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def flops_of(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
+    """Of an operator: 2 for a multiplication and its addition, causal attention counted half; 0 of any but matmuls."""
+    formula = flop_registry.get(getattr(func, "overloadpacket", func))
+    if formula is None:
+        return 0.0
+    flops = float(formula(*args, **kwargs, out_val=result))
+    is_causal = any(argument.name == "is_causal" and _given(func, args, kwargs, place)
+                    for place, argument in enumerate(func._schema.arguments))
+    return flops / 2 if is_causal else flops
+
+
+def _given(func: Any, args: tuple, kwargs: dict, place: int) -> Any:
+    argument = func._schema.arguments[place]
+    return args[place] if len(args) > place else kwargs.get(argument.name, argument.default_value)

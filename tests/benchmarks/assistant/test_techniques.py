@@ -1,0 +1,181 @@
+"""The techniques of a whole model, graph breaks and waits: found with their lines, applied where a machine can."""
+import inspect
+import logging
+
+import pytest
+import torch
+from benchmarks.study import validate
+from torch import nn
+
+from benchmarks.assistant.program import read
+from benchmarks.assistant.rung import Rung
+from benchmarks.assistant.techniques import EVERY, autocast, compiled, cuda_graph, graph_break, host_sync, tf32
+from benchmarks.examples import gpt
+from benchmarks.measure.calls import Inputs
+from tests.helpers.pasting import pasted
+
+CPU, X = torch.device("cpu"), torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+log = logging.getLogger(__name__)
+
+
+def program_of(model, inputs=X):
+    return read(model, Inputs.of(inputs))
+
+
+def small_gpt():
+    return gpt.of_size(vocabulary=64, width=32, heads=2, layers=3, batch=2, length=16)
+
+
+@pytest.fixture(scope="module")
+def of_gpt():
+    model, inputs, _ = small_gpt()
+    return program_of(model, inputs)
+
+
+def line_of(words, module=gpt):
+    (line,) = [number for number, line in enumerate(inspect.getsource(module).splitlines(), 1) if words in line]
+    return line
+
+
+@pytest.mark.integration
+def test_every_planted_fault_is_found_at_its_line(of_gpt):
+    found = [(technique.name, each.place.line if each.place else None, each.module, each.count)
+             for technique in EVERY for each in technique.find(of_gpt)]
+    item, talk = line_of(".item()"), line_of("log.debug")
+    assert set(found) == {
+        ("tf32", None, "", 1), ("autocast", None, "", 1), ("compile", None, "", 1), ("cuda-graph", None, "", 1),
+        ("sdpa", line_of("scores = q @ k"), "blocks.*.attn", 3),
+        ("library-norm", line_of("mean = x.mean"), "blocks.*.ln_1, blocks.*.ln_2", 6),
+        ("library-norm", line_of("torch.rsqrt"), "norm", 1),
+        ("fused-qkv", line_of("q = self.query"), "blocks.*.attn", 3),
+        ("graph-break", talk, "", 1), ("graph-break", item, "blocks.*", 3), ("host-sync", item, "blocks.*", 3)}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("technique", [tf32.TECHNIQUE, autocast.TECHNIQUE], ids=lambda each: each.name)
+def test_different_numerics_are_declared(technique):
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    rung = Rung(model, [technique])
+    judgement = validate(rung, model, (X,), numerics=rung.plan.numerics)
+    assert judgement.passed and judgement.numerics == {"tf32": "tf32", "autocast": "bfloat16"}[technique.name]
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+class Watched(nn.Linear):
+    """Keeps the precision that its matmul saw."""
+
+    def forward(self, x):
+        self.seen = torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")
+        return super().forward(x)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("techniques, seen", [
+    ([tf32.TECHNIQUE], ("high", False)), ([autocast.TECHNIQUE], ("highest", True)),
+    ([tf32.TECHNIQUE, autocast.TECHNIQUE], ("high", True))])
+def test_a_switch_is_on_inside_of_the_call_alone(techniques, seen):
+    model = Watched(8, 8)
+    Rung(model, techniques)(X)
+    assert model.seen == seen
+    assert (torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")) == ("highest", False)
+
+
+@pytest.mark.unit
+def test_what_is_in_16_bits_or_allows_tf32_has_nothing_to_gain(callers):
+    in_bf16 = program_of(nn.Linear(8, 8).bfloat16(), X.bfloat16())
+    assert not autocast.find(in_bf16)
+    in_fp32 = program_of(nn.Linear(8, 8))
+    assert bool(tf32.find(in_fp32)) == (torch.get_float32_matmul_precision() == "highest")
+    assert autocast.find(in_fp32)[0].reason == "1 matmuls in float32 without autocast: 100 % of all FLOPs"
+
+
+@pytest.mark.unit
+def test_a_cpu_says_what_it_lacks(a_cpu_without_bfloat16):
+    assert "no instructions" in autocast.missing(CPU)
+    assert "NVIDIA GPU" in tf32.missing(CPU) and "GPU" in cuda_graph.missing(CPU)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_compiled_model_is_read_and_compiled_in_every_rung(in_place, fresh_dynamo):
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    if in_place:
+        model.compile(backend="eager")
+        given = model
+    else:
+        given = torch.compile(model, backend="eager")
+    program = program_of(given)
+    (found,) = compiled.find(program)
+    assert found.why_not == "it is compiled already"
+    assert [call.name for call in program.trace.calls if call.is_matmul] == ["linear"]
+    assert Rung(given, [autocast.TECHNIQUE]).plan.compiles
+
+
+@pytest.mark.unit
+def test_what_dynamo_can_not_run_is_said(monkeypatch):
+    def refuses(model, **options):
+        raise RuntimeError("not this one")
+    monkeypatch.setattr(torch, "compile", refuses)
+    (found,) = compiled.find(program_of(nn.Linear(8, 8)))
+    assert found.why_not == "Dynamo can't run it: RuntimeError: not this one"
+
+
+class Breaking(nn.Module):
+    """Breaks its graph before anything else, by what is printed, and in the middle."""
+
+    def forward(self, x):
+        print("a leading break")
+        x = x.sin()
+        if x.sum() > 1e9:
+            x = x + 1
+        return x.cos()
+
+
+@pytest.mark.integration
+def test_a_leading_break_is_found_too(capsys):
+    places = {each.place.line: each for each in graph_break.find(program_of(Breaking()))}
+    first = inspect.getsourcelines(Breaking.forward)[1]
+    assert set(places) == {first + 1, first + 3}
+
+
+class Waiting(nn.Module):
+    def forward(self, x):
+        kept = x[x > 0]
+        rows = x.nonzero()
+        if x.sum() > 0:
+            kept = kept * float(x.detach().max())
+        return kept.sum() + rows.sum() + len(x.tolist())
+
+
+@pytest.mark.integration
+def test_every_wait_for_the_device_is_found():
+    found = host_sync.find(program_of(Waiting()))
+    first = inspect.getsourcelines(Waiting.forward)[1]
+    assert {each.place.line - first for each in found} == {1, 2, 3, 4, 5}
+    assert all("the host waits for it" in each.reason for each in found)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("technique", [graph_break.TECHNIQUE, host_sync.TECHNIQUE], ids=lambda each: each.name)
+def test_what_a_person_mends_by_hand_can_be_pasted(technique, of_gpt, tmp_path):
+    model, inputs, _ = small_gpt()
+    for number, found in enumerate(technique.find(of_gpt)):
+        advice = technique.advice(of_gpt, found)
+        made = pasted(advice, gpt, tmp_path / f"pasted_{number}.py")
+        other, *_ = made.of_size(vocabulary=64, width=32, heads=2, layers=3, batch=2, length=16)
+        assert validate(other, model, inputs).passed, advice.code
+        left = [each.place.line for each in technique.find(program_of(other, inputs))]
+        assert found.place.line not in left, advice.code
+
+
+@pytest.mark.unit
+def test_reading_leaves_everything_as_it_was():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    program_of(model)
+    assert torch.equal(torch.rand(2), expected)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters()) and not model[0]._forward_hooks

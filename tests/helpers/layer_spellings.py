@@ -1,0 +1,131 @@
+"""Norms by hand and linear layers on one input, spelt in many ways. Each is a class, as a person writes it."""
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+WIDTH = 32
+
+
+class Norm(nn.Module):
+    """[..., E] -> [..., E]"""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.bias = nn.Parameter(torch.rand(WIDTH))
+        self.eps = 1e-5
+
+
+class LayerNormByMeans(Norm):
+    def forward(self, x):
+        mean = x.mean(-1, keepdim=True)
+        variance = ((x - mean) ** 2).mean(-1, keepdim=True)
+        return self.weight * (x - mean) / torch.sqrt(variance + self.eps) + self.bias
+
+
+class LayerNormByVar(Norm):
+    def forward(self, x):
+        mean = x.mean(dim=-1, keepdim=True)
+        variance = x.var(dim=-1, keepdim=True, unbiased=False)
+        normalised = (x - mean) * torch.rsqrt(variance + self.eps)
+        return normalised * self.weight + self.bias
+
+
+class LayerNormBare(Norm):
+    def forward(self, x):
+        centred = x - x.mean(-1, True)
+        return centred / (centred.square().mean(-1, True) + self.eps).sqrt()
+
+
+class RMSNormOfLlama(Norm):
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x):
+        output = self._norm(x.float()).type_as(x)
+        return output * self.weight
+
+
+class RMSNormByPowers(Norm):
+    def forward(self, x):
+        mean_square = torch.mean(x * x, dim=-1, keepdim=True)
+        return x * (mean_square + self.eps) ** -0.5 * self.weight
+
+
+class RMSNormInHuggingFacesManner(Norm):
+    def forward(self, x):
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        variance = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(variance + self.eps)
+        return self.weight * x.to(dtype)
+
+
+NORMS = (LayerNormByMeans, LayerNormByVar, LayerNormBare, RMSNormOfLlama, RMSNormByPowers, RMSNormInHuggingFacesManner)
+
+
+class UnbiasedLayerNorm(Norm):
+    def forward(self, x):
+        return (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + self.eps) * self.weight
+
+
+class EpsilonOutside(Norm):
+    def forward(self, x):
+        return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
+
+
+class OverTheSequence(Norm):
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + self.eps)
+
+
+class OfAnotherMean(Norm):
+    def forward(self, x):
+        return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+OTHER_FUNCTIONS = (UnbiasedLayerNorm, EpsilonOutside, OverTheSequence, OfAnotherMean)
+
+
+class Three(nn.Module):
+    """Three projections of one input."""
+    bias = True
+
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(WIDTH, WIDTH, bias=self.bias)
+        self.k = nn.Linear(WIDTH, WIDTH // 2, bias=self.bias)
+        self.v = nn.Linear(WIDTH, WIDTH // 2, bias=self.bias)
+
+    def forward(self, x):
+        q = self.q(x).relu()
+        k, v = self.k(x), self.v(x)
+        return q + torch.cat([k, v], -1).sin()
+
+
+class ThreeWithoutBias(Three):
+    bias = False
+
+
+class Gated(nn.Module):
+    """As in Llama's MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+
+    def forward(self, x):
+        return F.silu(self.gate(x)) * self.up(x)
+
+
+SIBLINGS = (Three, ThreeWithoutBias, Gated)
+
+
+class OneWeightTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.only = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.only(x) * self.only(x)
