@@ -10,15 +10,18 @@ Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 import argparse
 import logging
+import os
 
 from benchmarks.assistant import report
 from benchmarks.assistant.loading import load
 from benchmarks.assistant.optimize import optimize
+from benchmarks.assistant.techniques import EVERY
 from common.command_line import Parser, check_seed, device_of, early_ends, hush, mistakes, open_records, tell
 from common.outcome import EXIT
 from common.runtime import compiler, exclusive
 
 NAME = "assistant"
+NAMES = tuple(each.name for each in EVERY)
 
 
 def parser() -> Parser:
@@ -29,6 +32,8 @@ def parser() -> Parser:
     add("target", metavar="FILE:FUNCTION", help="the function that builds the model and its inputs")
     add("--inference", action="store_true", help="forward alone")
     add("--quick", action="store_true", help="6 rounds: a look, not a measurement")
+    add("--only", metavar="TECHNIQUE", action="append", choices=NAMES, default=[],
+        help=f"try this one, once or more: {', '.join(NAMES)}")
     add("--rounds", type=int, metavar="N", help="interleaved samples of each rung (default: 20 on a GPU, 12 on a CPU)")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (default: auto)")
     add("--seed", type=int, default=0, help="of cotangents and order (default: 0)")
@@ -48,9 +53,11 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--rounds {chosen.rounds}: give at least 6, fewer bound no median")
         build = load(chosen.target)
         file = open_records(chosen.json)
+    techniques = [each for each in EVERY if each.name in (chosen.only or NAMES)]
     with early_ends(NAME, file), exclusive.alone(device, NAME):
         compiler.use_private_caches()
-        result = optimize(build, name=chosen.target, inference=chosen.inference, quick=chosen.quick,
-                          rounds=chosen.rounds, seed=chosen.seed, device=device, file=file)
+        result = optimize(build, name=os.path.basename(chosen.target), inference=chosen.inference, quick=chosen.quick,
+                          rounds=chosen.rounds, seed=chosen.seed, device=device, file=file,
+                          techniques=techniques)
         tell(report.text(result))
     return EXIT["ok"]

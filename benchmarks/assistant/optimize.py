@@ -4,37 +4,39 @@
     result = optimize(build)                     # or optimize(model, inputs)
     for o in result.opportunities: print(o.technique, o.file, o.line, o.speedup, o.verdict)
 """
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.assistant.combination import Combination, Interval, Measured, cases
 from benchmarks.assistant.program import Program, read
 from benchmarks.assistant.rung import Rung
 from benchmarks.assistant.task import Task
-from benchmarks.assistant.technique import Advice, Found, Technique
+from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from benchmarks.assistant.techniques import EVERY
+from benchmarks.assistant.workload import arithmetic_of, workload
 from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import Judge
 from benchmarks.measure.keeping import kept
 from benchmarks.measure.modules import record_checks, subject_of, work_in_words
 from benchmarks.measure.truth import Truth
-from benchmarks.records.read import Run, paired, runs
 from common.block import oracle
+from common.block.config import dtype_name
 from common.command_line import hush
 from common.measure.cases import Case, Group, Setting
 from common.measure.session import Session
-from common.measure.subject import Subject
+from common.measure.subject import Subject, on_a_copy
 from common.outcome import Told
 from common.phases import Phase
 from common.report.record import Record
 from common.report.record_file import RecordFile
-from common.report.result import Result
+from common.report.result import Compilation, Result
 from common.runtime.iteration import BOTH, FORWARD, MODES
 
-AS_IT_IS = "as it is"
 WORTH_IT = 1.02                        # of the speed-up, the lower end of its interval
 VERDICTS = ("take", "different numerics", "by hand", "no gain", "unsafe", "not here")
 QUICK_ROUNDS, ROUNDS = 6, {"cuda": 20, "cpu": 12}
@@ -47,7 +49,7 @@ class Opportunity:
     found: Found
     verdict: str                                       # one of VERDICTS
     why: str = ""                                      # the verdict, where that needs a word
-    speedup: float | None = None                       # of the pass that is asked for, alone on the model as it is
+    speedup: float | None = None                       # of the pass that counts, alone on the model as it is
     interval: tuple[float, float] | None = None        # 95 %, of the ratio of paired samples
     error: float | None = None                         # the worst output's, against the truth
     advice: Advice | None = None                       # the code to write there
@@ -73,21 +75,31 @@ class Opportunity:
         return self.found.reason
 
 
+@dataclass(frozen=True)
+class Added:
+    """One technique more on the ladder."""
+    technique: Technique
+    combination: Combination                           # with those before it
+    gain: Interval | None                              # over those before it
+    together: Interval | None                          # over the model as it is
+    left_out: Interval | None = None                   # of all over all but this one
+
+
 @dataclass
 class Optimized:
     """What `optimize` found."""
     name: str
     program: Program
     truth: str                                         # what the rungs were held against, in words
-    mode: str                                          # the pass that counts
-    opportunities: list[Opportunity]                   # the best first
-    judgements: dict[str, Judgement]                   # by rung
-    lines: list[Record]                                # everything that was measured
+    mode: str = FORWARD                                # the pass that counts
+    opportunities: list[Opportunity] = field(default_factory=list)     # the best first
+    judgements: dict[str, Judgement] = field(default_factory=dict)     # by case
+    alone: Measured = field(default_factory=Measured)
+    together: Measured = field(default_factory=Measured)
+    ladder: list[Added] = field(default_factory=list)
+    payback: str = ""                                  # when what compiling took is won back, in words
+    lines: list[Record] = field(default_factory=list)                  # everything that was measured
     times: str = ""                                    # where the wall time went
-
-    def run(self, name: str) -> Run | None:
-        """What was measured of a rung."""
-        return next((run for run in runs(self.lines) if run.case["name"] == name), None)
 
 
 def optimize(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: str = "", inference: bool = False,
@@ -108,18 +120,19 @@ def optimize(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: 
     count = rounds or (QUICK_ROUNDS if quick else ROUNDS[where.type])
     session = Session("assistant", where, count, seed, file=file)
     with kept(task.model):
-        return _Assistant(task, session, techniques, (FORWARD,) if inference else MODES, name).run(seed)
+        assistant = _Assistant(task, session, techniques, (FORWARD,) if inference else MODES, quick)
+        return assistant.run(name or type(task.model).__name__, seed)
 
 
 class _Assistant:
     """One run on one model."""
 
-    def __init__(self, task: Task, session: Session, techniques: Sequence[Technique], modes: Sequence[str], name: str):
-        self.task, self.session, self.techniques, self.modes = task, session, techniques, modes
-        self.name = name or type(task.model).__name__
+    def __init__(self, task: Task, session: Session, techniques: Sequence[Technique], modes: Sequence[str],
+                 quick: bool):
+        self.task, self.session, self.techniques, self.modes, self.quick = task, session, techniques, modes, quick
         self.judgements: dict[str, Judgement] = {}
 
-    def run(self, seed: int) -> Optimized:
+    def run(self, name: str, seed: int) -> Optimized:
         session, task = self.session, self.task
         session.say(Phase.CHECKING, "the model")
         self.work = task.work(cotangents=1, seed=seed)
@@ -128,59 +141,149 @@ class _Assistant:
         except ValueError as error:
             raise Told(str(error)) from None
         session.say(Phase.READING)
-        program = read(task.model, task.given)
-        found = {technique: list(technique.find(program)) for technique in self.techniques}
+        self.program = read(task.model, task.given)
+        found = {technique: list(technique.find(self.program)) for technique in self.techniques}
         tried = [technique for technique in self.techniques if self._can_try(technique, found[technique])]
-        cases = [self._case(AS_IT_IS, ())] + [self._case(technique.name, [technique]) for technique in tried]
-        session.measure(Group(cases, modes=self.modes, calibrated=False, limited=False, watched=False))
-        self.timed = {run.case["name"]: run for run in runs(session.lines)}
-        opportunities = [self._judged(technique, each, program) for technique in self.techniques
-                         for each in found[technique]]
-        opportunities.sort(key=lambda one: (VERDICTS.index(one.verdict), -(one.speedup or 0.0)))
-        return Optimized(self.name, program, self.truth.in_words, self._mode(), opportunities, self.judgements,
-                         session.lines, session.finish(None))
+        result = self.result = Optimized(name, self.program, self.truth.in_words, judgements=self.judgements)
+        result.alone = self._measured([Combination()] + [Combination((each,)) for each in tried], "alone")
+        result.mode = BOTH if BOTH in self.modes and result.alone.has(BOTH) else FORWARD
+        self._climb(tried)
+        result.payback = self._payback()
+        result.opportunities = [self._judged(technique, each) for technique in self.techniques
+                                for each in found[technique]]
+        result.opportunities.sort(key=lambda one: (VERDICTS.index(one.verdict), -(one.speedup or 0.0)))
+        result.lines, result.times = session.lines, session.finish(None)
+        return result
 
     def _can_try(self, technique: Technique, found: Sequence[Found]) -> bool:
         possible = technique.apply is not None and not technique.missing(self.session.device)
         return possible and any(not each.why_not for each in found)
 
-    def _case(self, name: str, techniques: Sequence[Technique]) -> Case:
+    # ------------------------------------------------------------------------------------------------------- measuring
+
+    def _measured(self, combinations: Sequence[Combination], phase: str) -> Measured:
+        """All of them in the same rounds, and the records of that."""
+        wanted = cases(combinations)
+        self.session.note(f"{len(wanted)} rungs, {phase}, {self.session.rounds} rounds")
+        before = len(self.session.entries)
+        on_gpu = self.session.device.type == "cuda"
+        self.session.measure(Group([self._case(each, phase) for each in wanted], modes=self.modes, calibrated=False,
+                                   metered=on_gpu and not self.quick, may_not_fit=True))
+        return Measured({entry.result.name: entry.result for entry in self.session.entries[before:]})
+
+    def _case(self, combination: Combination, phase: str) -> Case:
         """A rung; without techniques the model as it is, which there is nothing to hold against."""
         def prepare(setting: Setting, result: Result) -> Subject:
             setting.say(Phase.BUILDING)
-            rung = Rung(self.task.model, techniques, self.session.device) if techniques else self.task.model
-            gate = 3 * oracle.MODULE_GATES[self.truth.dtype]
-            if isinstance(rung, Rung):
-                judge = Judge(rung, self.truth, rung.plan.numerics)
-                self.judgements[name] = judge.judge()
-                record_checks(self.judgements[name], result)
-                gate = 3 * oracle.MODULE_GATES[judge.dtype]
-            return subject_of(rung, self.work, (gate, gate))
+            if not combination.changing:
+                gate = 3 * oracle.MODULE_GATES[self.truth.dtype]
+                subject = subject_of(self.task.model, self.work, (gate, gate))
+                subject.workload = workload(self.program, arithmetic_of(Plan(), setting.device))
+                result.matmul = subject.workload.matmul
+                return subject
+            return self._rung(combination, setting, result, is_cold=phase == "alone")
         work = work_in_words(self.task.model, self.task.given)
-        return Case(name, prepare, parameter_dtype=self.truth.dtype, work=work)
+        return Case(combination.name, prepare, parameter_dtype=self.truth.dtype, work=work, variant={"measured": phase})
 
-    def _mode(self) -> str:
-        """The pass that counts: forward+backward, where there is one."""
-        return BOTH if BOTH in self.modes and self.timed[AS_IT_IS].best(BOTH) else FORWARD
+    def _rung(self, combination: Combination, setting: Setting, result: Result, is_cold: bool) -> Subject:
+        rung = Rung(self.task.model, combination.changing, setting.device)
+        plan = rung.plan
+        own = workload(self.program, arithmetic_of(plan, setting.device))
+        result.matmul, result.runs_under = own.matmul, dtype_name(plan.autocast) if plan.autocast else ""
+        judge = Judge(rung, self.truth, plan.numerics)
+        gate = 3 * oracle.MODULE_GATES[judge.dtype]
+        if plan.compiles and is_cold:
+            setting.say(Phase.COMPILING)
+            result.compilation = Compilation(self._first_calls(rung, (gate, gate)), None)
+        setting.say(Phase.CHECKING)
+        self.judgements[result.name] = judge.judge()
+        record_checks(self.judgements[result.name], result)
+        subject = subject_of(rung, self.work, (gate, gate))
+        subject.workload = own
+        return subject
 
-    def _judged(self, technique: Technique, found: Found, program: Program) -> Opportunity:
+    def _first_calls(self, rung: Rung, gates: tuple[float, float]) -> float:
+        """Seconds of the first calls, in which it is compiled."""
+        began = time.perf_counter()
+        with kept(rung):
+            subject = subject_of(rung, self.work, gates)
+            for mode in self.modes:
+                if subject.has(mode):
+                    iteration = on_a_copy(subject, mode)
+                    iteration.between()
+                    iteration.run()
+        if self.session.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def _climb(self, tried: Sequence[Technique]) -> None:
+        """Measure the ladder: one technique after the other, the one that gains most alone first."""
+        gains = {each: self._gain_alone(each) for each in tried}
+        order = sorted((each for each in tried if gains[each]), key=lambda each: -gains[each][0])   # type: ignore[index]
+        rungs = [Combination(tuple(order[:count])) for count in range(len(order) + 1)]
+        every = rungs[-1]
+        others = [] if self.quick else [every.without(each) for each in order]
+        if len(order) < 2:
+            return
+        measured = self.result.together = self._measured([*rungs, *others], "together")
+        mode = self.result.mode
+        for before, rung, technique in zip(rungs, rungs[1:], order, strict=False):
+            left_out = None if self.quick else measured.gain(every, every.without(technique), mode)
+            self.result.ladder.append(Added(technique, rung, measured.gain(rung, before, mode),
+                                           measured.gain(rung, rungs[0], mode), left_out))
+
+    def _gain_alone(self, technique: Technique) -> Interval | None:
+        return self.result.alone.gain(Combination((technique,)), Combination(), self.result.mode)
+
+    def _payback(self) -> str:
+        """When what compiling took is won back by that alone; "" where it was not tried."""
+        compiled = next((each for each in self.techniques if each.name == "compile"), None)
+        result = self.result.alone.results.get("compile")
+        row, base = (self.result.alone.row(of, BOTH) for of in (Combination((compiled,)) if compiled else Combination(),
+                                                                Combination()))
+        if not (result and result.compilation and row and row.timing and base and base.timing):
+            return ""
+        result.compilation.uncompiled = base.timing.samples
+        return result.compilation.pays_after(row.timing)
+
+    # --------------------------------------------------------------------------------------------------------- verdicts
+
+    def _judged(self, technique: Technique, found: Found) -> Opportunity:
         """The verdict on one place."""
-        advice = technique.advice(program, found)
+        advice = technique.advice(self.program, found)
         if reason := technique.missing(self.session.device) or found.why_not:
             return Opportunity(technique.name, found, "not here", reason)
         if technique.apply is None:
             return Opportunity(technique.name, found, "by hand", advice=advice)
-        run, judgement = self.timed[technique.name], self.judgements.get(technique.name)
+        alone, mode, rung = self.result.alone, self.result.mode, Combination((technique,))
+        judgement = self.judgements.get(rung.name)
         if judgement and not judgement.passed:
             return Opportunity(technique.name, found, "unsafe", judgement.failure)
-        if run.status != "ok":
-            return Opportunity(technique.name, found, "not here", f"{run.status}: {run.info['reason']}")
-        gain = paired(self.timed[AS_IT_IS], run, self._mode())
-        assert gain is not None and judgement is not None
-        speedup, *interval = gain
-        verdict = "no gain"
-        if interval[0] >= WORTH_IT:
-            verdict = "different numerics" if judgement.numerics else "take"
-        worst = judgement.worst
-        return Opportunity(technique.name, found, verdict, "", speedup, (interval[0], interval[1]),
-                           worst.error if worst else None, advice)
+        gain = self._gain_alone(technique)
+        if gain is None:
+            return Opportunity(technique.name, found, "not here", alone.why_not(rung, mode))
+        added = next((each for each in self.result.ladder if each.technique is technique), None)
+        verdict, why = self._worth(technique, gain, added)
+        return Opportunity(technique.name, found, verdict, why, gain[0], gain[1:], _error(judgement), advice)
+
+    def _worth(self, technique: Technique, alone: Interval, added: Added | None) -> tuple[str, str]:
+        """(the verdict on what passed, why where that needs a word)."""
+        kind = "different numerics" if self._numerics(technique) else "take"
+        if alone[1] >= WORTH_IT:
+            return kind, ""
+        if added and added.gain and added.gain[1] >= WORTH_IT:
+            return kind, "not alone, but on top of " + " + ".join(
+                each.name for each in added.combination.techniques[:-1])
+        seen = self.result.alone.results[Combination((technique,)).name].evidence.get(self.result.mode)
+        return "no gain", technique.fired(seen) if seen else ""
+
+    def _numerics(self, technique: Technique) -> str | None:
+        judgement = self.judgements.get(Combination((technique,)).name)
+        return judgement.numerics if judgement else None
+
+
+def _error(judgement: Judgement | None) -> float | None:
+    """The largest of an output, at the dtype that it is timed in."""
+    errors = [check.error for check in judgement or () if check.name.startswith("output")
+              and check.question == "precision" and check.error == check.error]
+    return max(errors, default=None)

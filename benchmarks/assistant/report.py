@@ -1,61 +1,104 @@
 """What a person sees of their model, as text."""
-from benchmarks.assistant.optimize import AS_IT_IS, Opportunity, Optimized
+from benchmarks.assistant.combination import Combination, Interval
+from benchmarks.assistant.optimize import Opportunity, Optimized
 from benchmarks.measure.calls import named_parameters
 from benchmarks.records.read import verdict
 from common.block.config import dtype_name
+from common.report.metrics import ENERGY
 from common.runtime.iteration import MODES
-from common.text import figures, ratio, table
+from common.text import figures, number, ratio, table, wrap
 
 WIDTH = 100
+TO_WRITE = ("take", "different numerics", "by hand")           # verdicts after which there is something to write
 
 
 def text(result: Optimized) -> str:
     """Everything, at most 100 columns wide."""
-    return "\n\n".join(filter(None, [_model(result), _opportunities(result), _reasons(result), _write_this(result)]))
+    parts = [_model(result), _opportunities(result), _ladder(result), _write_this(result), _reasons(result)]
+    return "\n\n".join(filter(None, parts))
 
 
 def _model(result: Optimized) -> str:
     model, inputs = result.program.model, result.program.inputs
     count = sum(t.numel() for t in {id(t): t for t in named_parameters(model).values()}.values())
     given = ", ".join(f"{dtype_name(t.dtype)} {list(t.shape)}" for t in inputs.named().values())
-    lines = [f"model      {result.name}   {type(model).__name__}, {count / 1e6:,.1f} M parameters   inputs  {given}",
-             f"truth      {result.truth}"]
-    run = result.run(AS_IT_IS)
-    if run:
-        times = [f"{mode} {figures(run.best_ms(mode) or 0.0)} ms" for mode in MODES if run.best(mode)]
-        lines.append(f"as it is   {'   '.join(times)}")
-    return "\n".join(lines)
+    said = [("model", f"{result.name}   {type(model).__name__}, {count / 1e6:,.1f} M parameters"), ("inputs", given),
+            ("truth", result.truth)]
+    said += [("as it is", times) for mode in MODES if (times := _times(result, mode))]
+    return "\n".join(said_of(label, words, " " * 11) for label, words in said)
+
+
+def said_of(label: str, words: str, indent: str) -> str:
+    """A label and words behind it, wrapped below each other."""
+    first, *others = wrap(words, WIDTH - len(indent))
+    return "\n".join([f"{label:<{len(indent)}}{first}", *(indent + line for line in others)])
+
+
+def _times(result: Optimized, mode: str) -> str:
+    """What was measured of the model as it is."""
+    base = Combination()
+    ms, percent = result.alone.ms(base, mode), result.alone.percent_of_limit(base, mode)
+    if ms is None:
+        return ""
+    limit = f"   {percent:.0f} % of what this machine could do" if percent else ""
+    return f"{mode} {figures(ms)} ms{limit}"
 
 
 def _opportunities(result: Optimized) -> str:
     rows = []
     for one in result.opportunities:
         times = f"{one.count} x" if one.count > 1 else ""
-        rows.append([one.technique, str(one.found.place or "the call"), times, _gain(one),
-                     f"{one.error:.0e}" if one.error is not None else "", one.verdict])
+        where = one.found.place.name if one.found.place else "the call"
+        rows.append([one.technique, where, times, _gain(one), f"{one.error:.0e}" if one.error is not None else "",
+                     one.verdict])
     if not rows:
         return "no opportunity was found"
-    return table(rows, ["opportunity", "where", "", "alone [95 %]", "error", "verdict"], WIDTH, keys=2)
+    return table(rows, ["opportunity", "where", "", "alone, 95 %", "error", "verdict"], WIDTH, keys=2)
 
 
 def _gain(one: Opportunity) -> str:
-    if one.speedup is None or one.interval is None:
+    return _interval((one.speedup, *one.interval)) if one.speedup is not None and one.interval else ""
+
+
+def _interval(gain: Interval | None) -> str:
+    return ratio(gain) + verdict(*gain[1:]) if gain else "n/a"
+
+
+def _ladder(result: Optimized) -> str:
+    """One technique more in each row."""
+    measured, rows = result.together, []
+    headers = ["the ladder", "ms", "together", "on top of those above", "left out of all", "% of limit", "GiB", "J"]
+    if not result.ladder:
         return ""
-    return ratio((one.speedup, *one.interval)) + verdict(*one.interval)
-
-
-def _reasons(result: Optimized) -> str:
-    lines = []
-    for one in result.opportunities:
-        place = f" at {one.found.place}" if one.found.place else ""
-        lines.append(f"{one.technique}{place}: {one.why or one.reason}")
-    return "\n".join(lines)
+    for combination, added in [(Combination(), None), *((added.combination, added) for added in result.ladder)]:
+        row = measured.row(combination, result.mode)
+        name = f"+ {added.technique.name}" if added else "as it is"
+        gains = [_interval(gain) for gain in (added.together, added.gain, added.left_out)] if added else [""] * 3
+        rows.append([name, figures(row.median) if row and row.median else "n/a", *gains,
+                     number(measured.percent_of_limit(combination, result.mode), ".0f"),
+                     number(row.peak_bytes / 2**30 if row and row.peak_bytes else None, ".2f"),
+                     number(ENERGY.of(row) if row else None, ".2f")])
+    kept = [place for place in range(len(headers)) if any(row[place] not in ("n/a", "") for row in rows)]
+    return table([[row[place] for place in kept] for row in rows], [headers[place] for place in kept], WIDTH)
 
 
 def _write_this(result: Optimized) -> str:
-    lines = []
+    written: dict[tuple, None] = {}
     for one in result.opportunities:
-        if one.advice and one.verdict in ("take", "different numerics", "by hand"):
-            lines += [f"  {one.advice.place or 'where you call the model'}",
-                      *(f"      {line}" for line in one.advice.code.splitlines())]
+        if one.advice and one.verdict in TO_WRITE:
+            written[str(one.advice.place or "where you call the model"), one.advice.code] = None
+    lines = []
+    for place, code in written:
+        lines += [f"  {place}", *(f"      {line}" for line in code.splitlines())]
     return "\n".join(["write this", *lines]) if lines else ""
+
+
+def _reasons(result: Optimized) -> str:
+    lines = ["why"]
+    for one in result.opportunities:
+        place = f"{one.found.place.name}: " if one.found.place else ""
+        said = "; ".join(filter(None, [one.reason, one.why]))
+        if one.technique == "compile" and result.payback:
+            said += f"; it pays after {result.payback}"
+        lines.append(said_of(f"  {one.technique}", place + said, " " * 15))
+    return "\n".join(lines) if len(lines) > 1 else ""

@@ -43,9 +43,8 @@ class Rung(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run: Any = _in_its_precision if self.plan.matmul_precision else _as_it_is
-        with contextlib.ExitStack() as stack:
-            for around in self.plan.around:
-                stack.enter_context(around(self.device))
+        dtype = self.plan.autocast
+        with torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext():
             return run(self, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> "Rung":

@@ -38,6 +38,11 @@ class Place:
         name = self.file if relative.startswith("..") else relative
         return f"{name}:{self.line}-{self.last}" if self.last > self.line else f"{name}:{self.line}"
 
+    @property
+    def name(self) -> str:
+        """Without the folder: "my_gpt.py:30-36"."""
+        return os.path.basename(str(self))
+
     def to(self, other: "Place") -> "Place":
         """From this line to that one, of the same function; itself where that is in another."""
         if (self.file, self.function) != (other.file, other.function):

@@ -1,5 +1,4 @@
 """What a technique is: where it applies in a program, what it does to a copy, and the code that a person writes."""
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -46,9 +45,9 @@ class Plan:
     """How a rung is made from the model: techniques write into it."""
     passes: list[Pass] = field(default_factory=list)                   # over every graph that Dynamo captures
     changes: list[Callable[[nn.Module], None]] = field(default_factory=list)      # to a copy of the model
-    around: list[Callable[[torch.device], contextlib.AbstractContextManager]] = field(default_factory=list)  # each call
     compiles: bool = False                                             # by Inductor
     matmul_precision: str | None = None                                # of FP32
+    autocast: torch.dtype | None = None                                # around every call
     numerics: str | None = None                                        # what it then multiplies in, if that is less
 
 

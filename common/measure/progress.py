@@ -40,6 +40,11 @@ class Progress:
         """Show it within the phase that goes on."""
         self._bar.set_description_str(what)
 
+    def note(self, line: str) -> None:
+        """Leave a line above it."""
+        if not self._bar.disable:
+            self._bar.write(line, file=sys.stderr)
+
     def clear(self) -> None:
         """Make room for what is printed."""
         self._bar.clear()

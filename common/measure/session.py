@@ -84,6 +84,10 @@ class Session:
         """Show what is going on, and count its time under that phase."""
         self.progress.say(phase, detail)
 
+    def note(self, text: str) -> None:
+        """Tell a person at a terminal, in a line that stays."""
+        self.progress.note(f"{self.study}: {text}")
+
     def _say_of(self, case: Case, phase: Phase, detail: str) -> None:
         self.say(phase, f"{case.name}, {detail}" if detail else case.name)
 

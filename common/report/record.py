@@ -79,7 +79,8 @@ def check_records(r: Result) -> list[Record]:
             lines.append(record(r, f"{what} error", "relative L2", [error], "check", gate=gate, worst=worst))
     if r.compilation:
         lines.append(record(r, "compile cold", "s", [r.compilation.cold_s], "compile"))
-        lines.append(record(r, "compile warm", "s", [r.compilation.warm_s], "compile"))
+        if r.compilation.warm_s is not None:
+            lines.append(record(r, "compile warm", "s", [r.compilation.warm_s], "compile"))
     return lines or [status_record(r)]
 
 

@@ -73,7 +73,7 @@ class Row:
 class Compilation:
     """torch.compile's price in seconds: first calls of both passes with empty caches, and again from the caches."""
     cold_s: float
-    warm_s: float
+    warm_s: float | None                   # None: not measured
     uncompiled: list[float] | None = None  # ms of the same block, forward+backward, under set_stance("force_eager")
 
     def pays_after(self, compiled: Timing) -> str:
@@ -107,6 +107,7 @@ class Result:
     libraries: dict[str, str] = field(default_factory=dict)      # name -> version, of those that only this case uses
     emulated: bool = False
     residual: str = "float32"
+    runs_under: str = ""                   # autocast's dtype, where no config says it
     autocast_off: str = ""                 # why it is, where the case would have it on
     peaks: dict[str, str] = field(default_factory=dict)      # yardstick -> its peaks in words
     errors: dict[str, tuple[float, float | None]] = field(default_factory=dict)   # what -> (error, gate)
@@ -128,7 +129,9 @@ class Result:
     @property
     def autocast(self) -> str:
         """The dtype of autocast where it is in effect, over FP32 parameters; "off" elsewhere."""
-        if self.config is None or not self.traits.autocast or self.parameter_dtype != "float32":
+        if self.config is None:
+            return self.runs_under or "off"
+        if not self.traits.autocast or self.parameter_dtype != "float32":
             return "off"
         return dtype_name(self.config.amp_dtype) if self.config.amp_dtype else "off"
 

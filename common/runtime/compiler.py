@@ -54,9 +54,12 @@ def is_compiled(module: Callable) -> bool:
             or isinstance(module, torch._dynamo.eval_frame.OptimizedModule))
 
 
-def holds_compiled(module: Callable) -> bool:
-    """Whether it was compiled, or has a compiled function among its attributes, as step 4 has."""
-    return is_compiled(module) or any(map(is_compiled, getattr(module, "__dict__", {}).values()))
+def holds_compiled(module: Callable, depth: int = 2) -> bool:
+    """Whether it was compiled, or has a compiled function among its attributes, as step 4 has, or among theirs."""
+    if is_compiled(module):
+        return True
+    inside = getattr(module, "__dict__", {}).values() if depth else ()
+    return any(holds_compiled(value, depth - 1) for value in inside if callable(value))
 
 
 @contextlib.contextmanager

@@ -17,13 +17,20 @@ TINY = """
 
 
 @pytest.fixture
-def assistant(tmp_path, capsys, studies_in_seconds):
+def uncompiled(monkeypatch):
+    """What Inductor would compile runs as Dynamo captured it."""
+    monkeypatch.setattr("benchmarks.assistant.rewriting.compile_fx", lambda module, inputs: module.forward)
+
+
+@pytest.fixture
+def assistant(tmp_path, capsys, studies_in_seconds, uncompiled):
     """assistant(source, *options) -> (exit status, stdout, stderr), of a file with that source and its `build`."""
-    def call(source, *options, target="build"):
+    def call(source, *options, target="build", quick=True):
         path = tmp_path / "my_model.py"
         path.write_text(textwrap.dedent(source))
         try:
-            status = command.main([f"{path}:{target}", "--device", "cpu", "--quick", *map(str, options)])
+            words = ["--quick"] * quick + [str(option) for option in options]
+            status = command.main([f"{path}:{target}", "--device", "cpu", *words])
         except SystemExit as ended:
             status = ended.code
         return status, *capsys.readouterr()
@@ -38,10 +45,27 @@ def test_from_the_command_line_to_the_table(assistant, tmp_path):
     status, out, err = assistant(TINY, "--json", path)
     assert status == 0, err
     (row,) = [line for line in out.splitlines() if line.startswith("sdpa ") and " x " in line]
-    assert f"examples/gpt.py:{first}-{last}" in row and "2 x" in row
+    assert f"gpt.py:{first}-{last}" in row and "2 x" in row
     assert row.split()[-1] in ("take", "gain")                 # how fast it is here is not for a test to say
-    names = {record["benchmark"]["extra_info"]["case"]["name"] for record in read(path)}
-    assert {"as it is", "sdpa"} <= names
+    for words in ("as it is   forward+backward", "the ladder", "+ sdpa", "+ autocast", "+ compile", "write this"):
+        assert words in out, out
+    assert all(len(line) <= 100 or line.startswith("      ") for line in out.splitlines())    # but for code
+    infos = [record["benchmark"]["extra_info"] for record in read(path)]
+    assert {"as it is", "sdpa", "autocast", "compile", "library-norm", "fused-qkv"} <= {
+        info["case"]["name"] for info in infos}
+    assert {info["autocast"] for info in infos if info["case"]["name"] == "autocast"} == {"bfloat16"}
+    ladder = [info["case"]["name"] for info in infos if info["case"]["variant"].get("measured") == "together"]
+    assert max(name.count(" + ") for name in ladder) == 4
+
+
+@pytest.mark.integration
+def test_in_full_each_is_also_left_out_of_all(assistant, tmp_path):
+    path = tmp_path / "records.jsonl"
+    status, out, err = assistant(TINY, "--only", "sdpa", "--only", "fused-qkv", "--inference", "--rounds", 6,
+                                 "--json", path, quick=False)
+    assert status == 0, err
+    assert "left out of all" in out and "forward+backward" not in out
+    assert "tf32" not in out and "autocast" not in out
 
 
 @pytest.mark.unit

@@ -1,0 +1,86 @@
+"""Techniques together, and what was measured of several such combinations in the same rounds."""
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.assistant.technique import Technique
+from common.report.result import Result, Row
+from common.runtime import rounds
+from common.runtime.peaks import BURST
+
+AS_IT_IS = "as it is"
+Interval = tuple[float, float, float]              # a ratio, and the ends of its 95 % interval
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Some techniques at once; none: the model as it is."""
+    techniques: tuple[Technique, ...] = ()
+
+    @property
+    def changing(self) -> tuple[Technique, ...]:
+        """Those that change what runs, not only how it is launched."""
+        return tuple(each for each in self.techniques if each.launch == "eager")
+
+    @property
+    def launch(self) -> str:
+        """Which of a case's rows it is."""
+        return "graph" if len(self.changing) < len(self.techniques) else "eager"
+
+    @property
+    def name(self) -> str:
+        """That of its case."""
+        return " + ".join(each.name for each in self.changing) or AS_IT_IS
+
+    def without(self, technique: Technique) -> "Combination":
+        """All the others."""
+        return Combination(tuple(each for each in self.techniques if each is not technique))
+
+
+def cases(combinations: Sequence[Combination]) -> list[Combination]:
+    """One for each case that these need."""
+    by_name: dict[str, Combination] = {}
+    for each in combinations:
+        by_name.setdefault(each.name, Combination(each.changing))
+    return list(by_name.values())
+
+
+@dataclass
+class Measured:
+    """Combinations that were timed in the same rounds."""
+    results: dict[str, Result] = field(default_factory=dict)           # by name of the case
+
+    def row(self, of: Combination, mode: str) -> Row | None:
+        """What was measured of it; None where it was not, or did not end well."""
+        result = self.results.get(of.name)
+        return result.rows.get((mode, of.launch)) if result and result.status == "ok" else None
+
+    def ms(self, of: Combination, mode: str) -> float | None:
+        """Its median."""
+        row = self.row(of, mode)
+        return row.median if row else None
+
+    def why_not(self, of: Combination, mode: str) -> str:
+        """Why it was not timed, in words."""
+        result = self.results.get(of.name)
+        if result is None:
+            return "it was not reached"
+        if result.status != "ok":
+            return f"{result.status}: {result.reason}"
+        row = result.rows.get((mode, of.launch))
+        return row.reason if row and row.timing is None else ""
+
+    def gain(self, of: Combination, over: Combination, mode: str) -> Interval | None:
+        """How many times as fast it is as another one, sample by sample of the same round."""
+        mine, others = self.row(of, mode), self.row(over, mode)
+        if not (mine and others and mine.timing and others.timing):
+            return None
+        return rounds.paired_ratio(others.timing.samples, mine.timing.samples)
+
+    def percent_of_limit(self, of: Combination, mode: str) -> float | None:
+        """How much of this machine's limit it reaches."""
+        row = self.row(of, mode)
+        return row.percent_of(BURST) if row else None
+
+    def has(self, mode: str) -> bool:
+        """Whether the model as it is was timed in that pass."""
+        return self.ms(Combination(), mode) is not None
