@@ -4,8 +4,9 @@
     result = optimize(build)                     # or optimize(model, inputs)
     for o in result.opportunities: print(o.technique, o.file, o.line, o.speedup, o.verdict)
 """
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks.assistant.combination import Combination, Interval, Measured, cases
-from benchmarks.assistant.program import Program, read
+from benchmarks.assistant.look import Looked, look_at
 from benchmarks.assistant.rung import Rung
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
@@ -30,7 +31,7 @@ from common.command_line import hush
 from common.measure.cases import Case, Group, Setting
 from common.measure.session import Session
 from common.measure.subject import Subject, on_a_copy
-from common.outcome import Told
+from common.outcome import Told, in_a_line
 from common.phases import Phase
 from common.report.record import Record
 from common.report.record_file import RecordFile
@@ -88,10 +89,8 @@ class Added:
 @dataclass
 class Optimized:
     """What `optimize` found."""
-    name: str
-    program: Program
+    looked: Looked
     truth: str                                         # what the rungs were held against, in words
-    mode: str = FORWARD                                # the pass that counts
     opportunities: list[Opportunity] = field(default_factory=list)     # the best first
     judgements: dict[str, Judgement] = field(default_factory=dict)     # by case
     alone: Measured = field(default_factory=Measured)
@@ -100,6 +99,11 @@ class Optimized:
     payback: str = ""                                  # when what compiling took is won back, in words
     lines: list[Record] = field(default_factory=list)                  # everything that was measured
     times: str = ""                                    # where the wall time went
+
+    @property
+    def mode(self) -> str:
+        """The pass that counts."""
+        return self.looked.mode
 
 
 def optimize(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: str = "", inference: bool = False,
@@ -112,41 +116,66 @@ def optimize(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: 
     returns both, or a Task. `inference` leaves the backward out. Without `device` the model stays where it is. The
     model is afterwards as it was. Raises Told where there is nothing that could be measured.
     """
-    hush()
-    task = Task.of(model() if not isinstance(model, nn.Module) else (model, inputs, loss))
-    if device is not None:
-        task = task.on(torch.device(device))
+    task = _task(model, inputs, loss, device)
     where = next(iter(task.devices))
     count = rounds or (QUICK_ROUNDS if quick else ROUNDS[where.type])
     session = Session("assistant", where, count, seed, file=file)
     with kept(task.model):
-        assistant = _Assistant(task, session, techniques, (FORWARD,) if inference else MODES, quick)
-        return assistant.run(name or type(task.model).__name__, seed)
+        return _Assistant(task, session, techniques, inference, quick).run(name or type(task.model).__name__)
+
+
+def look(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: str = "", inference: bool = False,
+         seed: int = 0, device: torch.device | str | None = None, techniques: Sequence[Technique] = EVERY,
+         loss: Callable | None = None) -> Looked:
+    """Read a model and say where its time goes, and where each technique could apply; takes what `optimize` takes."""
+    task = _task(model, inputs, loss, device)
+    session = Session("assistant", next(iter(task.devices)), 1, seed)
+    with kept(task.model), _callable():
+        looked = look_at(name or type(task.model).__name__, task, session, techniques, inference)
+    session.progress.finish()
+    return looked
+
+
+def _task(model: nn.Module | Callable[[], Any], inputs: Any, loss: Callable | None, device: torch.device | str | None
+          ) -> Task:
+    hush()
+    task = Task.of(model() if not isinstance(model, nn.Module) else (model, inputs, loss))
+    return task if device is None else task.on(torch.device(device))
+
+
+@contextlib.contextmanager
+def _callable() -> Iterator[None]:
+    """What a model raises on its own inputs is told."""
+    try:
+        yield
+    except Told:
+        raise
+    except Exception as error:
+        raise Told(f"the model can't be called on these inputs: {in_a_line(error)}") from None
 
 
 class _Assistant:
     """One run on one model."""
 
-    def __init__(self, task: Task, session: Session, techniques: Sequence[Technique], modes: Sequence[str],
+    def __init__(self, task: Task, session: Session, techniques: Sequence[Technique], inference: bool,
                  quick: bool):
-        self.task, self.session, self.techniques, self.modes, self.quick = task, session, techniques, modes, quick
+        self.task, self.session, self.techniques, self.quick = task, session, techniques, quick
+        self.inference, self.modes = inference, (FORWARD,) if inference else MODES
         self.judgements: dict[str, Judgement] = {}
 
-    def run(self, name: str, seed: int) -> Optimized:
+    def run(self, name: str) -> Optimized:
         session, task = self.session, self.task
         session.say(Phase.CHECKING, "the model")
-        self.work = task.work(cotangents=1, seed=seed)
+        self.work = task.work(cotangents=1, seed=session.seed)
         try:
             self.truth = Truth(task.model, self.work, session.say)
         except ValueError as error:
             raise Told(str(error)) from None
-        session.say(Phase.READING)
-        self.program = read(task.model, task.given)
-        found = {technique: list(technique.find(self.program)) for technique in self.techniques}
+        looked = look_at(name, task, session, self.techniques, self.inference)
+        self.program, found = looked.program, looked.found
         tried = [technique for technique in self.techniques if self._can_try(technique, found[technique])]
-        result = self.result = Optimized(name, self.program, self.truth.in_words, judgements=self.judgements)
+        result = self.result = Optimized(looked, self.truth.in_words, judgements=self.judgements)
         result.alone = self._measured([Combination()] + [Combination((each,)) for each in tried], "alone")
-        result.mode = BOTH if BOTH in self.modes and result.alone.has(BOTH) else FORWARD
         self._climb(tried)
         result.payback = self._payback()
         result.opportunities = [self._judged(technique, each) for technique in self.techniques

@@ -1,7 +1,7 @@
 """What a person sees of their model, as text."""
 from benchmarks.assistant.combination import Combination, Interval
+from benchmarks.assistant.look import Looked
 from benchmarks.assistant.optimize import Opportunity, Optimized
-from benchmarks.measure.calls import named_parameters
 from benchmarks.records.read import verdict
 from common.block.config import dtype_name
 from common.report.metrics import ENERGY
@@ -9,23 +9,62 @@ from common.runtime.iteration import MODES
 from common.text import figures, number, ratio, table, wrap
 
 WIDTH = 100
+LINES, WORTH_A_LINE = 4, 1                     # of each kind of work at most so many, of so many percent
 TO_WRITE = ("take", "different numerics", "by hand")           # verdicts after which there is something to write
 
 
 def text(result: Optimized) -> str:
     """Everything, at most 100 columns wide."""
-    parts = [_model(result), _opportunities(result), _ladder(result), _write_this(result), _reasons(result)]
+    measured = [("truth", result.truth), *(("as it is", times) for mode in MODES if (times := _times(result, mode)))]
+    parts = [_model(result.looked, measured), _where(result.looked), _opportunities(result), _ladder(result),
+             _write_this(result), _reasons(result)]
     return "\n\n".join(filter(None, parts))
 
 
-def _model(result: Optimized) -> str:
-    model, inputs = result.program.model, result.program.inputs
-    count = sum(t.numel() for t in {id(t): t for t in named_parameters(model).values()}.values())
-    given = ", ".join(f"{dtype_name(t.dtype)} {list(t.shape)}" for t in inputs.named().values())
-    said = [("model", f"{result.name}   {type(model).__name__}, {count / 1e6:,.1f} M parameters"), ("inputs", given),
-            ("truth", result.truth)]
-    said += [("as it is", times) for mode in MODES if (times := _times(result, mode))]
+def look_text(looked: Looked) -> str:
+    """What was seen, before anything is changed."""
+    return "\n\n".join([_model(looked, []), _where(looked), _found(looked)])
+
+
+def _model(looked: Looked, more: list[tuple[str, str]]) -> str:
+    program = looked.program
+    given = ", ".join(f"{dtype_name(t.dtype)} {list(t.shape)}" for t in program.inputs.named().values())
+    parts = [type(program.model).__name__, f"{looked.parameters / 1e6:,.1f} M parameters", looked.repeated,
+             "compiled" if program.is_compiled else ""]
+    trace = program.trace
+    work = f"{trace.flops / 1e9:,.1f} GFLOP and {trace.bytes / 1e9:,.2f} GB a forward, in {len(trace.calls):,} calls"
+    said = [("model", f"{looked.name}   {', '.join(filter(None, parts))}"), ("inputs", given), ("work", work), *more]
     return "\n".join(said_of(label, words, " " * 11) for label, words in said)
+
+
+def _where(looked: Looked) -> str:
+    """Each kind of work, and the lines that take most of it."""
+    spending = looked.spending
+    lines = [f"where the {figures(spending.total_ms)} ms of {looked.mode} go"]
+    for kind, ms in spending.by_kind().items():
+        if spending.percent(ms) >= 0.5:
+            lines.append(f"  {spending.percent(ms):>3.0f} %  {kind}")
+        worth = [each for each in spending.spent
+                 if each.kind == kind and spending.percent(each.ms) >= WORTH_A_LINE][:LINES]
+        for each in worth:
+            count = f"{each.count} x" if each.count > 1 else ""
+            place = each.place.name if each.place else "the backward alone"
+            where = each.module or (each.place.function if each.place else "")
+            lines.append(f"      {spending.percent(each.ms):>3.0f} %  {place:<24}{count:>6}  {where}".rstrip())
+    return "\n".join(lines)
+
+
+def _found(looked: Looked) -> str:
+    """What could be done, and where."""
+    lines = ["what could be done"]
+    for technique, places in looked.found.items():
+        for found in places:
+            count = f", {found.count} x" if found.count > 1 else ""
+            place = f"{found.place.name}{count}: " if found.place else ""
+            why_not = looked.missing(technique) or found.why_not
+            said = f"{place}{found.reason}{f'; not here: {why_not}' if why_not else ''}"
+            lines.append(said_of(f"  {technique.name}", said, " " * 15))
+    return "\n".join(lines) if len(lines) > 1 else "nothing was found that could be done"
 
 
 def said_of(label: str, words: str, indent: str) -> str:

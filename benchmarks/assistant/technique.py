@@ -110,10 +110,10 @@ def _prefix_of(names: Sequence[str], graph: Captured, path: str) -> str | None:
 
 
 def with_stars(paths: Sequence[str]) -> str:
-    """One path for all: what differs is a star."""
+    """One path for all, as long as the shortest of them: what differs is a star."""
     split = [path.split(".") for path in dict.fromkeys(paths)]
     if not split:
         return ""
-    if len({len(parts) for parts in split}) > 1:
-        return ", ".join(".".join(parts) for parts in split[:2])
+    depth = min(map(len, split))
+    split = [parts[:depth] for parts in split]
     return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*split, strict=True))

@@ -22,7 +22,9 @@ from benchmarks.measure.calls import Inputs, clean
 from benchmarks.measure.keeping import kept
 
 INDEX_BY_MASK = "index by a mask:"          # before the name of an operator
-_OURS = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep + "assistant" + os.sep)
+_BENCHMARKS = Path(__file__).parents[1]
+_PASSED = str(Path(torch.__file__).parent) + os.sep, str(_BENCHMARKS / "assistant") + os.sep, "<"
+_OURS = str(_BENCHMARKS / "measure") + os.sep, str(_BENCHMARKS.parent / "common") + os.sep
 
 
 @dataclass
@@ -63,7 +65,7 @@ def trace(model: nn.Module, inputs: Inputs) -> Trace:
     paths = {id(module): clean(name) for name, module in model.named_modules()}
     given = inputs.copies()
     with (kept(model), torch.no_grad(), modules_told(paths) as inside, _Operators(recorded),
-          _Functions(recorded, inside)):
+          Functions(recorded, inside)):
         given.call(model)
     return recorded
 
@@ -90,17 +92,19 @@ def modules_told(paths: dict[int, str]) -> Iterator[list[str]]:
 
 
 def here() -> Place | None:
-    """The innermost line that is neither torch's nor of this package."""
+    """The innermost line that is not torch's; None where the suite itself called, not somebody's model."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((*_OURS, "<")):
+        if file.startswith(_OURS):
+            return None
+        if not file.startswith(_PASSED):
             return Place(os.path.abspath(file), frame.f_lineno)
         frame = frame.f_back                                           # type: ignore[assignment]
     return None
 
 
-class _Functions(TorchFunctionMode):
+class Functions(TorchFunctionMode):
     """Sees the outermost torch functions."""
 
     def __init__(self, recorded: Trace, inside: list[str]):
@@ -112,7 +116,11 @@ class _Functions(TorchFunctionMode):
         if name.startswith("__get__"):                                 # an attribute: shape, device, grad
             return func(*args, **(kwargs or {}))
         self.recorded.calls.append(Call(name, here(), self.inside[-1]))
-        return func(*args, **(kwargs or {}))
+        return self.called(func, args, kwargs or {})
+
+    def called(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Call it."""
+        return func(*args, **kwargs)
 
 
 def function_name(func: Callable) -> str:

@@ -1,0 +1,185 @@
+"""Where the time of an iteration goes: by a person's line and module, by kind of work, and what is left idle.
+
+One iteration runs under the profiler. Every torch-level call of the forward is a named range there, and an operator of
+the backward has the sequence number of the forward's operator that it belongs to.
+"""
+import contextlib
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.assistant.program import Program
+from benchmarks.assistant.source import Place
+from benchmarks.assistant.technique import with_stars
+from benchmarks.assistant.techniques import sdpa
+from benchmarks.assistant.trace import Call, Functions, Trace, modules_told
+from benchmarks.measure.calls import clean
+from common.measure.attribution import category
+from common.runtime import timing
+from common.runtime.iteration import Iteration
+
+BY_HAND, ATTENTION, MATMUL, CONVOLUTION = "attention by hand", "attention", "matmul", "convolution"
+PASSES, IDLE = "passes over memory", "idle"
+_CONVOLUTION = re.compile(r"conv|[fdw](prop|grad)_", re.IGNORECASE)
+_RANGE = "call "
+_STEP = "autograd::engine::evaluate_function"
+_NO_WORK = ("autograd::", _RANGE, "cuda", "Optimizer", "Activity")     # names of events that compute nothing themselves
+_SAMPLES = 3
+
+
+@dataclass(frozen=True)
+class Spent:
+    """The time of one kind of work at one line."""
+    kind: str
+    place: Place | None                        # None: no line of the forward, as where gradients are added up
+    module: str
+    count: int                                 # calls in one forward
+    ms: float                                  # of forward and backward together, where there is one
+
+
+@dataclass
+class Spending:
+    """Where the time of an iteration goes."""
+    total_ms: float                            # by the clock, without the profiler
+    spent: list[Spent] = field(default_factory=list)                   # the most first
+
+    @property
+    def idle_ms(self) -> float:
+        """In which nothing was computed: on a GPU it waits for the host, on a CPU that is Python's."""
+        return max(0.0, self.total_ms - sum(each.ms for each in self.spent))
+
+    def by_kind(self) -> dict[str, float]:
+        """ms by kind of work, the most first; idle at the end."""
+        times: dict[str, float] = {}
+        for each in self.spent:
+            times[each.kind] = times.get(each.kind, 0.0) + each.ms
+        return dict(sorted(times.items(), key=lambda item: -item[1])) | {IDLE: self.idle_ms}
+
+    def percent(self, ms: float) -> float:
+        """Of the whole; more than by the clock would be the profiler's own."""
+        return 100 * ms / max(self.total_ms, sum(each.ms for each in self.spent))
+
+
+def spending(model: nn.Module, program: Program, iteration: Iteration, device: torch.device) -> Spending:
+    """Run an iteration a few times by the clock, and once under the profiler.
+
+    Compiled code is no row of lines: there the time is told by kind alone.
+    """
+    for _ in range(2):
+        iteration.between()
+        iteration.run()
+    total_ms = statistics.median(timing.clock_for(device).sample(iteration.run, iteration.between, _SAMPLES))
+    recorded = Trace()
+    paths = {id(module): clean(name) for name, module in model.named_modules()}
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    iteration.between()
+    with profile(activities=activities, acc_events=True) as profiler, contextlib.ExitStack() as stack:
+        if not program.is_compiled:
+            inside = stack.enter_context(modules_told(paths))
+            stack.enter_context(_Ranges(recorded, inside))
+        iteration.run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    iteration.between()
+    return Spending(total_ms, _spent(list(profiler.events()), recorded, _by_hand(program), device))
+
+
+class _Ranges(Functions):
+    """Each torch-level call is a range of the profiler's."""
+
+    def called(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        with record_function(f"{_RANGE}{len(self.recorded.calls) - 1}"):
+            return func(*args, **kwargs)
+
+
+def _by_hand(program: Program) -> list[Place]:
+    """The lines of attention by hand."""
+    return [found.place for found in sdpa.find(program) if found.place and len(found.nodes) > 1]
+
+
+def _spent(events: Iterable[FunctionEvent], recorded: Trace, by_hand: list[Place], device: torch.device
+           ) -> list[Spent]:
+    events = list(events)
+    owners = _owners(events, recorded.calls)
+    times: dict[tuple, float] = {}
+    calls: dict[tuple, list[Call]] = {}
+    for event in events:
+        for name, ms in _own_work(event, device):
+            call = owners(event)
+            place = _line(call, by_hand) if call else None
+            kind = BY_HAND if place in by_hand else kind_of(name)
+            times[kind, place] = times.get((kind, place), 0.0) + ms
+    for call in recorded.calls:
+        for key in times:
+            if key[1] is not None and key[1] == _line(call, by_hand):
+                calls.setdefault(key, []).append(call)
+    spent = [_row(kind, place, calls.get((kind, place), []), ms) for (kind, place), ms in times.items()]
+    return sorted(spent, key=lambda each: -each.ms)
+
+
+def _row(kind: str, place: Place | None, calls: list[Call], ms: float) -> Spent:
+    names = [(call.name, call.place) for call in calls]
+    count = min(map(names.count, names), default=1)                    # a function may be called twice in one line
+    return Spent(kind, place, with_stars([call.module for call in calls]), count, ms)
+
+
+def _line(call: Call, by_hand: list[Place]) -> Place | None:
+    """Its line; all lines of an attention by hand are one."""
+    if call.place is None:
+        return None
+    around = [each for each in by_hand
+              if each.file == call.place.file and each.line <= call.place.line <= max(each.line, each.last)]
+    return around[0] if around else call.place
+
+
+def kind_of(name: str) -> str:
+    """What a kernel does (an operator on a CPU), by its name."""
+    if _CONVOLUTION.search(name):
+        return CONVOLUTION
+    return {"attention": ATTENTION, "GEMM": MATMUL}.get(category(name), PASSES)
+
+
+def _own_work(event: FunctionEvent, device: torch.device) -> list[tuple[str, float]]:
+    """(name, ms) of what it computes itself: on a GPU the kernels that it launched."""
+    if device.type == "cuda":
+        return [(kernel.name, kernel.duration / 1e3) for kernel in event.kernels]
+    if event.name.startswith(_NO_WORK):
+        return []
+    return [(event.name, event.self_cpu_time_total / 1e3)]
+
+
+def _owners(events: list[FunctionEvent], calls: list[Call]) -> Callable[[FunctionEvent], Call | None]:
+    """Event -> the call of the forward that it belongs to."""
+    by_sequence: dict[int, Call] = {}
+    for event in events:
+        around = _around(event)
+        if around and around.name.startswith(_RANGE) and around is not event and event.sequence_nr >= 0:
+            by_sequence[event.sequence_nr] = _call_of(around, calls)   # the last one of a number made the backward's
+
+    def owner(event: FunctionEvent) -> Call | None:
+        around = _around(event)
+        if around is None:
+            return None
+        if around.name.startswith(_RANGE):
+            return _call_of(around, calls)
+        return by_sequence.get(around.sequence_nr)
+    return owner
+
+
+def _call_of(around: FunctionEvent, calls: list[Call]) -> Call:
+    return calls[int(around.name.removeprefix(_RANGE))]
+
+
+def _around(event: FunctionEvent | None) -> FunctionEvent | None:
+    """The innermost call of the forward or step of the backward that it lies in; autograd itself is such a call."""
+    while event is not None and not event.name.startswith((_RANGE, _STEP)):
+        event = event.cpu_parent
+    return event
