@@ -11,10 +11,11 @@ Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 import argparse
 import logging
 import os
+from typing import Any
 
 from benchmarks.assistant import report
 from benchmarks.assistant.loading import load
-from benchmarks.assistant.optimize import look, optimize
+from benchmarks.assistant.optimize import look, optimize, why
 from benchmarks.assistant.techniques import EVERY
 from common.command_line import Parser, check_seed, device_of, early_ends, hush, mistakes, open_records, tell
 from common.outcome import EXIT
@@ -33,6 +34,7 @@ def parser() -> Parser:
     add("--inference", action="store_true", help="forward alone")
     add("--quick", action="store_true", help="6 rounds: a look, not a measurement")
     add("--look", action="store_true", help="read it alone: where its time goes, and what could be done, in seconds")
+    add("--why", metavar="TECHNIQUE", choices=NAMES, help="where this one applies and where not, and whether it fired")
     add("--only", metavar="TECHNIQUE", action="append", choices=NAMES, default=[],
         help=f"try this one, once or more: {', '.join(NAMES)}")
     add("--rounds", type=int, metavar="N", help="interleaved samples of each rung (default: 20 on a GPU, 12 on a CPU)")
@@ -57,12 +59,13 @@ def main(argv: list[str] | None = None) -> int:
     techniques = [each for each in EVERY if each.name in (chosen.only or NAMES)]
     with early_ends(NAME, file), exclusive.alone(device, NAME):
         compiler.use_private_caches()
-        if chosen.look:
-            tell(report.look_text(look(build, name=os.path.basename(chosen.target), inference=chosen.inference,
-                                       seed=chosen.seed, device=device, techniques=techniques)))
-            return EXIT["ok"]
-        result = optimize(build, name=os.path.basename(chosen.target), inference=chosen.inference, quick=chosen.quick,
-                          rounds=chosen.rounds, seed=chosen.seed, device=device, file=file,
-                          techniques=techniques)
-        tell(report.text(result))
+        how: dict[str, Any] = {"name": os.path.basename(chosen.target), "inference": chosen.inference,
+                               "seed": chosen.seed, "device": device}
+        if chosen.why:
+            tell(report.why_text(why(chosen.why, build, **how)))
+        elif chosen.look:
+            tell(report.look_text(look(build, techniques=techniques, **how)))
+        else:
+            result = optimize(build, quick=chosen.quick, rounds=chosen.rounds, file=file, techniques=techniques, **how)
+            tell(report.text(result))
     return EXIT["ok"]

@@ -19,6 +19,7 @@ from benchmarks.assistant.rung import Rung
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from benchmarks.assistant.techniques import EVERY
+from benchmarks.assistant.why import Why, explain
 from benchmarks.assistant.workload import arithmetic_of, workload
 from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import Judge
@@ -134,6 +135,25 @@ def look(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: str 
         looked = look_at(name or type(task.model).__name__, task, session, techniques, inference)
     session.progress.finish()
     return looked
+
+
+def why(technique: str, model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: str = "",
+        inference: bool = False, seed: int = 0, device: torch.device | str | None = None,
+        techniques: Sequence[Technique] = EVERY, loss: Callable | None = None) -> Why:
+    """Where one technique applies, where not, and whether its kernels run; takes what `optimize` takes.
+
+    Raises ValueError where there is no technique of that name.
+    """
+    wanted = [each for each in techniques if each.name == technique]
+    if not wanted:
+        raise ValueError(f"{technique}: give one of {', '.join(each.name for each in techniques)}")
+    task = _task(model, inputs, loss, device)
+    session = Session("assistant", next(iter(task.devices)), 1, seed)
+    with kept(task.model), _callable():
+        looked = look_at(name or type(task.model).__name__, task, session, wanted, inference)
+        said = explain(wanted[0], looked, task, session)
+    session.progress.finish()
+    return said
 
 
 def _task(model: nn.Module | Callable[[], Any], inputs: Any, loss: Callable | None, device: torch.device | str | None
@@ -293,6 +313,7 @@ class _Assistant:
             return Opportunity(technique.name, found, "not here", alone.why_not(rung, mode))
         added = next((each for each in self.result.ladder if each.technique is technique), None)
         verdict, why = self._worth(technique, gain, added)
+        why = "; ".join(filter(None, [why, self._not_fired(technique)]))
         return Opportunity(technique.name, found, verdict, why, gain[0], gain[1:], _error(judgement), advice)
 
     def _worth(self, technique: Technique, alone: Interval, added: Added | None) -> tuple[str, str]:
@@ -303,8 +324,14 @@ class _Assistant:
         if added and added.gain and added.gain[1] >= WORTH_IT:
             return kind, "not alone, but on top of " + " + ".join(
                 each.name for each in added.combination.techniques[:-1])
-        seen = self.result.alone.results[Combination((technique,)).name].evidence.get(self.result.mode)
-        return "no gain", technique.fired(seen) if seen else ""
+        return "no gain", ""
+
+    def _not_fired(self, technique: Technique) -> str:
+        """Why it did not, though it was applied; "" where its kernels ran."""
+        results, mode = self.result.alone.results, self.result.mode
+        seen = [results[rung.name].evidence.get(mode) for rung in (Combination(), Combination((technique,)))]
+        said = technique.fired(self.program, seen[0], seen[1]) if seen[0] and seen[1] else ""
+        return said and f"it did not fire: {said}"
 
     def _numerics(self, technique: Technique) -> str | None:
         judgement = self.judgements.get(Combination((technique,)).name)

@@ -2,6 +2,8 @@
 from benchmarks.assistant.combination import Combination, Interval
 from benchmarks.assistant.look import Looked
 from benchmarks.assistant.optimize import Opportunity, Optimized
+from benchmarks.assistant.technique import Found
+from benchmarks.assistant.why import Why
 from benchmarks.records.read import verdict
 from common.block.config import dtype_name
 from common.report.metrics import ENERGY
@@ -24,6 +26,21 @@ def text(result: Optimized) -> str:
 def look_text(looked: Looked) -> str:
     """What was seen, before anything is changed."""
     return "\n\n".join([_model(looked, []), _where(looked), _found(looked)])
+
+
+def why_text(said: Why) -> str:
+    """Where a technique applies, and what became of it."""
+    lines = [f"{said.technique.name}: {said.technique.what}, on {said.looked.name}, {said.looked.mode}"]
+    for found in said.found:
+        count = f", {found.count} x" if found.count > 1 else ""
+        place = f"{found.place.name if found.place else 'the call'}{count}: "
+        lines.append(said_of("  where", place + _found_in_words(found, ""), " " * 10))
+    return "\n".join([*lines, said_of("  then", said.applied, " " * 10)])
+
+
+def _found_in_words(found: Found, missing: str) -> str:
+    why_not = missing or found.why_not
+    return f"{found.reason}{f'; not here: {why_not}' if why_not else ''}"
 
 
 def _model(looked: Looked, more: list[tuple[str, str]]) -> str:
@@ -61,8 +78,7 @@ def _found(looked: Looked) -> str:
         for found in places:
             count = f", {found.count} x" if found.count > 1 else ""
             place = f"{found.place.name}{count}: " if found.place else ""
-            why_not = looked.missing(technique) or found.why_not
-            said = f"{place}{found.reason}{f'; not here: {why_not}' if why_not else ''}"
+            said = place + _found_in_words(found, looked.missing(technique))
             lines.append(said_of(f"  {technique.name}", said, " " * 15))
     return "\n".join(lines) if len(lines) > 1 else "nothing was found that could be done"
 

@@ -61,7 +61,8 @@ class Technique:
     apply: Callable[[Plan], None] | None = None                        # None: a person must do it by hand
     advice: Callable[[Program, Found], Advice | None] = lambda program, found: None
     missing: Callable[[torch.device], str] = lambda device: ""         # why it can't run there
-    fired: Callable[[Evidence], str] = lambda seen: ""                 # why it did not, from the kernels that ran
+    fired: Callable[[Program, Evidence, Evidence], str] = lambda program, before, seen: ""     # why it did not, from
+    # the kernels that ran without it and with it; "" where it did
 
 
 def found_in(program: Program, graph: Captured, nodes: Sequence[fx.Node], reason: str, why_not: str = "") -> Found:

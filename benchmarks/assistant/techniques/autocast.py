@@ -3,6 +3,7 @@ import torch
 
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
+from common.block.evidence import Evidence
 from common.block.traits import amp_default
 
 
@@ -44,4 +45,10 @@ def arguments(program: Program) -> str:
     return "**inputs" if program.inputs.kwargs else "*inputs"
 
 
-TECHNIQUE = Technique("autocast", "FP32 matmuls -> BF16 under autocast", find, apply, advice, missing)
+def fired(program: Program, before: Evidence, seen: Evidence) -> str:
+    """Why no matmul ran in 16 bits; "" where one did. A CPU's operators do not tell their arithmetic."""
+    on_gpu = program.inputs.device.type == "cuda"
+    return "no 16-bit matmul ran" if on_gpu and not seen.kinds["16-bit matmul"] else ""
+
+
+TECHNIQUE = Technique("autocast", "FP32 matmuls -> BF16 under autocast", find, apply, advice, missing, fired)

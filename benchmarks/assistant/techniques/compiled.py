@@ -3,6 +3,7 @@ import torch
 
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
+from common.block.evidence import Evidence
 from common.runtime import compiler
 
 
@@ -35,4 +36,13 @@ def advice(program: Program, found: Found) -> Advice:
     return Advice("model = torch.compile(model)")
 
 
-TECHNIQUE = Technique("compile", "eager -> torch.compile", find, apply, advice, missing)
+def fired(program: Program, before: Evidence, seen: Evidence) -> str:
+    """Why no compiled code ran, or as much was launched as before."""
+    if not seen.kinds["compiled"]:
+        return "no compiled kernel ran"
+    if seen.launches >= before.launches:
+        return f"it launches {seen.launches} kernels, and {before.launches} without it"
+    return ""
+
+
+TECHNIQUE = Technique("compile", "eager -> torch.compile", find, apply, advice, missing, fired)

@@ -87,7 +87,7 @@ def apply(plan: Plan) -> None:
     plan.passes.append(rewrite)
 
 
-def fired(seen: Evidence) -> str:
+def fired(program: Program, before: Evidence, seen: Evidence) -> str:
     """Why none of the library's norms ran; "" where one did."""
     return "" if any("norm" in name.lower() for name in seen.kernels) else "no kernel of a norm ran"
 

@@ -1,4 +1,5 @@
 """Attention by hand becomes scaled_dot_product_attention: one fused kernel, and no scores in memory."""
+import contextlib
 import math
 from typing import Any
 
@@ -8,15 +9,15 @@ from torch.nn import functional as F
 
 from benchmarks.assistant import attention_source
 from benchmarks.assistant.attention import Attention, Causal, Mask, Refused, attention_at, causal, is_causal, softmaxes
-from benchmarks.assistant.program import Captured, Program, shape_of
+from benchmarks.assistant.program import Captured, Program, place_of, shape_of
 from benchmarks.assistant.rewriting import Assumed, erase_unused, same_buffers
-from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_in
+from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_in, unique, with_stars
 from common.block.evidence import FUSED_ATTENTION, Evidence
 
 
 def find(program: Program) -> list[Found]:
     """Every attention by hand; where it can't be rewritten, with the reason."""
-    found = []
+    found = _called_already(program)
     for graph in program.graphs:
         for softmax in softmaxes(graph):
             try:
@@ -25,7 +26,27 @@ def find(program: Program) -> list[Found]:
                 found.append(found_in(program, graph, [softmax], "a softmax", why_not=str(error)))
                 continue
             found.append(found_in(program, graph, attention.chain, in_words(attention, graph)))
-    return found
+    return unique([*found, *_not_captured(program)])
+
+
+def _called_already(program: Program) -> list[Found]:
+    """Where the function itself is called."""
+    calls = [call for call in program.trace.calls if call.name == "scaled_dot_product_attention"]
+    return [Found(place, with_stars([call.module for call in calls if call.place == place]),
+                  sum(call.place == place for call in calls), "attention", why_not="it is this function already")
+            for place in dict.fromkeys(call.place for call in calls)]
+
+
+def _not_captured(program: Program) -> list[Found]:
+    """Where a softmax runs that is in no graph: Dynamo ran that function as it is."""
+    captured = {place_of(softmax) for graph in program.graphs for softmax in softmaxes(graph)}
+    calls = [call for call in program.trace.calls if call.name == "softmax" and call.place not in captured]
+    breaks = ", ".join(str(each.place.name) for each in program.breaks if each.place and each.skips)
+    why = "Dynamo runs this function as it is, so its graph can't be changed"
+    return [Found(place, with_stars([call.module for call in calls if call.place == place]),
+                  sum(call.place == place for call in calls), "a softmax",
+                  why_not=why + (f": mend the graph break at {breaks}" if breaks else ""))
+            for place in dict.fromkeys(call.place for call in calls)]
 
 
 def in_words(attention: Attention, graph: Captured) -> str:
@@ -126,9 +147,36 @@ def apply(plan: Plan) -> None:
     plan.passes.append(rewrite)
 
 
-def fired(seen: Evidence) -> str:
-    """Why no fused kernel ran; "" where one did."""
-    return "" if any(seen.kinds[kind] for kind in FUSED_ATTENTION) else "no fused attention kernel ran"
+def fired(program: Program, before: Evidence, seen: Evidence) -> str:
+    """Why no fused kernel ran, or softmax still does; "" where all is fused."""
+    if not any(seen.kinds[kind] for kind in FUSED_ATTENTION):
+        reasons = dict.fromkeys(filter(None, (unfused(each) for each in _attentions(program))))
+        return "no fused attention kernel ran" + "".join(f": {reason}" for reason in reasons)
+    left = seen.kinds["softmax"]                           # that of a loss, too
+    return f"{left} softmax kernels ran, and no fewer before" if left >= before.kinds["softmax"] else ""
+
+
+def unfused(attention: Attention) -> str:
+    """Why torch has no fused kernel for it, in words; "" where it has one."""
+    value = attention.query.node.meta["example_value"]
+    on_gpu, width = value.device.type == "cuda", shape_of(attention.value.node)[-1]
+    if on_gpu and value.dtype == torch.float64:
+        return "a GPU has none in float64"
+    if on_gpu and width > 256:
+        return f"the head dimension is {width}, FlashAttention takes 256 at the most"
+    if not on_gpu and attention.dropout_p:
+        return "a CPU has none with dropout"
+    return ""
+
+
+def _attentions(program: Program) -> list[Attention]:
+    """All that can be rewritten."""
+    found = []
+    for graph in program.graphs:
+        for softmax in softmaxes(graph):
+            with contextlib.suppress(Refused):
+                found.append(attention_at(softmax))
+    return found
 
 
 TECHNIQUE = Technique("sdpa", "attention by hand -> scaled_dot_product_attention", find, apply, advice, fired=fired)

@@ -4,6 +4,7 @@ import torch
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from benchmarks.assistant.techniques.autocast import matmuls_in_float32
+from common.block.evidence import Evidence
 
 
 def find(program: Program) -> list[Found]:
@@ -32,4 +33,9 @@ def advice(program: Program, found: Found) -> Advice:
     return Advice('torch.set_float32_matmul_precision("high")')
 
 
-TECHNIQUE = Technique("tf32", "FP32 matmuls -> TF32 on tensor cores", find, apply, advice, missing)
+def fired(program: Program, before: Evidence, seen: Evidence) -> str:
+    """Why no matmul ran in it; "" where one did."""
+    return "" if seen.kinds["TF32 matmul"] else "no TF32 matmul ran"
+
+
+TECHNIQUE = Technique("tf32", "FP32 matmuls -> TF32 on tensor cores", find, apply, advice, missing, fired)

@@ -17,13 +17,7 @@ TINY = """
 
 
 @pytest.fixture
-def uncompiled(monkeypatch):
-    """What Inductor would compile runs as Dynamo captured it."""
-    monkeypatch.setattr("benchmarks.assistant.rewriting.compile_fx", lambda module, inputs: module.forward)
-
-
-@pytest.fixture
-def assistant(tmp_path, capsys, studies_in_seconds, uncompiled):
+def assistant(tmp_path, capsys, studies_in_seconds, without_inductor):
     """assistant(source, *options) -> (exit status, stdout, stderr), of a file with that source and its `build`."""
     def call(source, *options, target="build", quick=True):
         path = tmp_path / "my_model.py"

@@ -1,0 +1,74 @@
+"""Why a technique does or does not apply to a model, and whether its kernels ran where it was applied."""
+from dataclasses import dataclass
+
+from benchmarks.assistant.look import Looked
+from benchmarks.assistant.rung import Rung
+from benchmarks.assistant.task import Task
+from benchmarks.assistant.technique import Found, Technique
+from benchmarks.measure.modules import subject_of
+from common.block import evidence
+from common.block.evidence import Evidence
+from common.measure.session import Session
+from common.outcome import Told, in_a_line
+from common.phases import Phase
+
+BY_HAND = "nothing was applied: a person mends it, by hand"
+
+
+@dataclass
+class Why:
+    """What one technique finds in a model, and what became of it where it was applied."""
+    technique: Technique
+    looked: Looked
+    found: list[Found]
+    applied: str                               # in words
+
+
+def explain(technique: Technique, looked: Looked, task: Task, session: Session) -> Why:
+    """Apply one technique, run an iteration as it is and one with it, and look at their kernels."""
+    found = looked.found[technique]
+    return Why(technique, looked, found, _applied(technique, looked, found, task, session))
+
+
+def _applied(technique: Technique, looked: Looked, found: list[Found], task: Task, session: Session) -> str:
+    if not found:
+        return f"nothing was applied: nothing was found ({technique.what})"
+    if missing := looked.missing(technique):
+        return f"nothing was applied: {missing}"
+    if all(each.why_not for each in found):
+        return "nothing was applied: there is no place where it could be"
+    if technique.apply is None:
+        return BY_HAND
+    before = _seen(task.model, looked, task, session)
+    try:
+        seen = _seen(Rung(task.model, [technique], session.device), looked, task, session)
+    except Told:
+        raise
+    except Exception as error:                                     # whatever a compiler or a model raises
+        return f"it was applied, and failed: {in_a_line(error)}"
+    if reason := technique.fired(looked.program, before, seen):
+        return f"it was applied, and did not fire: {reason}"
+    return f"it was applied, and ran: {_difference(before, seen)}"
+
+
+def _seen(call, looked: Looked, task: Task, session: Session) -> Evidence:
+    """The kernels of an iteration."""
+    session.say(Phase.OBSERVING)
+    iteration = subject_of(call, task.work(cotangents=1, seed=session.seed), (0.0, 0.0)).iteration(looked.mode)
+
+    def clean_iteration() -> None:
+        iteration.between()
+        iteration.run()
+    clean_iteration()
+    seen = evidence.judge(evidence.observe(clean_iteration, session.device), None)
+    iteration.between()
+    return seen
+
+
+def _difference(before: Evidence, seen: Evidence) -> str:
+    """Which kinds of kernels there are more or fewer of."""
+    words = [f"{seen.launches:,} launches in place of {before.launches:,}"]
+    for kind in {**seen.kinds, **before.kinds}:
+        if seen.kinds[kind] != before.kinds[kind]:
+            words.append(f"{seen.kinds[kind]} {kind} in place of {before.kinds[kind]}")
+    return ", ".join(words)
