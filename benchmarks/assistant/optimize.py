@@ -41,6 +41,7 @@ from common.runtime.iteration import BOTH, FORWARD, MODES
 
 WORTH_IT = 1.02                        # of the speed-up, the lower end of its interval
 VERDICTS = ("take", "different numerics", "by hand", "no gain", "unsafe", "not here")
+ALONE, TOGETHER = "alone", "together"                  # the two groups of rungs that share their rounds
 QUICK_ROUNDS, ROUNDS = 6, {"cuda": 20, "cpu": 12}
 
 
@@ -195,7 +196,7 @@ class _Assistant:
         self.program, found = looked.program, looked.found
         tried = [technique for technique in self.techniques if self._can_try(technique, found[technique])]
         result = self.result = Optimized(looked, self.truth.in_words, judgements=self.judgements)
-        result.alone = self._measured([Combination()] + [Combination((each,)) for each in tried], "alone")
+        result.alone = self._measured([Combination()] + [Combination((each,)) for each in tried], ALONE)
         self._climb(tried)
         result.payback = self._payback()
         result.opportunities = [self._judged(technique, each) for technique in self.techniques
@@ -217,7 +218,7 @@ class _Assistant:
         before = len(self.session.entries)
         on_gpu = self.session.device.type == "cuda"
         self.session.measure(Group([self._case(each, phase) for each in wanted], modes=self.modes, calibrated=False,
-                                   metered=on_gpu and not self.quick, may_not_fit=True))
+                                   metered=on_gpu and phase == TOGETHER and not self.quick, may_not_fit=True))
         return Measured({entry.result.name: entry.result for entry in self.session.entries[before:]})
 
     def _case(self, combination: Combination, phase: str) -> Case:
@@ -230,7 +231,7 @@ class _Assistant:
                 subject.workload = workload(self.program, arithmetic_of(Plan(), setting.device))
                 result.matmul = subject.workload.matmul
                 return subject
-            return self._rung(combination, setting, result, is_cold=phase == "alone")
+            return self._rung(combination, setting, result, is_cold=phase == ALONE)
         work = work_in_words(self.task.model, self.task.given)
         return Case(combination.name, prepare, parameter_dtype=self.truth.dtype, work=work, variant={"measured": phase})
 
@@ -274,7 +275,7 @@ class _Assistant:
         others = [] if self.quick else [every.without(each) for each in order]
         if len(order) < 2:
             return
-        measured = self.result.together = self._measured([*rungs, *others], "together")
+        measured = self.result.together = self._measured([*rungs, *others], TOGETHER)
         mode = self.result.mode
         for before, rung, technique in zip(rungs, rungs[1:], order, strict=False):
             left_out = None if self.quick else measured.gain(every, every.without(technique), mode)

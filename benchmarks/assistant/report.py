@@ -19,7 +19,7 @@ def text(result: Optimized) -> str:
     """Everything, at most 100 columns wide."""
     measured = [("truth", result.truth), *(("as it is", times) for mode in MODES if (times := _times(result, mode)))]
     parts = [_model(result.looked, measured), _where(result.looked), _opportunities(result), _ladder(result),
-             _write_this(result), _reasons(result)]
+             _write_this(result), _reasons(result), result.times]
     return "\n\n".join(filter(None, parts))
 
 

@@ -34,9 +34,10 @@ def capture(iteration: Iteration, stream: torch.cuda.Stream | None = None) -> tu
     aside = stream or torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):              # warm-up off the default stream, as capture needs
-        for _ in range(3):
+        for last in (False, False, True):
             iteration.between()
-            iteration.run()
+            with _waits_refused() if last else nullcontext():
+                iteration.run()
     torch.cuda.current_stream().wait_stream(aside)
     torch.cuda.synchronize()
     iteration.between()
@@ -49,6 +50,24 @@ def capture(iteration: Iteration, stream: torch.cuda.Stream | None = None) -> tu
         generator.graphsafe_set_state(generator.clone_state())
         raise
     return graph.replay, written
+
+
+@contextmanager
+def _waits_refused() -> Iterator[None]:
+    """Raises RuntimeError where the host waits for the GPU meanwhile: no capture could hold that.
+
+    A capture that fails midway keeps its memory until the process ends.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        raise RuntimeError("the host waits for the GPU in the midst of it") from None
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @dataclass(frozen=True)

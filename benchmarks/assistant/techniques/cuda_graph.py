@@ -3,13 +3,17 @@ import torch
 
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
+from benchmarks.assistant.techniques import host_sync
 from common.measure.measurement import NOT_A_GPU
 
 
 def find(program: Program) -> list[Found]:
     """The call of the model."""
     operators = sum(len(call.operators) for call in program.trace.calls)
-    return [Found(None, "", 1, f"{operators} operators a forward are launched one by one")]
+    reason = f"{operators} operators a forward are launched one by one"
+    waits = [str(found.place.name) for found in host_sync.find(program) if found.place]
+    why_not = f"the host waits for the GPU at {', '.join(waits[:3])}: mend that first" if waits else ""
+    return [Found(None, "", 1, reason, why_not)]
 
 
 def missing(device: torch.device) -> str:

@@ -362,6 +362,7 @@ class FakeCuda:
     def __init__(self):
         self.streams = [FakeStream("the default")]
         self.capturing = False
+        self.waits: list = []                               # modes of waiting for the GPU that were set
 
     def current_stream(self):
         return self.streams[-1]
@@ -389,6 +390,8 @@ def cuda(monkeypatch) -> FakeCuda:
     for name in ("current_stream", "stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: fake.waits.append(mode))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=lambda: "replayed"))
     return fake
@@ -409,6 +412,18 @@ def test_a_capture_is_of_a_warm_iteration_on_a_stream_aside(cuda):
     assert told == ["between", ("a new one", False)] * 3 + ["between", ("of the capture", True)]
     assert replayed() == "replayed" and torch.equal(written[0], torch.ones(1))
     assert cuda.current_stream().waited_for == ["a new one"]
+
+
+@pytest.mark.unit
+def test_nothing_is_captured_that_waits_for_the_gpu(cuda):
+    """A capture that fails midway keeps its memory. The last warm-up finds the wait; the mode is put back."""
+    def run():
+        if cuda.waits == ["error"]:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return []
+    with pytest.raises(RuntimeError, match="the host waits for the GPU"):
+        replay.capture(Iteration(run, lambda: None, [], {}))
+    assert cuda.waits == ["error", 0] and not cuda.capturing
 
 
 @pytest.mark.unit
