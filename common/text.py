@@ -52,12 +52,12 @@ def table(rows: list[list], headers: list[str], width: int | None = None, keys: 
     """
     if width is None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    parts = []
+    parts: list[str] = []
     columns = list(range(keys, len(headers)))
-    while columns:
-        for count in range(len(columns), 0, -1):
+    while columns or not parts:
+        for count in range(len(columns), -1, -1):
             part = _columns(rows, headers, keys, columns[:count])
-            if count == 1 or max(map(len, part.splitlines())) <= width:
+            if count <= 1 or max(map(len, part.splitlines())) <= width:
                 break
         parts.append(part)
         columns = columns[count:]

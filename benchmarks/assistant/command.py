@@ -11,11 +11,12 @@ Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 import argparse
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
-from benchmarks.assistant import report
 from benchmarks.assistant.loading import load
 from benchmarks.assistant.optimize import look, optimize, why
+from benchmarks.assistant.page import write_page
 from benchmarks.assistant.techniques import EVERY
 from common.command_line import Parser, check_seed, device_of, early_ends, hush, mistakes, open_records, tell
 from common.outcome import EXIT
@@ -41,7 +42,20 @@ def parser() -> Parser:
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (default: auto)")
     add("--seed", type=int, default=0, help="of cotangents and order (default: 0)")
     add("--json", metavar="FILE", help="append one JSON line per metric")
+    add("--report", metavar="FILE.md", help="write the report as Markdown, its chart beside it")
     return of_it
+
+
+def _page(name: str | None) -> Path | None:
+    """Where the report goes. Raises ValueError where it could not."""
+    if name is None:
+        return None
+    path = Path(name)
+    if path.suffix != ".md":
+        raise ValueError(f"--report {name}: give a name that ends in .md")
+    if not path.parent.is_dir():
+        raise ValueError(f"--report {name}: there is no folder {path.parent}")
+    return path
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,16 +70,19 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--rounds {chosen.rounds}: give at least 6, fewer bound no median")
         build = load(chosen.target)
         file = open_records(chosen.json)
+        page = _page(chosen.report)
     techniques = [each for each in EVERY if each.name in (chosen.only or NAMES)]
     with early_ends(NAME, file), exclusive.alone(device, NAME):
         compiler.use_private_caches()
         how: dict[str, Any] = {"name": os.path.basename(chosen.target), "inference": chosen.inference,
                                "seed": chosen.seed, "device": device}
         if chosen.why:
-            tell(report.why_text(why(chosen.why, build, **how)))
+            tell(str(why(chosen.why, build, **how)))
         elif chosen.look:
-            tell(report.look_text(look(build, techniques=techniques, **how)))
+            tell(str(look(build, techniques=techniques, **how)))
         else:
             result = optimize(build, quick=chosen.quick, rounds=chosen.rounds, file=file, techniques=techniques, **how)
-            tell(report.text(result))
+            tell(f"{result}\n\n{result.times}")
+            if page:
+                write_page(result, page)
     return EXIT["ok"]

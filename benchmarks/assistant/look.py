@@ -5,18 +5,23 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from benchmarks.assistant.program import Program, read
+from benchmarks.assistant.sections import Said, Section, Shown, Table
 from benchmarks.assistant.spending import Spending, spending
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.technique import Advice, Found, Technique
 from benchmarks.measure.calls import named_parameters
 from benchmarks.measure.modules import subject_of
+from common.block.config import dtype_name
 from common.measure.session import Session
 from common.phases import Phase
 from common.runtime.iteration import BOTH, FORWARD
+from common.text import figures
+
+LINES, WORTH_A_LINE = 4, 1                     # of each kind of work at most so many, of so many percent
 
 
 @dataclass
-class Looked:
+class Looked(Shown):
     """What was seen of a model."""
     name: str
     program: Program
@@ -44,6 +49,67 @@ class Looked:
                  if isinstance(module, (nn.ModuleList, nn.Sequential)) and len({type(each) for each in module}) == 1]
         longest = max(lists, key=len, default=[])
         return f"{len(longest)} x {type(longest[0]).__name__}" if len(longest) > 1 else ""
+
+    def sections(self) -> list[Section]:
+        return [self.model(), self.where(), self._opportunities()]
+
+    def model(self, measured: Sequence[tuple[str, str]] = ()) -> Said:
+        """What the model is, and what was measured of it."""
+        program, trace = self.program, self.program.trace
+        given = ", ".join(f"{dtype_name(t.dtype)} {list(t.shape)}" for t in program.inputs.named().values())
+        parts = [self.name, type(program.model).__name__, f"{scaled(self.parameters)} parameters", self.repeated,
+                 "compiled" if program.is_compiled else ""]
+        work = f"{scaled(trace.flops)}FLOP and {scaled(trace.bytes)}B a forward, in {len(trace.calls):,} calls"
+        said = [("model", ", ".join(filter(None, parts))), ("inputs", given), ("work", work)]
+        return Said("", [*said, *measured])
+
+    def where(self) -> Table:
+        """Each kind of work, and the lines that take most of it."""
+        spending, rows = self.spending, []
+        for kind, ms in spending.by_kind().items():
+            if spending.percent(ms) >= 0.5:
+                rows.append([f"{spending.percent(ms):.0f} %", kind, "", "", ""])
+            worth = [each for each in spending.spent
+                     if each.kind == kind and spending.percent(each.ms) >= WORTH_A_LINE][:LINES]
+            for each in worth:
+                place = each.place.name if each.place else "the backward alone"
+                module = each.module or (each.place.function if each.place else "")
+                rows.append([f"{spending.percent(each.ms):.0f} %", "", place, times(each.count), module])
+        title = f"where the {figures(spending.total_ms)} ms of {self.mode} go"
+        return Table(title, ["", "kind of work", "of it at", "", "module"], rows, keys=5)
+
+    def _opportunities(self) -> Said:
+        """What could be done, and where."""
+        lines = []
+        for technique, places in self.found.items():
+            for found in places:
+                words = in_words(found, self.missing(technique))
+                lines.append((technique.name, f"{placed(found)}: {words}" if found.place else words))
+        return Said("what could be done", lines or [("nothing", "was found that could be done")])
+
+
+def times(count: int) -> str:
+    """How often, where that is more than once."""
+    return f"{count} x" if count > 1 else ""
+
+
+def scaled(value: float) -> str:
+    """Three figures and a prefix: 9.81 M."""
+    for prefix, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= unit:
+            return f"{figures(value / unit)} {prefix}"
+    return f"{value:.0f} "
+
+
+def placed(found: Found) -> str:
+    """Where it was found, and how often a forward comes there."""
+    return ", ".join(filter(None, [found.place.name if found.place else "the call", times(found.count)]))
+
+
+def in_words(found: Found, missing: str = "") -> str:
+    """What can be seen there, and why nothing can be done."""
+    why_not = missing or found.why_not
+    return f"{found.reason}{f'; not here: {why_not}' if why_not else ''}"
 
 
 def look_at(name: str, task: Task, session: Session, techniques: Sequence[Technique], inference: bool) -> Looked:

@@ -7,7 +7,6 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,9 +14,10 @@ from torch import nn
 
 from benchmarks.assistant.combination import Combination, Interval, Measured, cases
 from benchmarks.assistant.look import Looked, look_at
+from benchmarks.assistant.optimized import VERDICTS, Added, Opportunity, Optimized
 from benchmarks.assistant.rung import Rung
 from benchmarks.assistant.task import Task
-from benchmarks.assistant.technique import Advice, Found, Plan, Technique
+from benchmarks.assistant.technique import Found, Plan, Technique
 from benchmarks.assistant.techniques import EVERY
 from benchmarks.assistant.why import Why, explain
 from benchmarks.assistant.workload import arithmetic_of, workload
@@ -34,78 +34,15 @@ from common.measure.session import Session
 from common.measure.subject import Subject, on_a_copy
 from common.outcome import Told, in_a_line
 from common.phases import Phase
-from common.report.record import Record
 from common.report.record_file import RecordFile
 from common.report.result import Compilation, Result
 from common.runtime.iteration import BOTH, FORWARD, MODES
 
 WORTH_IT = 1.02                        # of the speed-up, the lower end of its interval
-VERDICTS = ("take", "different numerics", "by hand", "no gain", "unsafe", "not here")
 ALONE, TOGETHER = "alone", "together"                  # the two groups of rungs that share their rounds
+ITERATIONS = 30                        # about as long as those it takes to compile, judge and warm up a rung
+GRADIENTS = 3                          # recorded of each rung, those nearest to their bounds
 QUICK_ROUNDS, ROUNDS = 6, {"cuda": 20, "cpu": 12}
-
-
-@dataclass(frozen=True)
-class Opportunity:
-    """What one technique is worth at one place of a model."""
-    technique: str
-    found: Found
-    verdict: str                                       # one of VERDICTS
-    why: str = ""                                      # the verdict, where that needs a word
-    speedup: float | None = None                       # of the pass that counts, alone on the model as it is
-    interval: tuple[float, float] | None = None        # 95 %, of the ratio of paired samples
-    error: float | None = None                         # the worst output's, against the truth
-    advice: Advice | None = None                       # the code to write there
-
-    @property
-    def file(self) -> str | None:
-        return self.found.place.file if self.found.place else None
-
-    @property
-    def line(self) -> int | None:
-        return self.found.place.line if self.found.place else None
-
-    @property
-    def module(self) -> str:
-        return self.found.module
-
-    @property
-    def count(self) -> int:
-        return self.found.count
-
-    @property
-    def reason(self) -> str:
-        return self.found.reason
-
-
-@dataclass(frozen=True)
-class Added:
-    """One technique more on the ladder."""
-    technique: Technique
-    combination: Combination                           # with those before it
-    gain: Interval | None                              # over those before it
-    together: Interval | None                          # over the model as it is
-    left_out: Interval | None = None                   # of all over all but this one
-
-
-@dataclass
-class Optimized:
-    """What `optimize` found."""
-    looked: Looked
-    truth: str                                         # what the rungs were held against, in words
-    opportunities: list[Opportunity] = field(default_factory=list)     # the best first
-    judgements: dict[str, Judgement] = field(default_factory=dict)     # by case
-    alone: Measured = field(default_factory=Measured)
-    together: Measured = field(default_factory=Measured)
-    ladder: list[Added] = field(default_factory=list)
-    payback: str = ""                                  # when what compiling took is won back, in words
-    lines: list[Record] = field(default_factory=list)                  # everything that was measured
-    times: str = ""                                    # where the wall time went
-
-    @property
-    def mode(self) -> str:
-        """The pass that counts."""
-        return self.looked.mode
 
 
 def optimize(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: str = "", inference: bool = False,
@@ -183,6 +120,7 @@ class _Assistant:
         self.task, self.session, self.techniques, self.quick = task, session, techniques, quick
         self.inference, self.modes = inference, (FORWARD,) if inference else MODES
         self.judgements: dict[str, Judgement] = {}
+        self.seconds_a_rung: float | None = None               # in the rounds before
 
     def run(self, name: str) -> Optimized:
         session, task = self.session, self.task
@@ -214,12 +152,22 @@ class _Assistant:
     def _measured(self, combinations: Sequence[Combination], phase: str) -> Measured:
         """All of them in the same rounds, and the records of that."""
         wanted = cases(combinations)
-        self.session.note(f"{len(wanted)} rungs, {phase}, {self.session.rounds} rounds")
-        before = len(self.session.entries)
+        self.session.note(f"{len(wanted)} rungs {phase}, {self.session.rounds} rounds: {self._estimate(len(wanted))}")
+        began, before = time.perf_counter(), len(self.session.entries)
         on_gpu = self.session.device.type == "cuda"
-        self.session.measure(Group([self._case(each, phase) for each in wanted], modes=self.modes, calibrated=False,
+        modes = self.modes if phase == ALONE else (self.result.mode,)
+        self.session.measure(Group([self._case(each, phase) for each in wanted], modes=modes, calibrated=False,
                                    metered=on_gpu and phase == TOGETHER and not self.quick, may_not_fit=True))
+        self.seconds_a_rung = (time.perf_counter() - began) / len(wanted)
         return Measured({entry.result.name: entry.result for entry in self.session.entries[before:]})
+
+    def _estimate(self, rungs: int) -> str:
+        """How long measuring them takes, in words."""
+        seconds = self.seconds_a_rung
+        if seconds is None:
+            seconds = 1e-3 * self.result.looked.spending.total_ms * (ITERATIONS + 2 * self.session.rounds)
+        minutes = rungs * seconds / 60
+        return f"about {minutes:.0f} min" if minutes >= 1 else "less than a minute"
 
     def _case(self, combination: Combination, phase: str) -> Case:
         """A rung; without techniques the model as it is, which there is nothing to hold against."""
@@ -247,7 +195,7 @@ class _Assistant:
             result.compilation = Compilation(self._first_calls(rung, (gate, gate)), None)
         setting.say(Phase.CHECKING)
         self.judgements[result.name] = judge.judge()
-        record_checks(self.judgements[result.name], result)
+        record_checks(self.judgements[result.name], result, GRADIENTS)
         subject = subject_of(rung, self.work, (gate, gate))
         subject.workload = own
         return subject
@@ -300,9 +248,9 @@ class _Assistant:
 
     def _judged(self, technique: Technique, found: Found) -> Opportunity:
         """The verdict on one place."""
-        advice = technique.advice(self.program, found)
         if reason := technique.missing(self.session.device) or found.why_not:
             return Opportunity(technique.name, found, "not here", reason)
+        advice = technique.advice(self.program, found)
         if technique.apply is None:
             return Opportunity(technique.name, found, "by hand", advice=advice)
         alone, mode, rung = self.result.alone, self.result.mode, Combination((technique,))

@@ -1,8 +1,9 @@
 """Why a technique does or does not apply to a model, and whether its kernels ran where it was applied."""
 from dataclasses import dataclass
 
-from benchmarks.assistant.look import Looked
+from benchmarks.assistant.look import Looked, in_words, placed
 from benchmarks.assistant.rung import Rung
+from benchmarks.assistant.sections import Said, Section, Shown
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.technique import Found, Technique
 from benchmarks.measure.modules import subject_of
@@ -16,12 +17,17 @@ BY_HAND = "nothing was applied: a person mends it, by hand"
 
 
 @dataclass
-class Why:
+class Why(Shown):
     """What one technique finds in a model, and what became of it where it was applied."""
     technique: Technique
     looked: Looked
     found: list[Found]
     applied: str                               # in words
+
+    def sections(self) -> list[Section]:
+        title = f"{self.technique.name}: {self.technique.what}, on {self.looked.name}, {self.looked.mode}"
+        where = [("where", f"{placed(found)}: {in_words(found)}") for found in self.found]
+        return [Said(title, [*where, ("then", self.applied)])]
 
 
 def explain(technique: Technique, looked: Looked, task: Task, session: Session) -> Why:

@@ -167,8 +167,13 @@ class Judge:
             self._no_fp64(f"parameters without a partner are rounded to {dtype_name(self.dtype)}")
 
     def _has_values_of_its_own(self) -> bool:
-        """Whether a parameter or buffer has no partner of its shape: no value of the reference is loaded into it."""
-        return len(self._values()) < len(self.parameters) + len(self.buffers)
+        """Whether a parameter or buffer is neither loaded from the reference nor a constant that is equal there."""
+        loaded_here, constants = self._values(), self.truth.buffers
+        for name, tensor in (self.parameters | self.buffers).items():
+            theirs = constants.get(self.buffer_partners.get(name, ""))
+            if name not in loaded_here and (theirs is None or not torch.equal(tensor, theirs)):
+                return True
+        return False
 
     def _no_fp64(self, why: str) -> None:
         if not any(note.startswith("no FP64") for note in self.notes):

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.assistant import command
 from benchmarks.examples import gpt
 from benchmarks.records.read import read
+from benchmarks.show import charts
 
 TINY = """
     from benchmarks.examples import gpt
@@ -41,7 +42,7 @@ def test_from_the_command_line_to_the_table(assistant, tmp_path):
     (row,) = [line for line in out.splitlines() if line.startswith("sdpa ") and " x " in line]
     assert f"gpt.py:{first}-{last}" in row and "2 x" in row
     assert row.split()[-1] in ("take", "gain")                 # how fast it is here is not for a test to say
-    for words in ("as it is   forward+backward", "the ladder", "+ sdpa", "+ autocast", "+ compile", "write this"):
+    for words in ("forward+backward  ", "the ladder", "+ sdpa", "+ autocast", "+ compile", "write this"):
         assert words in out, out
     assert all(len(line) <= 100 or line.startswith("      ") for line in out.splitlines())    # but for code
     infos = [record["benchmark"]["extra_info"] for record in read(path)]
@@ -55,11 +56,26 @@ def test_from_the_command_line_to_the_table(assistant, tmp_path):
 @pytest.mark.integration
 def test_in_full_each_is_also_left_out_of_all(assistant, tmp_path):
     path = tmp_path / "records.jsonl"
-    status, out, err = assistant(TINY, "--only", "sdpa", "--only", "fused-qkv", "--inference", "--rounds", 6,
-                                 "--json", path, quick=False)
+    page = tmp_path / "report.md"
+    only = [word for name in ("sdpa", "fused-qkv", "graph-break") for word in ("--only", name)]
+    status, out, err = assistant(TINY, *only, "--inference", "--rounds", 6, "--json", path, "--report", page,
+                                 quick=False)
     assert status == 0, err
     assert "left out of all" in out and "forward+backward" not in out
     assert "tf32" not in out and "autocast" not in out
+    written = page.read_text()
+    assert written.startswith("# my\\_model.py:build") and "(report-gains.svg)" in written
+    code = "```python\nif not torch.compiler.is_compiling():\n"
+    for words in ("### Where the ", "| opportunity ", "| + sdpa ", code):
+        assert words in written, written
+    assert charts.is_of(tmp_path / "report-gains", list(read(path)))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("page, said", [("report.txt", "ends in .md"), ("nowhere/report.md", "no folder")])
+def test_a_report_that_could_not_be_written_is_refused_at_once(assistant, tmp_path, page, said):
+    status, _, err = assistant(TINY, "--report", tmp_path / page)
+    assert status == 2 and said in err and err.count("\n") == 1
 
 
 @pytest.mark.unit

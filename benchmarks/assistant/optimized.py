@@ -1,0 +1,162 @@
+"""What `optimize` found, and how it is told."""
+from dataclasses import dataclass, field
+
+from benchmarks.assistant.combination import Combination, Interval, Measured
+from benchmarks.assistant.look import Looked, times
+from benchmarks.assistant.sections import Code, Said, Section, Shown, Table
+from benchmarks.assistant.technique import Advice, Found, Technique
+from benchmarks.measure.checks import Judgement
+from benchmarks.records.read import verdict
+from common.report.metrics import ENERGY
+from common.report.record import Record
+from common.runtime.iteration import MODES
+from common.text import NOT_AVAILABLE, figures, number, only, ratio
+
+VERDICTS = ("take", "different numerics", "by hand", "no gain", "unsafe", "not here")
+TO_WRITE = VERDICTS[:3]                                # after these there is something to write
+AS_IT_IS = Combination()
+
+
+@dataclass(frozen=True)
+class Opportunity:
+    """What one technique is worth at one place of a model."""
+    technique: str
+    found: Found
+    verdict: str                                       # one of VERDICTS
+    why: str = ""                                      # the verdict, where that needs a word
+    speedup: float | None = None                       # of the pass that counts, alone on the model as it is
+    interval: tuple[float, float] | None = None        # 95 %, of the ratio of paired samples
+    error: float | None = None                         # the worst output's, against the truth
+    advice: Advice | None = None                       # the code to write there
+
+    @property
+    def file(self) -> str | None:
+        return self.found.place.file if self.found.place else None
+
+    @property
+    def line(self) -> int | None:
+        return self.found.place.line if self.found.place else None
+
+    @property
+    def module(self) -> str:
+        return self.found.module
+
+    @property
+    def count(self) -> int:
+        return self.found.count
+
+    @property
+    def reason(self) -> str:
+        return self.found.reason
+
+
+@dataclass(frozen=True)
+class Added:
+    """One technique more on the ladder."""
+    technique: Technique
+    combination: Combination                           # with those before it
+    gain: Interval | None                              # over those before it
+    together: Interval | None                          # over the model as it is
+    left_out: Interval | None = None                   # of all over all but this one
+
+
+@dataclass
+class Optimized(Shown):
+    """What `optimize` found."""
+    looked: Looked
+    truth: str                                         # what the rungs were held against, in words
+    opportunities: list[Opportunity] = field(default_factory=list)     # the best first
+    judgements: dict[str, Judgement] = field(default_factory=dict)     # by case
+    alone: Measured = field(default_factory=Measured)
+    together: Measured = field(default_factory=Measured)
+    ladder: list[Added] = field(default_factory=list)
+    payback: str = ""                                  # after how many calls what compiling took is won back, in words
+    lines: list[Record] = field(default_factory=list)                  # everything that was measured
+    times: str = ""                                    # where the wall time went
+
+    @property
+    def mode(self) -> str:
+        """The pass that counts."""
+        return self.looked.mode
+
+    def sections(self) -> list[Section]:
+        measured = [("truth", self.truth)]
+        measured += [(mode, said) for mode in MODES if (said := self._as_it_is(mode))]
+        parts: list[Section | None] = [self.looked.model(measured), self.looked.where(), self._ranked(),
+                                       self._climbed(), self._write_this(), self._reasons()]
+        return [part for part in parts if part]
+
+    def _as_it_is(self, mode: str) -> str:
+        """The time of the model as it is."""
+        ms, percent = self.alone.ms(AS_IT_IS, mode), self.alone.percent_of_limit(AS_IT_IS, mode)
+        if ms is None:
+            return ""
+        limit = f", {percent:.0f} % of what this machine could do" if percent else ""
+        return f"{figures(ms)} ms as it is{limit}"
+
+    def gains(self) -> dict[str, dict[str, Interval]]:
+        """How many times as fast each technique makes it, in the ways that this was measured."""
+        ways: dict[str, dict[str, Interval]] = {"alone": {}, "on top of those above": {}, "left out of all": {}}
+        for one in self.opportunities:
+            if one.speedup and one.interval:
+                ways["alone"][one.technique] = (one.speedup, *one.interval)
+        for added in self.ladder:
+            for way, gain in (("on top of those above", added.gain), ("left out of all", added.left_out)):
+                if gain:
+                    ways[way][added.technique.name] = gain
+        return {way: gains for way, gains in ways.items() if gains}
+
+    def _ranked(self) -> Table | None:
+        rows = []
+        for one in self.opportunities:
+            where = one.found.place.name if one.found.place else "the call"
+            gain = (one.speedup, *one.interval) if one.speedup and one.interval else None
+            error = f"{one.error:.0e}" if one.error is not None else ""
+            rows.append([one.technique, where, times(one.count), interval(gain) if gain else "", error, one.verdict])
+        headers = ["opportunity", "where", "", f"alone, {self.mode}", "error", "verdict"]
+        return Table("what it buys", headers, rows, keys=3) if rows else None
+
+    def _climbed(self) -> Table | None:
+        """One technique more in each row."""
+        if not self.ladder:
+            return None
+        rows = [["as it is", *self._row(AS_IT_IS), "", ""]]
+        for added in self.ladder:
+            gains = [interval(gain) for gain in (added.gain, added.left_out)]
+            rows.append([f"+ {added.technique.name}", *self._row(added.combination), *gains])
+        headers = ["the ladder", "ms", "times", "% of limit", "GiB", "J", "on top of those above", "left out of all"]
+        told = [place for place in range(len(headers)) if any(row[place] not in (NOT_AVAILABLE, "") for row in rows)]
+        return Table("", only(headers, told), [only(row, told) for row in rows])
+
+    def _row(self, combination: Combination) -> list[str]:
+        """Time, how many times as fast as the model as it is, share of the limit, memory, energy."""
+        row = self.together.row(combination, self.mode)
+        gain = self.together.gain(combination, AS_IT_IS, self.mode) if combination.techniques else None
+        return [figures(row.median) if row and row.median else NOT_AVAILABLE,
+                number(gain[0] if gain else None, ".2f") if combination.techniques else "",
+                number(self.together.percent_of_limit(combination, self.mode), ".0f"),
+                number(row.peak_bytes / 2**30 if row and row.peak_bytes else None, ".2f"),
+                number(ENERGY.of(row) if row else None, ".2f")]
+
+    def _write_this(self) -> Code | None:
+        """For each that is worth it the place and the code; several at one place are written together."""
+        pieces: dict[str, dict[str, None]] = {}
+        for one in self.opportunities:
+            if one.advice and one.verdict in TO_WRITE:
+                place = str(one.advice.place or "where you call the model")
+                pieces.setdefault(place, {})[one.advice.code] = None
+        return Code("write this", [(place, "\n".join(codes)) for place, codes in pieces.items()]) if pieces else None
+
+    def _reasons(self) -> Said | None:
+        lines = []
+        for one in self.opportunities:
+            said = "; ".join(filter(None, [one.reason, one.why]))
+            if one.technique == "compile" and self.payback:
+                said += f"; when it pays: {self.payback}"
+            lines.append((one.technique, f"{one.found.place.name}: {said}" if one.found.place else said))
+        return Said("why", lines) if lines else None
+
+
+def interval(gain: Interval | None) -> str:
+    """A ratio with its interval, and what that allows to say."""
+    return ratio(gain) + verdict(*gain[1:]) if gain else NOT_AVAILABLE
