@@ -139,13 +139,14 @@ class Optimized(Shown):
                 number(ENERGY.of(row) if row else None, ".2f")]
 
     def _write_this(self) -> Code | None:
-        """For each that is worth it the place and the code; several at one place are written together."""
+        """For each that is worth it the place and the code; several at one place together, the call last."""
         pieces: dict[str, dict[str, None]] = {}
         for one in self.opportunities:
             if one.advice and one.verdict in TO_WRITE:
                 place = str(one.advice.place or "where you call the model")
                 pieces.setdefault(place, {})[one.advice.code] = None
-        return Code("write this", [(place, "\n".join(codes)) for place, codes in pieces.items()]) if pieces else None
+        by_length = [(place, sorted(codes, key=lambda code: code.count("\n"))) for place, codes in pieces.items()]
+        return Code("write this", [(place, "\n".join(codes)) for place, codes in by_length]) if pieces else None
 
     def _reasons(self) -> Said | None:
         lines = []

@@ -2,7 +2,7 @@
 from collections.abc import Iterable
 
 from benchmarks.records.read import Run, extra, info, metric, runner, shape, versions
-from common.report.record import Record
+from common.report.record import NOT_A_BLOCK, Record
 from common.runtime import engine, machine
 
 
@@ -55,7 +55,8 @@ def provenance(lines: list[Record]) -> str:
     known = {name for line in lines for name in versions(line)}
     software = ", ".join(f"{name} {_versions_of(name, lines)}" for name in EVERYWHERE if name in known)
     engines = sorted({versions(line)["transformer_engine"] for line in lines if "transformer_engine" in versions(line)})
-    shapes = list(dict.fromkeys(shape(line) for line in lines if metric(line) not in ("wall time", "peak")))
+    shapes = list(dict.fromkeys(shape(line) for line in lines if metric(line) != "wall time"))
+    shapes = [each for each in shapes if each != NOT_A_BLOCK] or shapes
     sizes = shapes[0] if len(shapes) == 1 else f"{len(shapes) or 'no'} shapes"
     driver = runner(lines[0])["extra_info"].get("driver")
     return (f"{runner(lines[0])['name']}, {sizes}; {software}, Transformer Engine {' and '.join(engines) or 'none'}"

@@ -99,7 +99,8 @@ def long_tables(studies: Sequence[Question]) -> dict[Path, str]:
 def parts_of(studies: Sequence[Question]) -> dict[str, Callable[[], str]]:
     """Name -> what makes its Markdown, of every part there is."""
     parts: dict[str, Callable[[], str]] = {"summary": summary, "compare": comparisons, "card": card,
-                                           "sensitivity": sensitivity, "attribution": attribution}
+                                           "sensitivity": sensitivity, "attribution": attribution,
+                                           "assistant": assistant}
     for before, after in zip(steps.ALL, steps.ALL[1:], strict=False):
         parts[f"diff {before.number} {after.number}"] = lambda a=before, b=after: diff(a, b)    # type: ignore[misc]
     for preset in ("te-tutorial", "gpt2"):
@@ -306,6 +307,13 @@ def card() -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- the pages
+
+
+def assistant() -> str:
+    """What the assistant said that each technique buys on the GPT with faults, on the H200."""
+    said = (RESULTS / "h200" / "assistant-gpt.txt").read_text()
+    ranked = said[said.index("what it buys\n"):].split("\n\n")[0]
+    return f"```\n{ranked.partition(chr(10))[2]}\n```"
 
 
 def rewritten(text: str, parts: Parts) -> str:

@@ -30,6 +30,8 @@ LIBRARIES = ("torch", "cuda", "cudnn", "triton", "transformer_engine", "numpy", 
 
 Record = dict[str, Any]
 
+NOT_A_BLOCK = "not a block"             # the shape of what has none, peaks say
+
 
 def record(r: Result, metric: str, unit: str, values: list[float], mode: str, launch: str | None = None,
            **extra: Any) -> Record:
@@ -44,7 +46,7 @@ def record(r: Result, metric: str, unit: str, values: list[float], mode: str, la
             "pass": mode if mode in PASSES else None, "launch": launch}
     if r.work:
         case["work"] = r.work
-    model = r.config or ", ".join(f"{name} {what}" for name, what in r.work.items()) or "not a block"
+    model = r.config or ", ".join(f"{name} {what}" for name, what in r.work.items()) or NOT_A_BLOCK
     info = {
         "schema": SCHEMA, "case": case, "status": r.status, "reason": r.reason, "config": config,
         "parameter_dtype": r.parameter_dtype, "autocast": r.autocast, "residual": r.residual, "engine": r.engine,
