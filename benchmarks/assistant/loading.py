@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.assistant.project import Project
 from common.outcome import Told
 
 FRAMES = 4                       # of a traceback, the last ones: where a person's own code failed
@@ -20,23 +21,24 @@ def load(target: str) -> Callable[[], Any]:
     path = Path(name).absolute()
     if not path.is_file():
         raise Told(f"{name}: there is no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    project = Project(path.parent)
+    known = f"yours_{path.stem}" if path.stem in sys.modules else path.stem
+    spec = importlib.util.spec_from_file_location(known, path)
     if spec is None or spec.loader is None:
         raise Told(f"{name}: it is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))
-    sys.modules[path.stem] = module
-    with told(f"{name} can't be imported"):
+    sys.modules[known] = module
+    with told(f"{name} can't be imported"), project.entered():
         spec.loader.exec_module(module)
     build = getattr(module, function, None)
     if not callable(build):
         functions = [each for each, value in vars(module).items()
-                     if callable(value) and getattr(value, "__module__", "") == path.stem
+                     if callable(value) and getattr(value, "__module__", "") == known
                      and not isinstance(value, type)]
         raise Told(f"{name} has no function {function}; it has {', '.join(functions) or 'none'}")
 
     def called() -> Any:
-        with told(f"{function}() of {name} failed"):
+        with told(f"{function}() of {name} failed"), project.entered():
             return build()
     return called
 

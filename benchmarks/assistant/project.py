@@ -1,0 +1,72 @@
+"""A person's project beside this one: modules of the same name, `common` say, that each side must find as its own."""
+import builtins
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from common.outcome import Told
+
+ROOT = Path(__file__).parents[2]
+OURS = ("common", "benchmarks")
+
+
+class Project:
+    """The folder of a person's file, and those of PYTHONPATH."""
+
+    def __init__(self, folder: Path):
+        self.folders = [str(folder), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        elsewhere = [path for path in self.folders if Path(path).resolve() != ROOT]
+        self.clashing = [name for name in OURS if folder.resolve() != ROOT and PathFinder.find_spec(name, elsewhere)]
+        self.modules: dict[str, ModuleType] = {}               # theirs that have our names
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+        if self.clashing:
+            self._refuse_late_imports()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Meanwhile imports find their modules; afterwards ours again.
+
+        Dynamo finds a module by the `__name__` in its globals, so theirs get one that nobody else has.
+        """
+        if not self.clashing:
+            yield
+            return
+        path, ours = list(sys.path), self._taken_out()
+        sys.path[:] = [each for each in sys.path if Path(each or ".").resolve() != ROOT]
+        sys.modules.update(self.modules)
+        try:
+            yield
+        finally:
+            self.modules = self._taken_out()
+            for name, module in self.modules.items():
+                alias = f"yours_{name.replace('.', '_')}"
+                vars(module)["__name__"] = alias
+                sys.modules[alias] = module
+            sys.modules.update(ours)
+            sys.path[:] = path
+
+    def _taken_out(self) -> dict[str, ModuleType]:
+        """The modules of clashing names, which are then not imported any more."""
+        names = [name for name in sys.modules if name.partition(".")[0] in self.clashing]
+        return {name: sys.modules.pop(name) for name in names}
+
+    def _refuse_late_imports(self) -> None:
+        """Raise Told where their code imports such a name later, inside a forward: it would get ours."""
+        find: Callable[..., Any] = builtins.__import__
+
+        def checked(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+            top = name.partition(".")[0]
+            file = (globals or {}).get("__file__") or ""
+            is_theirs = file.startswith(tuple(path + os.sep for path in self.folders))
+            if is_theirs and level == 0 and top in self.clashing and top in sys.modules \
+                    and str(getattr(sys.modules[top], "__file__", "")).startswith(str(ROOT)):
+                raise Told(f"{file} imports {name} while the model runs: import it at the top of the file, since this "
+                           f"suite has a {top} too")
+            return find(name, globals, locals, fromlist, level)
+        builtins.__import__ = checked

@@ -1,0 +1,99 @@
+"""A person's file in any folder: it finds its own neighbours, packages called `common` and `benchmarks` among them."""
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from benchmarks.assistant.project import ROOT
+
+FILES = {
+    "my_model.py": """
+        import torch
+        from torch import nn
+        from common.layers import Layer
+        from benchmarks import SIZE
+        import neighbour
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = Layer(SIZE)
+
+            def forward(self, x):
+                return neighbour.twice(self.layer(x))
+
+        def build():
+            from common import late_in_build
+            return Model(), (torch.randn(4, late_in_build.SIZE),)
+    """,
+    "neighbour.py": """
+        from common import SCALE
+
+        def twice(x):
+            return SCALE * x
+    """,
+    "common/__init__.py": "SCALE = 2.0",
+    "common/late_in_build.py": "SIZE = 32",
+    "common/layers.py": """
+        from torch import nn
+        from torch.nn import functional as F
+        FACTOR = 3.0
+
+        class Layer(nn.Module):
+            def __init__(self, size):
+                super().__init__()
+                self.linear = nn.Linear(size, size)
+
+            def forward(self, x):
+                return F.softmax(_scaled(self.linear(x)), dim=-1)
+
+        def _scaled(x):
+            return FACTOR * x
+    """,
+    "benchmarks.py": "SIZE = 32",
+}
+
+
+def assistant(folder, *options, target="my_model.py:build"):
+    """Of a project in that folder, in a process of its own: (exit status, stdout, stderr)."""
+    command = [sys.executable, "-m", "benchmarks", "assistant", f"{folder}/{target}", "--device", "cpu", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def project(tmp_path):
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    return tmp_path
+
+
+@pytest.mark.integration
+def test_a_project_with_packages_of_the_same_names_finds_its_own(project):
+    status, out, err = assistant(project, "--look")
+    assert status == 0, err
+    assert "layers.py:12" in out, out
+    assert "no graph break" in out, out
+
+
+@pytest.mark.integration
+def test_an_import_inside_a_forward_is_refused_in_a_line(project):
+    path = project / "neighbour.py"
+    path.write_text("def twice(x):\n    from common import SCALE\n    return SCALE * x\n")
+    status, out, err = assistant(project, "--look")
+    assert status == 1 and not out
+    assert "imports common while the model runs" in err and err.count("\n") == 1, err
+
+
+@pytest.mark.integration
+def test_a_file_may_be_called_as_a_module_of_this_suite(project):
+    os.rename(project / "benchmarks.py", project / "size.py")
+    text = (project / "my_model.py").read_text().replace("from benchmarks", "from size")
+    (project / "benchmarks.py").write_text(text)
+    status, out, err = assistant(project, "--look", target="benchmarks.py:build")
+    assert status == 0, err
+    assert "benchmarks.py:build" in out
