@@ -147,5 +147,8 @@ def hush() -> None:
     logging.getLogger("DotProductAttention").setLevel(logging.ERROR)             # other attention packages exist
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)             # torchao uses what torch deprecates
     for message in ("Attempting to run cuBLAS, but there was no current CUDA context",      # and makes one
-                    "Relying on pointer-based detection of packed q/k/v layouts"):          # 2.9 has no other way
+                    "Relying on pointer-based detection of packed q/k/v layouts",           # 2.9 has no other way
+                    "TensorFloat32 tensor cores for float32 matrix multiplication available",       # it is measured
+                    "Synchronization debug mode is a prototype",
+                    "The AccumulateGrad node's stream does not match"):     # of a forward before: captures are proved
         warnings.filterwarnings("ignore", message)
