@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.assistant.loading import load
-from benchmarks.assistant.optimize import look, optimize, why
+from benchmarks.assistant.optimize import Interrupted, look, optimize, why
 from benchmarks.assistant.page import write_page
 from benchmarks.assistant.techniques import EVERY
 from common.command_line import Parser, check_seed, device_of, early_ends, hush, mistakes, open_records, tell
@@ -81,7 +81,12 @@ def main(argv: list[str] | None = None) -> int:
         elif chosen.look:
             tell(str(look(build, techniques=techniques, **how)))
         else:
-            result = optimize(build, quick=chosen.quick, rounds=chosen.rounds, file=file, techniques=techniques, **how)
+            try:
+                result = optimize(build, quick=chosen.quick, rounds=chosen.rounds, file=file, techniques=techniques,
+                                  **how)
+            except Interrupted as ended:
+                tell(f"{ended.result}\n\nit was interrupted: what was not reached is missing")
+                raise
             tell(f"{result}\n\n{result.times}")
             if page:
                 write_page(result, page)

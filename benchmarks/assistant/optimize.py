@@ -32,7 +32,7 @@ from common.command_line import hush
 from common.measure.cases import Case, Group, Setting
 from common.measure.session import Session
 from common.measure.subject import Subject, on_a_copy
-from common.outcome import Told, in_a_line
+from common.outcome import Failed, Told, in_a_line, is_out_of_memory
 from common.phases import Phase
 from common.report.record_file import RecordFile
 from common.report.result import Compilation, Result
@@ -43,6 +43,14 @@ ALONE, TOGETHER = "alone", "together"                  # the two groups of rungs
 ITERATIONS = 30                        # about as long as those it takes to compile, judge and warm up a rung
 GRADIENTS = 3                          # recorded of each rung, those nearest to their bounds
 QUICK_ROUNDS, ROUNDS = 6, {"cuda": 20, "cpu": 12}
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C; `result` is what was found until then."""
+
+    def __init__(self, result: Optimized):
+        super().__init__()
+        self.result = result
 
 
 def optimize(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: str = "", inference: bool = False,
@@ -59,7 +67,7 @@ def optimize(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: 
     where = next(iter(task.devices))
     count = rounds or (QUICK_ROUNDS if quick else ROUNDS[where.type])
     session = Session("assistant", where, count, seed, file=file)
-    with kept(task.model):
+    with kept(task.model), _callable():
         return _Assistant(task, session, techniques, inference, quick).run(name or type(task.model).__name__)
 
 
@@ -98,17 +106,24 @@ def _task(model: nn.Module | Callable[[], Any], inputs: Any, loss: Callable | No
           ) -> Task:
     hush()
     task = Task.of(model() if not isinstance(model, nn.Module) else (model, inputs, loss))
-    return task if device is None else task.on(torch.device(device))
+    task = task if device is None else task.on(torch.device(device))
+    with _callable():
+        task.check_calls()
+    return task
 
 
 @contextlib.contextmanager
 def _callable() -> Iterator[None]:
-    """What a model raises on its own inputs is told."""
+    """What a model raises on its own inputs is told. Raises MemoryError where it does not fit."""
     try:
         yield
     except Told:
         raise
+    except Failed as error:
+        raise Told(f"the model can't be judged: {error}") from None
     except Exception as error:
+        if is_out_of_memory(error):
+            raise MemoryError(f"the model does not fit: {in_a_line(error)}") from None
         raise Told(f"the model can't be called on these inputs: {in_a_line(error)}") from None
 
 
@@ -131,16 +146,30 @@ class _Assistant:
         except ValueError as error:
             raise Told(str(error)) from None
         looked = look_at(name, task, session, self.techniques, self.inference)
-        self.program, found = looked.program, looked.found
+        self.program = looked.program
+        self.result = Optimized(looked, self.truth.in_words, judgements=self.judgements)
+        try:
+            self._try_all()
+        except KeyboardInterrupt:
+            raise Interrupted(self._concluded()) from None
+        self.result.times = session.finish(None)
+        return self._concluded()
+
+    def _try_all(self) -> None:
+        """Every technique that can be tried here, alone and then on top of each other."""
+        found = self.result.looked.found
         tried = [technique for technique in self.techniques if self._can_try(technique, found[technique])]
-        result = self.result = Optimized(looked, self.truth.in_words, judgements=self.judgements)
-        result.alone = self._measured([Combination()] + [Combination((each,)) for each in tried], ALONE)
+        self._measure([Combination()] + [Combination((each,)) for each in tried], ALONE, self.result.alone)
         self._climb(tried)
+
+    def _concluded(self) -> Optimized:
+        """With the verdicts on what was measured so far."""
+        result = self.result
         result.payback = self._payback()
         result.opportunities = [self._judged(technique, each) for technique in self.techniques
-                                for each in found[technique]]
+                                for each in result.looked.found[technique]]
         result.opportunities.sort(key=lambda one: (VERDICTS.index(one.verdict), -(one.speedup or 0.0)))
-        result.lines, result.times = session.lines, session.finish(None)
+        result.lines = self.session.lines
         return result
 
     def _can_try(self, technique: Technique, found: Sequence[Found]) -> bool:
@@ -149,17 +178,19 @@ class _Assistant:
 
     # ------------------------------------------------------------------------------------------------------- measuring
 
-    def _measured(self, combinations: Sequence[Combination], phase: str) -> Measured:
-        """All of them in the same rounds, and the records of that."""
+    def _measure(self, combinations: Sequence[Combination], phase: str, measured: Measured) -> None:
+        """All of them in the same rounds. `measured` gets what there is when it ends, in whatever way."""
         wanted = cases(combinations)
         self.session.note(f"{len(wanted)} rungs {phase}, {self.session.rounds} rounds: {self._estimate(len(wanted))}")
         began, before = time.perf_counter(), len(self.session.entries)
         on_gpu = self.session.device.type == "cuda"
         modes = self.modes if phase == ALONE else (self.result.mode,)
-        self.session.measure(Group([self._case(each, phase) for each in wanted], modes=modes, calibrated=False,
-                                   metered=on_gpu and phase == TOGETHER and not self.quick, may_not_fit=True))
+        try:
+            self.session.measure(Group([self._case(each, phase) for each in wanted], modes=modes, calibrated=False,
+                                       metered=on_gpu and phase == TOGETHER and not self.quick, may_not_fit=True))
+        finally:
+            measured.results.update({entry.result.name: entry.result for entry in self.session.entries[before:]})
         self.seconds_a_rung = (time.perf_counter() - began) / len(wanted)
-        return Measured({entry.result.name: entry.result for entry in self.session.entries[before:]})
 
     def _estimate(self, rungs: int) -> str:
         """How long measuring them takes, in words."""
@@ -189,7 +220,7 @@ class _Assistant:
         own = workload(self.program, arithmetic_of(plan, setting.device))
         result.matmul, result.runs_under = own.matmul, dtype_name(plan.autocast) if plan.autocast else ""
         judge = Judge(rung, self.truth, plan.numerics)
-        gate = 3 * oracle.MODULE_GATES[judge.dtype]
+        gate = 3 * oracle.MODULE_GATES[_multiplying_in(plan, judge.dtype)]
         if plan.compiles and is_cold:
             setting.say(Phase.COMPILING)
             result.compilation = Compilation(self._first_calls(rung, (gate, gate)), None)
@@ -223,7 +254,8 @@ class _Assistant:
         others = [] if self.quick else [every.without(each) for each in order]
         if len(order) < 2:
             return
-        measured = self.result.together = self._measured([*rungs, *others], TOGETHER)
+        measured = self.result.together
+        self._measure([*rungs, *others], TOGETHER, measured)
         mode = self.result.mode
         for before, rung, technique in zip(rungs, rungs[1:], order, strict=False):
             left_out = None if self.quick else measured.gain(every, every.without(technique), mode)
@@ -262,7 +294,7 @@ class _Assistant:
             return Opportunity(technique.name, found, "not here", alone.why_not(rung, mode))
         added = next((each for each in self.result.ladder if each.technique is technique), None)
         verdict, why = self._worth(technique, gain, added)
-        why = "; ".join(filter(None, [why, self._not_fired(technique)]))
+        why = "; ".join(filter(None, [why, self._not_fired(technique), _unproven(judgement)]))
         return Opportunity(technique.name, found, verdict, why, gain[0], gain[1:], _error(judgement), advice)
 
     def _worth(self, technique: Technique, alone: Interval, added: Added | None) -> tuple[str, str]:
@@ -285,6 +317,19 @@ class _Assistant:
     def _numerics(self, technique: Technique) -> str | None:
         judgement = self.judgements.get(Combination((technique,)).name)
         return judgement.numerics if judgement else None
+
+
+def _unproven(judgement: Judgement | None) -> str:
+    """Why it could not be told whether it is the same function; "" where it is."""
+    reason = next((check.reason for check in judgement or () if not check.proven), "")
+    return reason and f"unproven: {reason}"
+
+
+def _multiplying_in(plan: Plan, dtype: torch.dtype) -> torch.dtype:
+    """What a rung rounds to: a graph may take other algorithms than eager calls. TF32 has the mantissa of FP16."""
+    if plan.autocast:
+        return plan.autocast
+    return torch.float16 if plan.numerics and dtype == torch.float32 else dtype
 
 
 def _error(judgement: Judgement | None) -> float | None:

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from benchmarks.measure.calls import Inputs, named_buffers, named_parameters
+from benchmarks.measure.calls import Inputs, named_buffers, named_parameters, outputs_of
+from benchmarks.measure.keeping import kept
 from benchmarks.measure.observing import Loss, Work
 from common.block.config import dtype_name
-from common.outcome import Told, in_a_line
+from common.outcome import Failed, Told, in_a_line
 
 FORMS = "(model, inputs), (model, inputs, loss) or a Task"
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -66,6 +67,30 @@ class Task:
         tensors = [*self.given.named().values(), *named_parameters(self.model).values(),
                    *named_buffers(self.model).values()]
         return {t.device for t in tensors}
+
+    def check_calls(self) -> None:
+        """Call it twice. Raises Told where its outputs can't be compared, or it changes its inputs."""
+        shapes = []
+        with kept(self.model), torch.no_grad():
+            for _ in range(2):
+                given = self.given.copies()
+                try:
+                    outputs = outputs_of(given.call(self.model))
+                except Failed as error:
+                    raise Told(str(error)) from None
+                shapes.append({name: tuple(t.shape) for name, t in outputs.items()})
+                self._refuse_changed(given)
+        for name in {**shapes[0], **shapes[1]}:
+            first, second = (shape.get(name) for shape in shapes)
+            if first != second:
+                raise Told(f"the {name} is of shape {first}, and of {second} in the next call: no two can be compared")
+
+    def _refuse_changed(self, after: Inputs) -> None:
+        """Raises Told where a call left other inputs behind."""
+        before = self.given.named()
+        for name, tensor in after.named().items():
+            if not torch.equal(tensor.nan_to_num(), before[name].nan_to_num()):
+                raise Told(f"the model changes {name} in place: let it work on a copy, or each call begins elsewhere")
 
     def work(self, cotangents: int, seed: int) -> Work:
         """What is run to judge and to time it."""

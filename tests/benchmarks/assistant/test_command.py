@@ -1,6 +1,5 @@
 """`python -m benchmarks assistant`: from the command line to the table, and what a person sees of their mistakes."""
 import inspect
-import textwrap
 
 import pytest
 
@@ -15,21 +14,6 @@ TINY = """
     def build():
         return gpt.of_size(vocabulary=64, width=32, heads=2, layers=2, batch=2, length=16)
 """
-
-
-@pytest.fixture
-def assistant(tmp_path, capsys, studies_in_seconds, without_inductor):
-    """assistant(source, *options) -> (exit status, stdout, stderr), of a file with that source and its `build`."""
-    def call(source, *options, target="build", quick=True):
-        path = tmp_path / "my_model.py"
-        path.write_text(textwrap.dedent(source))
-        try:
-            words = ["--quick"] * quick + [str(option) for option in options]
-            status = command.main([f"{path}:{target}", "--device", "cpu", *words])
-        except SystemExit as ended:
-            status = ended.code
-        return status, *capsys.readouterr()
-    return call
 
 
 @pytest.mark.integration
@@ -93,23 +77,3 @@ def test_what_is_no_target_is_one_line(target, said, capsys):
 def test_a_missing_function_names_those_there_are(assistant):
     status, _, err = assistant("def make():\n    pass\n")
     assert status == 2 and "has no function build; it has make" in err
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("source, said", [
-    ("def build():\n    return [][3]", ["build() of", "IndexError: list index out of range", "my_model.py:2 in build"]),
-    ("def build():\n    return 3", ["build() returned a int"]),
-    ("import torch\ndef build():\n    return torch.nn.Linear(2, 2), (3,)", ["hold no tensor"]),
-    ("import torch\ndef build():\n    return torch.sin, (torch.ones(2),)", ["give a torch.nn.Module"]),
-    ("import torch\ndef build():\n    return torch.nn.Linear(3, 2), (torch.ones(2, 2),)", ["can't be called"]),
-])
-def test_what_build_gets_wrong_is_told(assistant, source, said):
-    status, out, err = assistant(source)
-    assert status == 1 and not out
-    assert all(words in err for words in said), err
-
-
-@pytest.mark.unit
-def test_a_file_that_can_not_be_imported_says_where(assistant):
-    status, _, err = assistant("import nothing_of_that_name\ndef build():\n    pass")
-    assert status == 2 and "can't be imported: ModuleNotFoundError" in err and "my_model.py:1" in err

@@ -1,0 +1,117 @@
+"""What a person's file, model or patience can do to the assistant: a line, or a stated status, each."""
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.assistant import optimize
+from benchmarks.assistant.techniques import fused_qkv
+from common.measure.session import Session
+
+ONE = """
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 8), 0
+    def forward(self, x):
+        {}
+def build():
+    return Model(), (torch.randn(4, 8),)
+"""
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("source, said", [
+    ("def build():\n    return [][3]", ["build() of", "IndexError: list index out of range", "my_model.py:2 in build"]),
+    ("def build():\n    return 3", ["build() returned a int"]),
+    ("import torch\ndef build():\n    return torch.nn.Linear(2, 2), (3,)", ["hold no tensor"]),
+    ("import torch\ndef build():\n    return torch.sin, (torch.ones(2),)", ["give a torch.nn.Module"]),
+    ("import torch\ndef build():\n    return torch.nn.Linear(3, 2), (torch.ones(2, 2),)", ["can't be called"]),
+    ("import torch\ndef build():\n    return torch.nn.Linear(2, 2, device='meta'), (torch.ones(2, 2),)",
+     ["cpu, meta: move them to one device"]),
+    ("import torch\ndef build():\n    return torch.nn.Linear(2, 2), (torch.ones(2, 2),), lambda y: y",
+     ["loss gives no scalar"]),
+    (ONE.format("return {self}"), ["the output", "can't be compared"]),
+    (ONE.format("return self.linear(x.mul_(2))"), ["changes input 0 in place"]),
+    (ONE.format("self.calls += 1\n        return self.linear(x)[:self.calls % 3]"), ["of shape (1, 8), and of (2, 8) in the next call"]),
+])
+def test_what_build_gets_wrong_is_told(assistant, source, said):
+    status, out, err = assistant(source)
+    assert status == 1 and not out
+    assert all(words in err for words in said), err
+
+
+@pytest.mark.unit
+def test_a_file_that_can_not_be_imported_says_where(assistant):
+    status, _, err = assistant("import nothing_of_that_name\ndef build():\n    pass")
+    assert status == 2 and "can't be imported: ModuleNotFoundError" in err and "my_model.py:1" in err
+
+
+@pytest.mark.unit
+def test_a_model_larger_than_memory_has_the_status_of_that(assistant):
+    status, out, err = assistant(ONE.format("return self.linear(x) + torch.empty(1 << 45)[:8]"))
+    assert status == 3 and not out
+    assert "the model does not fit" in err and err.count("\n") == 1
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("body, said", [
+    ("if x.dtype == torch.float64: raise RuntimeError('no double')\n        return self.linear(x)",
+     "the reference in float32, no oracle: RuntimeError: no double"),
+    ("return self.linear(x) + torch.randn_like(x)", "unproven: "),
+    ("return torch.softmax(x @ x.mT, -1) @ x + 0 * self.linear.weight.sum()", "its scores have no batch"),
+])
+def test_what_can_not_be_told_is_stated(assistant, body, said):
+    status, out, err = assistant(ONE.format(body), "--only", "sdpa", "--only", "autocast")
+    assert status == 0, err
+    assert said in " ".join(out.split())
+
+
+class Branches(nn.Module):
+    """A tied layer, a frozen one, and one with a hook, on one input."""
+
+    def __init__(self):
+        super().__init__()
+        self.tied, self.other, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.other.weight = self.tied.weight
+        self.frozen.requires_grad_(False)
+        self.frozen.register_forward_hook(lambda module, given, returned: 2 * returned)
+
+    def forward(self, x):
+        return self.tied(x).tanh() + self.other(x).sin() + self.frozen(x)
+
+
+@pytest.mark.integration
+def test_ties_frozen_parameters_and_hooks_are_kept(studies_in_seconds):
+    torch.manual_seed(0)
+    model = Branches()
+    before = {name: t.detach().clone() for name, t in model.named_parameters()}
+    (one,) = optimize(model, (torch.randn(4, 8),), quick=True, techniques=[fused_qkv.TECHNIQUE]).opportunities
+    assert one.verdict in ("take", "no gain"), one
+    assert model.other.weight is model.tied.weight and not model.frozen.weight.requires_grad
+    assert len(model.frozen._forward_hooks) == 1
+    assert all(torch.equal(t, before[name]) and t.grad is None for name, t in model.named_parameters())
+
+
+@pytest.mark.integration
+def test_a_model_without_parameters_is_taken(studies_in_seconds):
+    result = optimize(nn.Softmax(-1), (torch.randn(4, 8),), quick=True, techniques=[fused_qkv.TECHNIQUE])
+    assert result.opportunities == [] and "0 parameters" in str(result)
+
+
+@pytest.mark.integration
+def test_ctrl_c_keeps_what_is_done(assistant, monkeypatch):
+    """Here in the midst of the ladder: what each technique gains alone is there."""
+    measure = Session.measure
+
+    def interrupted(self, group, keep=False):
+        if group.cases[0].variant["measured"] == "together":
+            raise KeyboardInterrupt
+        measure(self, group, keep)
+    monkeypatch.setattr(Session, "measure", interrupted)
+    status, out, err = assistant(ONE.format("return self.linear(x) + self.linear(x).sin()"), "--only", "autocast",
+                                 "--only", "compile")
+    assert status == 130, err
+    assert "it was interrupted" in out and "forward+backward  " in out
+    assert "not reached" not in out.partition("it was interrupted")[0]
