@@ -34,7 +34,8 @@ def build():
      ["loss gives no scalar"]),
     (ONE.format("return {self}"), ["the output", "can't be compared"]),
     (ONE.format("return self.linear(x.mul_(2))"), ["changes input 0 in place"]),
-    (ONE.format("self.calls += 1\n        return self.linear(x)[:self.calls % 3]"), ["of shape (1, 8), and of (2, 8) in the next call"]),
+    (ONE.format("self.calls += 1\n        return self.linear(x)[:self.calls % 3]"),
+     ["of shape (1, 8), and of (2, 8) in the next call"]),
 ])
 def test_what_build_gets_wrong_is_told(assistant, source, said):
     status, out, err = assistant(source)
