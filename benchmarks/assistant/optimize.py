@@ -320,9 +320,10 @@ class _Assistant:
 
 
 def _unproven(judgement: Judgement | None) -> str:
-    """Why it could not be told whether it is the same function; "" where it is."""
-    reason = next((check.reason for check in judgement or () if not check.proven), "")
-    return reason and f"unproven: {reason}"
+    """Of how many tensors it could not be told whether they are the same, and why; "" where it could of all."""
+    checks = list(judgement or ())
+    reasons = [check.reason for check in checks if not check.proven]
+    return f"unproven in {len(reasons)} of {len(checks)} checks: {reasons[0]}" if reasons else ""
 
 
 def _multiplying_in(plan: Plan, dtype: torch.dtype) -> torch.dtype:

@@ -100,7 +100,7 @@ def parts_of(studies: Sequence[Question]) -> dict[str, Callable[[], str]]:
     """Name -> what makes its Markdown, of every part there is."""
     parts: dict[str, Callable[[], str]] = {"summary": summary, "compare": comparisons, "card": card,
                                            "sensitivity": sensitivity, "attribution": attribution,
-                                           "assistant": assistant}
+                                           "assistant": assistant, "assistant twice": assistant_twice}
     for before, after in zip(steps.ALL, steps.ALL[1:], strict=False):
         parts[f"diff {before.number} {after.number}"] = lambda a=before, b=after: diff(a, b)    # type: ignore[misc]
     for preset in ("te-tutorial", "gpt2"):
@@ -314,6 +314,27 @@ def assistant() -> str:
     said = (RESULTS / "h200" / "assistant-gpt.txt").read_text()
     ranked = said[said.index("what it buys\n"):].split("\n\n")[0]
     return f"```\n{ranked.partition(chr(10))[2]}\n```"
+
+
+def assistant_twice() -> str:
+    """How a second run of the assistant orders what the first told apart."""
+    rows = []
+    for name in ("gpt", "gpt_good"):
+        first, again = (latest(read(RESULTS / "h200" / f"assistant-{name}{which}.jsonl")) for which in ("", "-again"))
+        told = [(one[0] > 1, other[0] > 1) for a, b in itertools.combinations([*first], 2)
+                if (one := _told_apart(first, a, b)) and (other := _told_apart(again, a, b))]
+        alike = sum(one == other for one, other in told)
+        rows.append([f"{name}.py", str(len(told)), str(alike)])
+    return markdown(rows, ["example", "pairs of rungs that both runs tell apart", "in the same order"])
+
+
+def _told_apart(run_of: Mapping[str, Run], a: str, b: str) -> tuple[float, float, float] | None:
+    """The ratio of their times, where both were timed in the same rounds and its interval does not hold 1."""
+    one, other = run_of.get(a), run_of.get(b)
+    if not (one and other) or one.case["variant"] != other.case["variant"]:
+        return None
+    found = paired(one, other, BOTH)
+    return found if found and not found[1] <= 1 <= found[2] else None
 
 
 def rewritten(text: str, parts: Parts) -> str:
