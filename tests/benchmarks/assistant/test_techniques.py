@@ -1,4 +1,5 @@
 """The techniques of a whole model, graph breaks and waits: found with their lines, applied where a machine can."""
+import importlib.util
 import inspect
 import logging
 
@@ -9,8 +10,19 @@ from torch import nn
 
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
-from benchmarks.assistant.techniques import EVERY, autocast, compiled, cuda_graph, graph_break, host_sync, tf32
-from benchmarks.examples import gpt
+from benchmarks.assistant.techniques import (
+    EVERY,
+    autocast,
+    compiled,
+    cuda_graph,
+    fused_qkv,
+    graph_break,
+    host_sync,
+    library_norm,
+    sdpa,
+    tf32,
+)
+from benchmarks.examples import gpt, gpt_good
 from benchmarks.measure.calls import Inputs
 from tests.helpers.pasting import pasted
 
@@ -166,6 +178,55 @@ def test_what_a_person_mends_by_hand_can_be_pasted(technique, of_gpt, tmp_path):
         assert validate(other, model, inputs).passed, advice.code
         left = [each.place.line for each in technique.find(program_of(other, inputs))]
         assert found.place.line not in left, advice.code
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("technique", [sdpa.TECHNIQUE, library_norm.TECHNIQUE, fused_qkv.TECHNIQUE],
+                         ids=lambda each: each.name)
+def test_what_is_applied_can_be_pasted_into_the_example(technique, of_gpt, tmp_path):
+    """And is then the same function, in which nothing is left to find."""
+    model, inputs, _ = small_gpt()
+    advices = {advice.place: advice for each in technique.find(of_gpt) if (advice := technique.advice(of_gpt, each))}
+    assert len(advices) == (2 if technique is library_norm.TECHNIQUE else 1)
+    other = pasted_gpt(advices, tmp_path)
+    assert validate(other, model, inputs).passed
+    assert all(each.why_not for each in technique.find(program_of(other, inputs)))
+
+
+@pytest.mark.integration
+def test_all_that_is_to_be_written_can_be_pasted_together(of_gpt, tmp_path):
+    """Of all faults, those of tf32, autocast, compile and CUDA graphs are then left: how it is called."""
+    model, inputs, _ = small_gpt()
+    advices = {advice.place: advice for technique in EVERY for each in technique.find(of_gpt)
+               if not each.why_not and (advice := technique.advice(of_gpt, each)) and advice.place}
+    assert len(advices) == 6
+    other = pasted_gpt(advices, tmp_path)
+    assert validate(other, model, inputs).passed
+    program = program_of(other, inputs)
+    left = {technique.name for technique in EVERY for each in technique.find(program) if not each.why_not}
+    assert left == {"tf32", "autocast", "compile", "cuda-graph"}
+
+
+def pasted_gpt(advices, folder):
+    """The example with all of them, from the last line to the first, so that those above keep theirs."""
+    text, path = inspect.getsource(gpt), folder / "pasted.py"
+    for place in sorted(advices, key=lambda place: -place.line):
+        text = advices[place].pasted_into(text)
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    other, *_ = made.of_size(vocabulary=64, width=32, heads=2, layers=3, batch=2, length=16)
+    return other
+
+
+@pytest.mark.integration
+def test_the_good_gpt_has_no_fault_left():
+    """What is left is how it is called: no verdict of a kind that a person writes can come of it."""
+    model, inputs, _ = gpt_good.of_size(vocabulary=64, width=32, heads=2, layers=3, batch=2, length=16)
+    program = program_of(model, inputs)
+    left = {technique.name for technique in EVERY for each in technique.find(program) if not each.why_not}
+    assert left == {"tf32", "autocast", "compile", "cuda-graph"}
 
 
 @pytest.mark.unit
