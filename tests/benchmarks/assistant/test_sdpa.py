@@ -50,9 +50,9 @@ def test_it_is_found_where_it_stands(spelling):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("spelling", [each for each in spellings.RIGHT if "Einsum" not in each.__name__],
-                         ids=lambda spelling: spelling.__name__)
-@pytest.mark.parametrize("evaluated", [True, False], ids=["eval", "train"])
+@pytest.mark.parametrize("spelling, evaluated", [
+    *((each, True) for each in spellings.RIGHT if "Einsum" not in each.__name__),
+    (spellings.StepZero, False), (spellings.NanoGPT, False)])
 def test_its_advice_can_be_pasted(spelling, evaluated, tmp_path):
     model = made(spelling, evaluated)
     program = read(model, Inputs.of(X))
