@@ -141,10 +141,12 @@ class Optimized(Shown):
     def _write_this(self) -> Code | None:
         """For each that is worth it the place and the code; several at one place together, the call last."""
         pieces: dict[str, dict[str, None]] = {}
-        for one in self.opportunities:
-            if one.advice and one.verdict in TO_WRITE:
-                place = str(one.advice.place or "where you call the model")
-                pieces.setdefault(place, {})[one.advice.code] = None
+        advices = [one.advice for one in self.opportunities if one.advice and one.verdict in TO_WRITE]
+        needless = {advice.instead_of for advice in advices}
+        for advice in advices:
+            if advice.code not in needless:
+                place = str(advice.place or "where you call the model")
+                pieces.setdefault(place, {})[advice.code] = None
         by_length = [(place, sorted(codes, key=lambda code: code.count("\n"))) for place, codes in pieces.items()]
         return Code("write this", [(place, "\n".join(codes)) for place, codes in by_length]) if pieces else None
 

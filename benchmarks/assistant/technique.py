@@ -29,6 +29,7 @@ class Advice:
     """Code to write, in place of these lines; without a place, where the model is called."""
     code: str
     place: Place | None = None
+    instead_of: str = ""               # other code, which this makes needless
 
     def pasted_into(self, text: str) -> str:
         """The text of a file with it, indented as the first of the lines that it replaces."""

@@ -6,6 +6,8 @@ from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from common.block.evidence import Evidence
 from common.runtime import compiler
 
+CODE = "model = torch.compile(model)"
+
 
 def find(program: Program) -> list[Found]:
     """The call of the model."""
@@ -33,7 +35,7 @@ def apply(plan: Plan) -> None:
 
 def advice(program: Program, found: Found) -> Advice:
     """Once, before the first call."""
-    return Advice("model = torch.compile(model)")
+    return Advice(CODE)
 
 
 def fired(program: Program, before: Evidence, seen: Evidence) -> str:

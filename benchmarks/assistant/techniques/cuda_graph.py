@@ -3,7 +3,7 @@ import torch
 
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
-from benchmarks.assistant.techniques import host_sync
+from benchmarks.assistant.techniques import compiled, host_sync
 from common.measure.measurement import NOT_A_GPU
 
 
@@ -26,10 +26,8 @@ def apply(plan: Plan) -> None:
 
 
 def advice(program: Program, found: Found) -> Advice:
-    """Of one shape, captured once. Compiled code has a mode for it."""
-    if program.inputs.kwargs:
-        return Advice('model = torch.compile(model, mode="reduce-overhead")')
-    return Advice("model = torch.cuda.make_graphed_callables(model, inputs)")
+    """The compiler's own mode, which captures forward and backward, and captures anew where a shape changes."""
+    return Advice('model = torch.compile(model, mode="reduce-overhead")', instead_of=compiled.CODE)
 
 
 TECHNIQUE = Technique("cuda-graph", "launches one by one -> a captured graph", find, apply, advice, missing,

@@ -1,9 +1,13 @@
 """`python -m benchmarks assistant`: from the command line to the table, and what a person sees of their mistakes."""
 import inspect
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.assistant import command
+from benchmarks.assistant.optimized import Opportunity, Optimized
+from benchmarks.assistant.technique import Advice, Found
+from benchmarks.assistant.techniques import compiled, cuda_graph
 from benchmarks.examples import gpt
 from benchmarks.records.read import read
 from benchmarks.show import charts
@@ -77,3 +81,14 @@ def test_what_is_no_target_is_one_line(target, said, capsys):
 def test_a_missing_function_names_those_there_are(assistant):
     status, _, err = assistant("def make():\n    pass\n")
     assert status == 2 and "has no function build; it has make" in err
+
+
+@pytest.mark.unit
+def test_what_another_piece_of_code_makes_needless_is_not_written():
+    """The compiler's mode that captures graphs stands in place of the compiler alone."""
+    advices = [Advice(compiled.CODE), cuda_graph.TECHNIQUE.advice(None, None)]
+    found = Found(None, "", 1, "")
+    looked = SimpleNamespace(mode="forward")
+    opportunities = [Opportunity("", found, "take", advice=advice) for advice in advices]
+    written = Optimized(looked, "", opportunities)._write_this()
+    assert [code for _, code in written.pieces] == ['model = torch.compile(model, mode="reduce-overhead")']
