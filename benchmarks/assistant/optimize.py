@@ -303,8 +303,8 @@ class _Assistant:
         if alone[1] >= WORTH_IT:
             return kind, ""
         if added and added.gain and added.gain[1] >= WORTH_IT:
-            return kind, "not alone, but on top of " + " + ".join(
-                each.name for each in added.combination.techniques[:-1])
+            before = " + ".join(each.name for each in added.combination.techniques[:-1])
+            return kind, f"not alone, but on top of {before}" if before else "not alone, but in the ladder's rounds"
         return "no gain", ""
 
     def _not_fired(self, technique: Technique) -> str:

@@ -63,8 +63,10 @@ def is_all_causal(attention: Attention, graph: Captured) -> bool:
 
 
 def advice(program: Program, found: Found) -> Advice | None:
-    """The call in place of the lines from the one matmul to the other."""
+    """The call in place of the lines from the one matmul to the other; a model of transformers has a switch for it."""
     assert found.graph is not None
+    if hasattr(program.model, "set_attn_implementation") and found.place and not found.place.is_yours:
+        return Advice('model.set_attn_implementation("sdpa")')
     attention = attention_at(next(node for node in found.nodes if node in softmaxes(found.graph)))
     return attention_source.advice(attention, is_all_causal(attention, found.graph))
 

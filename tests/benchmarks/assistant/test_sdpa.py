@@ -67,6 +67,27 @@ def test_its_advice_can_be_pasted(spelling, evaluated, tmp_path):
 
 
 @pytest.mark.integration
+def test_a_model_of_transformers_is_told_its_own_switch(fresh_dynamo):
+    """Its attention stands in an installed file. What is advised is the same function, and runs a fused kernel."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="eager", use_cache=False)
+    model, tokens = transformers.LlamaForCausalLM(config).eval(), torch.randint(32, (2, 16))
+    program = read(model, Inputs.of({"input_ids": tokens}))
+    (found,) = sdpa.find(program)
+    assert found.place.file.endswith("modeling_llama.py") and not found.why_not
+    advice = sdpa.advice(program, found)
+    assert advice.place is None
+    expected = model(tokens).logits
+    exec(advice.code, {"model": model})
+    assert torch.allclose(model(tokens).logits, expected, atol=1e-5)
+    with torch.no_grad():
+        assert "softmax" not in kinds_of(lambda: model(tokens))
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("spelling, why", spellings.REFUSED.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_what_it_can_not_rewrite_says_why(spelling, why):
     model = made(spelling)
