@@ -80,7 +80,3 @@ class Measured:
         """How much of this machine's limit it reaches."""
         row = self.row(of, mode)
         return row.percent_of(BURST) if row else None
-
-    def has(self, mode: str) -> bool:
-        """Whether the model as it is was timed in that pass."""
-        return self.ms(Combination(), mode) is not None

@@ -6,7 +6,7 @@
 `build()` returns (model, inputs), (model, inputs, loss) or a Task. inputs are a tuple, or a dict by keyword, of what
 the model is called with; loss maps the model's output to a scalar. Each technique that applies is put into the model,
 held against it in FP64, and timed beside it in interleaved rounds.
-Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
+Exit status: 0 ok, 1 failed, 2 usage, 3 out of memory, 130 interrupted.
 """
 import argparse
 import logging

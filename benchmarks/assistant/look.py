@@ -8,7 +8,7 @@ from benchmarks.assistant.program import Program, read
 from benchmarks.assistant.sections import Said, Section, Shown, Table
 from benchmarks.assistant.spending import Spending, spending
 from benchmarks.assistant.task import Task
-from benchmarks.assistant.technique import Advice, Found, Technique
+from benchmarks.assistant.technique import Found, Technique
 from benchmarks.measure.calls import named_parameters
 from benchmarks.measure.modules import subject_of
 from common.block.config import dtype_name
@@ -32,10 +32,6 @@ class Looked(Shown):
     def missing(self, technique: Technique) -> str:
         """Why that can't run here."""
         return technique.missing(self.program.inputs.device)
-
-    def advice(self, technique: Technique, found: Found) -> Advice | None:
-        """The code to write at that place."""
-        return technique.advice(self.program, found)
 
     @property
     def parameters(self) -> int:

@@ -32,7 +32,7 @@ from common.command_line import hush
 from common.measure.cases import Case, Group, Setting
 from common.measure.session import Session
 from common.measure.subject import Subject, on_a_copy
-from common.outcome import Failed, Told, in_a_line, is_out_of_memory
+from common.outcome import Told, in_a_line, is_out_of_memory
 from common.phases import Phase
 from common.report.record_file import RecordFile
 from common.report.result import Compilation, Result
@@ -40,7 +40,7 @@ from common.runtime.iteration import BOTH, FORWARD, MODES
 
 WORTH_IT = 1.02                        # of the speed-up, the lower end of its interval
 ALONE, TOGETHER = "alone", "together"                  # the two groups of rungs that share their rounds
-ITERATIONS = 30                        # about as long as those it takes to compile, judge and warm up a rung
+ITERATIONS = 30                        # a guess: compiling, judging and warming up a rung takes as long as so many
 GRADIENTS = 3                          # recorded of each rung, those nearest to their bounds
 QUICK_ROUNDS, ROUNDS = 6, {"cuda": 20, "cpu": 12}
 
@@ -67,7 +67,7 @@ def optimize(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: 
     where = next(iter(task.devices))
     count = rounds or (QUICK_ROUNDS if quick else ROUNDS[where.type])
     session = Session("assistant", where, count, seed, file=file)
-    with kept(task.model), _callable():
+    with kept(task.model), _fits():
         return _Assistant(task, session, techniques, inference, quick).run(name or type(task.model).__name__)
 
 
@@ -114,17 +114,25 @@ def _task(model: nn.Module | Callable[[], Any], inputs: Any, loss: Callable | No
 
 @contextlib.contextmanager
 def _callable() -> Iterator[None]:
-    """What a model raises on its own inputs is told. Raises MemoryError where it does not fit."""
+    """What a model raises on its own inputs is told."""
+    try:
+        with _fits():
+            yield
+    except (Told, MemoryError):
+        raise
+    except Exception as error:
+        raise Told(f"the model can't be called on these inputs: {in_a_line(error)}") from None
+
+
+@contextlib.contextmanager
+def _fits() -> Iterator[None]:
+    """Raises MemoryError where a model does not fit: a CPU's allocator has no exception of its own."""
     try:
         yield
-    except Told:
-        raise
-    except Failed as error:
-        raise Told(f"the model can't be judged: {error}") from None
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise MemoryError(f"the model does not fit: {in_a_line(error)}") from None
-        raise Told(f"the model can't be called on these inputs: {in_a_line(error)}") from None
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(f"the model does not fit: {in_a_line(error)}") from None
 
 
 class _Assistant:
@@ -141,10 +149,8 @@ class _Assistant:
         session, task = self.session, self.task
         session.say(Phase.CHECKING, "the model")
         self.work = task.work(cotangents=1, seed=session.seed)
-        try:
+        with _callable():
             self.truth = Truth(task.model, self.work, session.say)
-        except ValueError as error:
-            raise Told(str(error)) from None
         looked = look_at(name, task, session, self.techniques, self.inference)
         self.program = looked.program
         self.result = Optimized(looked, self.truth.in_words, judgements=self.judgements)
@@ -247,20 +253,19 @@ class _Assistant:
 
     def _climb(self, tried: Sequence[Technique]) -> None:
         """Measure the ladder: one technique after the other, the one that gains most alone first."""
-        gains = {each: self._gain_alone(each) for each in tried}
-        order = sorted((each for each in tried if gains[each]), key=lambda each: -gains[each][0])   # type: ignore[index]
+        gains = {each: gain for each in tried if (gain := self._gain_alone(each))}
+        if len(gains) < 2:
+            return
+        order = sorted(gains, key=lambda each: -gains[each][0])
         rungs = [Combination(tuple(order[:count])) for count in range(len(order) + 1)]
         every = rungs[-1]
         others = [] if self.quick else [every.without(each) for each in order]
-        if len(order) < 2:
-            return
         measured = self.result.together
         self._measure([*rungs, *others], TOGETHER, measured)
         mode = self.result.mode
         for before, rung, technique in zip(rungs, rungs[1:], order, strict=False):
             left_out = None if self.quick else measured.gain(every, every.without(technique), mode)
-            self.result.ladder.append(Added(technique, rung, measured.gain(rung, before, mode),
-                                           measured.gain(rung, rungs[0], mode), left_out))
+            self.result.ladder.append(Added(technique, rung, measured.gain(rung, before, mode), left_out))
 
     def _gain_alone(self, technique: Technique) -> Interval | None:
         return self.result.alone.gain(Combination((technique,)), Combination(), self.result.mode)

@@ -56,7 +56,6 @@ class Added:
     technique: Technique
     combination: Combination                           # with those before it
     gain: Interval | None                              # over those before it
-    together: Interval | None                          # over the model as it is
     left_out: Interval | None = None                   # of all over all but this one
 
 

@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from common.outcome import Told
+from common.signals import ROOT
 
-ROOT = Path(__file__).parents[2]
 OURS = ("common", "benchmarks")
 
 
@@ -59,13 +59,16 @@ class Project:
     def _refuse_late_imports(self) -> None:
         """Raise Told where their code imports such a name later, inside a forward: it would get ours."""
         find: Callable[..., Any] = builtins.__import__
+        theirs = tuple(path + os.sep for path in self.folders)
+        ours = tuple(str(ROOT / name) + os.sep for name in OURS)
 
         def checked(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
             top = name.partition(".")[0]
             file = (globals or {}).get("__file__") or ""
-            is_theirs = file.startswith(tuple(path + os.sep for path in self.folders))
-            if is_theirs and level == 0 and top in self.clashing and top in sys.modules \
-                    and str(getattr(sys.modules[top], "__file__", "")).startswith(str(ROOT)):
+            if level == 0 and top in self.clashing and file.startswith(theirs) and not file.startswith(ours):
+                found = getattr(sys.modules.get(top), "__file__", None) or ""
+                if not found.startswith(ours):
+                    return find(name, globals, locals, fromlist, level)
                 raise Told(f"{file} imports {name} while the model runs: import it at the top of the file, since this "
                            f"suite has a {top} too")
             return find(name, globals, locals, fromlist, level)

@@ -15,16 +15,17 @@ class Said:
     lines: Sequence[tuple[str, str]]
 
     def text(self) -> str:
-        indent = (2 if self.heading else 0) + max(len(label) for label, _ in self.lines) + 2
+        margin = "  " if self.heading else ""
+        indent = max(len(margin + label) for label, _ in self.lines) + 2
         written = [self.heading] if self.heading else []
         for label, words in self.lines:
             first, *others = text.wrap(words, WIDTH - indent)
-            written.append(f"{f'  {label}' if self.heading else label:<{indent}}{first}".rstrip())
+            written.append(f"{margin + label:<{indent}}{first}".rstrip())
             written += [" " * indent + line for line in others]
         return "\n".join(written)
 
     def markdown(self) -> str:
-        return _titled(self.heading, "\n".join(f"- **{label}**: {plain(words)}" for label, words in self.lines))
+        return _headed(self.heading, "\n".join(f"- **{label}**: {plain(words)}" for label, words in self.lines))
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Table:
 
     def markdown(self) -> str:
         rows = [[plain(cell) for cell in row] for row in self.rows]
-        return _titled(self.heading, text.markdown(rows, list(self.headers)))
+        return _headed(self.heading, text.markdown(rows, list(self.headers)))
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Code:
         return "\n".join(written)
 
     def markdown(self) -> str:
-        return _titled(self.heading, "\n\n".join(f"{plain(place)}:\n\n```python\n{code}\n```"
-                                               for place, code in self.pieces))
+        pieces = [f"{plain(place)}:\n\n```python\n{code}\n```" for place, code in self.pieces]
+        return _headed(self.heading, "\n\n".join(pieces))
 
 
 Section = Said | Table | Code
@@ -83,7 +84,7 @@ class Shown(ABC):
         return self.markdown()
 
 
-def _titled(heading: str, written: str) -> str:
+def _headed(heading: str, written: str) -> str:
     return f"### {heading[0].upper()}{heading[1:]}\n\n{written}" if heading else written
 
 

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.measure.calls import Inputs, named_buffers, named_parameters, outputs_of
 from benchmarks.measure.keeping import kept
-from benchmarks.measure.observing import Loss, Work
+from benchmarks.measure.observing import Loss, Work, same_values
 from common.block.config import dtype_name
 from common.outcome import Failed, Told, in_a_line
 
@@ -89,7 +89,7 @@ class Task:
         """Raises Told where a call left other inputs behind."""
         before = self.given.named()
         for name, tensor in after.named().items():
-            if not torch.equal(tensor.nan_to_num(), before[name].nan_to_num()):
+            if not same_values(tensor, before[name]):
                 raise Told(f"the model changes {name} in place: let it work on a copy, or each call begins elsewhere")
 
     def work(self, cotangents: int, seed: int) -> Work:

@@ -96,9 +96,9 @@ def _look_at(seen: Observation, outputs: dict[str, Tensor], inputs: Inputs, work
     seen.outputs = _cloned(outputs)
     seen.takes_gradient = [name for name, output in outputs.items() if output.requires_grad]
     seen.buffers = _cloned(buffers)
-    seen.changed_buffers = [name for name, buffer in buffers.items() if not _same(buffer, before[name])]
+    seen.changed_buffers = [name for name, buffer in buffers.items() if not same_values(buffer, before[name])]
     as_given = work.inputs.copies(dtype).named()
-    seen.changed_inputs = [name for name, t in inputs.named().items() if not _same(t, as_given[name])]
+    seen.changed_inputs = [name for name, t in inputs.named().items() if not same_values(t, as_given[name])]
 
 
 def _unique(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -123,7 +123,8 @@ def _cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.detach().clone() for name, t in tensors.items()}
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether they are equal element by element; NaN at the same places is."""
     return torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num())
 
 

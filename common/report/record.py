@@ -30,7 +30,7 @@ LIBRARIES = ("torch", "cuda", "cudnn", "triton", "transformer_engine", "numpy", 
 
 Record = dict[str, Any]
 
-NOT_A_BLOCK = "not a block"             # the shape of what has none, peaks say
+NOT_A_BLOCK = "not a block"             # the shape in a record of no work, such as a peak
 
 
 def record(r: Result, metric: str, unit: str, values: list[float], mode: str, launch: str | None = None,

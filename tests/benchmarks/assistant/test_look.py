@@ -94,6 +94,7 @@ def test_what_is_said_names_model_work_lines_and_what_could_be_done(looked):
     assert f"test_look.py:{line(1)}" in said and "78.1 k parameters" in said and "117 MFLOP" in said
     assert all(f"  {technique.name}" in said for technique in EVERY if looked.found[technique])
     assert all(len(each) <= 100 for each in said.splitlines())
+    assert "### Where the " in looked._repr_markdown_()
 
 
 @pytest.mark.unit

@@ -61,8 +61,8 @@ def test_its_advice_can_be_pasted(spelling, evaluated, tmp_path):
     other = made(getattr(pasted(advice, spellings, tmp_path / "pasted.py"), spelling.__name__), evaluated)
     judgement = validate(other, model, (X,))
     assert judgement.passed and judgement.outputs_proven, f"{advice.code}\n{judgement}"
-    if evaluated and spelling is not spellings.Batched:  # with dropout a CPU has no fused kernel, nor in torch 2.11 for
-        # three dimensions
+    # A CPU has no fused kernel with dropout, and in torch 2.11 none of three dimensions.
+    if evaluated and spelling is not spellings.Batched:
         assert "softmax" not in kinds_of(lambda: other(X)), advice.code
 
 

@@ -1,5 +1,4 @@
 """The techniques of a whole model, graph breaks and waits: found with their lines, applied where a machine can."""
-import importlib.util
 import inspect
 import logging
 
@@ -24,7 +23,7 @@ from benchmarks.assistant.techniques import (
 )
 from benchmarks.examples import gpt, gpt_good
 from benchmarks.measure.calls import Inputs
-from tests.helpers.pasting import pasted
+from tests.helpers.pasting import all_pasted, pasted
 
 CPU, X = torch.device("cpu"), torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 log = logging.getLogger(__name__)
@@ -34,8 +33,8 @@ def program_of(model, inputs=X):
     return read(model, Inputs.of(inputs))
 
 
-def small_gpt():
-    return gpt.of_size(vocabulary=64, width=32, heads=2, layers=3, batch=2, length=16)
+def small_gpt(module=gpt):
+    return module.of_size(vocabulary=64, width=32, heads=2, layers=3, batch=2, length=16)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +173,7 @@ def test_what_a_person_mends_by_hand_can_be_pasted(technique, of_gpt, tmp_path):
     for number, found in enumerate(technique.find(of_gpt)):
         advice = technique.advice(of_gpt, found)
         made = pasted(advice, gpt, tmp_path / f"pasted_{number}.py")
-        other, *_ = made.of_size(vocabulary=64, width=32, heads=2, layers=3, batch=2, length=16)
+        other, *_ = small_gpt(made)
         assert validate(other, model, inputs).passed, advice.code
         left = [each.place.line for each in technique.find(program_of(other, inputs))]
         assert found.place.line not in left, advice.code
@@ -188,7 +187,7 @@ def test_what_is_applied_can_be_pasted_into_the_example(technique, of_gpt, tmp_p
     model, inputs, _ = small_gpt()
     advices = {advice.place: advice for each in technique.find(of_gpt) if (advice := technique.advice(of_gpt, each))}
     assert len(advices) == (2 if technique is library_norm.TECHNIQUE else 1)
-    other = pasted_gpt(advices, tmp_path)
+    other, *_ = small_gpt(all_pasted(advices.values(), gpt, tmp_path / "pasted.py"))
     assert validate(other, model, inputs).passed
     assert all(each.why_not for each in technique.find(program_of(other, inputs)))
 
@@ -200,30 +199,17 @@ def test_all_that_is_to_be_written_can_be_pasted_together(of_gpt, tmp_path):
     advices = {advice.place: advice for technique in EVERY for each in technique.find(of_gpt)
                if not each.why_not and (advice := technique.advice(of_gpt, each)) and advice.place}
     assert len(advices) == 6
-    other = pasted_gpt(advices, tmp_path)
+    other, *_ = small_gpt(all_pasted(advices.values(), gpt, tmp_path / "pasted.py"))
     assert validate(other, model, inputs).passed
     program = program_of(other, inputs)
     left = {technique.name for technique in EVERY for each in technique.find(program) if not each.why_not}
     assert left == {"tf32", "autocast", "compile", "cuda-graph"}
 
 
-def pasted_gpt(advices, folder):
-    """The example with all of them, from the last line to the first, so that those above keep theirs."""
-    text, path = inspect.getsource(gpt), folder / "pasted.py"
-    for place in sorted(advices, key=lambda place: -place.line):
-        text = advices[place].pasted_into(text)
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    other, *_ = made.of_size(vocabulary=64, width=32, heads=2, layers=3, batch=2, length=16)
-    return other
-
-
 @pytest.mark.integration
 def test_the_good_gpt_has_no_fault_left():
     """What is left is how it is called: no verdict of a kind that a person writes can come of it."""
-    model, inputs, _ = gpt_good.of_size(vocabulary=64, width=32, heads=2, layers=3, batch=2, length=16)
+    model, inputs, _ = small_gpt(gpt_good)
     program = program_of(model, inputs)
     left = {technique.name for technique in EVERY for each in technique.find(program) if not each.why_not}
     assert left == {"tf32", "autocast", "compile", "cuda-graph"}
