@@ -84,6 +84,10 @@ def test_a_table_that_is_too_wide_is_split_and_keeps_its_keys():
     assert [part.splitlines()[0].split() for part in both] == [["one", "two", "three"], ["one", "two", "four"]]
 
 
+def test_a_table_of_keys_alone_is_one():
+    assert text.table([["a", "b"]], ["one", "two"], width=80, keys=2).splitlines()[2] == "a      b"
+
+
 def test_a_column_that_fits_nowhere_is_a_part_of_its_own():
     parts = text.table(ROWS, HEADERS, width=1).split("\n\n")
     assert len(parts) == 2 and len(parts[0].splitlines()) == 4

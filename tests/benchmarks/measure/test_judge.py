@@ -119,6 +119,26 @@ def test_a_wrong_precision_fails_where_the_meaning_is_right():
     assert all(check.passed for check in judgement if check.question == "meaning")
 
 
+class Masked(nn.Module):
+    """With a constant buffer, as most GPTs have one; `factor` makes it wrong."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor = factor
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.ones(8, 8).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * self.linear(x) @ self.mask.to(x.dtype)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("factor, passes", [(1.0, True), (1 + 1e-7, False)])
+def test_a_constant_that_both_have_widens_nothing(factor, passes):
+    """An error that FP32 would hide is one in FP64."""
+    assert validate(Masked(factor), Masked(1.0), tensor(4, 8)).passed == passes
+
+
 @pytest.mark.unit
 def test_a_rougher_one_of_the_right_meaning_is_less_accurate_and_passes():
     def rough(x: Tensor) -> Tensor:

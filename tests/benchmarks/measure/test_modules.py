@@ -7,10 +7,12 @@ from torch import nn
 
 from benchmarks.measure.bounds import BOUNDS
 from benchmarks.measure.calls import named_parameters
-from benchmarks.measure.modules import Comparison, compare
+from benchmarks.measure.checks import Check, Judgement
+from benchmarks.measure.modules import Comparison, compare, record_checks
 from benchmarks.records import significance
 from benchmarks.records.read import Run, extra, paired, verdict
 from common import BlockConfig, steps
+from common.report.result import Result
 from common.runtime.iteration import FORWARD, LAUNCHES, MODES
 from tests.helpers.blocks import case
 
@@ -92,6 +94,18 @@ def test_records_of_two_works_are_never_the_same_row():
     assert narrow == rows(4, tokens)
     assert not narrow & rows(8, tokens) and not narrow & rows(4, tokens[:2]) and not narrow & rows(4, tokens.int())
     assert {where.shape for where in narrow} == {"input 0 int64 [4, 3], parameters 42"}
+
+
+def test_of_hundreds_of_gradients_those_nearest_to_their_bounds_are_recorded():
+    def check(name: str, error: float, bound: float) -> Check:
+        return Check(name, "precision", True, True, error, bound, "")
+    checks = [check("output", 1e-9, 1.0), check("gradient of a", 0.1, 1.0), check("gradient of b", 0.1, 0.2),
+              check("gradient of c", 0.3, 1.0)]
+    result = Result("mine", None, "float32", {})
+    record_checks(Judgement(checks, "FP64"), result, gradients=2)
+    assert set(result.errors) == {"output", "gradient of b", "gradient of c"}
+    record_checks(Judgement(checks, "FP64"), result)
+    assert len(result.errors) == 4
 
 
 def test_gradients_of_parameters_are_compared_by_name():

@@ -4,7 +4,7 @@ import pytest
 from benchmarks.records.provenance import cautions, commits, provenance, unproven
 from benchmarks.records.read import runs
 from common import PRESETS
-from common.report.record import record
+from common.report.record import NOT_A_BLOCK, record
 from common.report.result import Result
 from common.runtime.iteration import FORWARD
 from tests.helpers.made_records import FACTS, GPU, both, copied, made
@@ -79,6 +79,13 @@ def test_provenance_holds_the_versions_of_all_lines():
 def test_provenance_of_several_shapes_counts_them():
     lines = made("0_baseline", {}) + made("0_baseline", {}, config=PRESETS["cpu"])
     assert provenance(lines).startswith("a CPU, 2 shapes; ")
+
+
+def test_a_record_of_no_work_adds_no_shape():
+    lines = copied(made("0_baseline", {}))
+    of_peaks = {**lines[-1], "model": {"name": NOT_A_BLOCK}}
+    assert provenance([*lines, of_peaks]) == provenance(lines)
+    assert provenance([of_peaks]).startswith("a CPU, not a block; ")
 
 
 @pytest.mark.parametrize("gits, said", [("", ""), ("a", "a"), ("aab", "a and b"), ("abac", "a, b and c"),
