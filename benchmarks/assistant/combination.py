@@ -15,6 +15,7 @@ Interval = tuple[float, float, float]              # a ratio, and the ends of it
 class Combination:
     """Some techniques at once; none: the model as it is."""
     techniques: tuple[Technique, ...] = ()
+    called: str = ""                               # the name of a case that is made in another way
 
     @property
     def changing(self) -> tuple[Technique, ...]:
@@ -29,7 +30,7 @@ class Combination:
     @property
     def name(self) -> str:
         """That of its case."""
-        return " + ".join(each.name for each in self.changing) or AS_IT_IS
+        return self.called or " + ".join(each.name for each in self.changing) or AS_IT_IS
 
     def without(self, technique: Technique) -> "Combination":
         """All the others."""

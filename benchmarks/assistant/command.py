@@ -41,6 +41,7 @@ def parser() -> Parser:
     add("--rounds", type=int, metavar="N", help="interleaved samples of each rung (default: 20 on a GPU, 12 on a CPU)")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (default: auto)")
     add("--seed", type=int, default=0, help="of cotangents and order (default: 0)")
+    add("--cards", action="store_true", help="show those of the model as it is and of the whole ladder, too")
     add("--json", metavar="FILE", help="append one JSON line per metric")
     add("--report", metavar="FILE.md", help="write the report as Markdown, its chart beside it")
     return of_it
@@ -88,6 +89,8 @@ def main(argv: list[str] | None = None) -> int:
                 tell(f"{ended.result}\n\nit was interrupted: what was not reached is missing")
                 raise
             tell(f"{result}\n\n{result.times}")
+            if chosen.cards:
+                tell("\n" + "\n\n".join(result.cards()))
             if page:
                 write_page(result, page)
     return EXIT["ok"]

@@ -2,7 +2,7 @@
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,50 @@ from common.outcome import Told
 FRAMES = 4                       # of a traceback, the last ones: where a person's own code failed
 
 
-def load(target: str) -> Callable[[], Any]:
+class Source:
+    """The function of a file, imported; calling it builds what it builds.
+
+    With a `prefix` the file and its neighbours are imported beside modules of the same names, under others.
+    """
+
+    def __init__(self, path: Path, function: str, prefix: str = "", neighbours: frozenset[str] = frozenset()):
+        self.path, self.function = path, function
+        self.project = Project(path.parent, prefix or "yours", neighbours)
+        known = path.stem
+        if prefix or known in sys.modules:
+            known = f"{self.project.prefix}_{path.stem}"
+        spec = importlib.util.spec_from_file_location(known, path)
+        if spec is None or spec.loader is None:
+            raise Told(f"{path.name}: it is no Python file")
+        self.module = sys.modules[known] = importlib.util.module_from_spec(spec)
+        with told(f"{path.name} can't be imported"), self.project.entered():
+            spec.loader.exec_module(self.module)
+        if not callable(getattr(self.module, function, None)):
+            raise Told(f"{path.name} has no function {function}; it has {', '.join(self._functions()) or 'none'}")
+
+    def _functions(self) -> list[str]:
+        return [name for name, value in vars(self.module).items()
+                if callable(value) and getattr(value, "__module__", "") == self.module.__name__
+                and not isinstance(value, type)]
+
+    def __call__(self) -> Any:
+        with told(f"{self.function}() of {self.path.name} failed"), self.project.entered():
+            return getattr(self.module, self.function)()
+
+    @contextmanager
+    def copied_to(self, folder: Path) -> Iterator["Source"]:
+        """The same function of a folder like its own, imported anew; forgotten afterwards."""
+        before, path = set(sys.modules), list(sys.path)
+        try:
+            yield Source(folder / self.path.name, self.function, "written", self.project.neighbours())
+        finally:
+            sys.path[:] = path
+            for name in set(sys.modules) - before:
+                if name.startswith("written_"):
+                    del sys.modules[name]
+
+
+def load(target: str) -> Source:
     """The function of "FILE:function". Raises Told where there is none; what the file itself raises is told so, too."""
     name, _, function = target.rpartition(":")
     if not name:
@@ -21,26 +64,7 @@ def load(target: str) -> Callable[[], Any]:
     path = Path(name).absolute()
     if not path.is_file():
         raise Told(f"{name}: there is no such file")
-    project = Project(path.parent)
-    known = f"yours_{path.stem}" if path.stem in sys.modules else path.stem
-    spec = importlib.util.spec_from_file_location(known, path)
-    if spec is None or spec.loader is None:
-        raise Told(f"{name}: it is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[known] = module
-    with told(f"{name} can't be imported"), project.entered():
-        spec.loader.exec_module(module)
-    build = getattr(module, function, None)
-    if not callable(build):
-        functions = [each for each, value in vars(module).items()
-                     if callable(value) and getattr(value, "__module__", "") == known
-                     and not isinstance(value, type)]
-        raise Told(f"{name} has no function {function}; it has {', '.join(functions) or 'none'}")
-
-    def called() -> Any:
-        with told(f"{function}() of {name} failed"), project.entered():
-            return build()
-    return called
+    return Source(path, function)
 
 
 @contextmanager

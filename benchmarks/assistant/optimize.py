@@ -13,19 +13,21 @@ import torch
 from torch import nn
 
 from benchmarks.assistant.combination import Combination, Interval, Measured, cases
+from benchmarks.assistant.loading import Source
 from benchmarks.assistant.look import Looked, look_at
 from benchmarks.assistant.optimized import VERDICTS, Added, Opportunity, Optimized
 from benchmarks.assistant.rung import Rung
 from benchmarks.assistant.task import Task
-from benchmarks.assistant.technique import Found, Plan, Technique
+from benchmarks.assistant.technique import Found, Plan, Technique, plan_of
 from benchmarks.assistant.techniques import EVERY
 from benchmarks.assistant.why import Why, explain
 from benchmarks.assistant.workload import arithmetic_of, workload
+from benchmarks.assistant.written import AsWritten, WrittenOut, written_out
 from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import Judge
 from benchmarks.measure.keeping import kept
 from benchmarks.measure.modules import record_checks, subject_of, work_in_words
-from benchmarks.measure.truth import Truth
+from benchmarks.measure.truth import Truth, working_dtype
 from common.block import oracle
 from common.block.config import dtype_name
 from common.command_line import hush
@@ -39,7 +41,7 @@ from common.report.result import Compilation, Result
 from common.runtime.iteration import BOTH, FORWARD, MODES
 
 WORTH_IT = 1.02                        # of the speed-up, the lower end of its interval
-ALONE, TOGETHER = "alone", "together"                  # the two groups of rungs that share their rounds
+ALONE, TOGETHER, WRITTEN = "alone", "together", "written out"      # the groups of rungs that share their rounds
 ITERATIONS = 30                        # a guess: compiling, judging and warming up a rung takes as long as so many
 GRADIENTS = 3                          # recorded of each rung, those nearest to their bounds
 QUICK_ROUNDS, ROUNDS = 6, {"cuda": 20, "cpu": 12}
@@ -60,15 +62,19 @@ def optimize(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: 
     """Read a model, try every technique on it, and rank what each buys.
 
     `model` is a module, which `inputs` go with (and `loss`, which maps its output to a scalar), or a function that
-    returns both, or a Task. `inference` leaves the backward out. Without `device` the model stays where it is. The
-    model is afterwards as it was. Raises Told where there is nothing that could be measured.
+    returns both, or a Task. What `load("my_model.py:build")` gives is such a function, whose file is known: unless this
+    is `quick`, all that is to be written is tried in a copy of it. `inference` leaves the backward out. Without
+    `device` the model stays where it is. The model is afterwards as it was. Raises Told where there is nothing that
+    could be measured.
     """
     task = _task(model, inputs, loss, device)
     where = next(iter(task.devices))
     count = rounds or (QUICK_ROUNDS if quick else ROUNDS[where.type])
     session = Session("assistant", where, count, seed, file=file)
     with kept(task.model), _fits():
-        return _Assistant(task, session, techniques, inference, quick).run(name or type(task.model).__name__)
+        assistant = _Assistant(task, session, techniques, inference, quick)
+        assistant.source = model if isinstance(model, Source) and not quick else None
+        return assistant.run(name or type(task.model).__name__)
 
 
 def look(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: str = "", inference: bool = False,
@@ -144,6 +150,7 @@ class _Assistant:
         self.inference, self.modes = inference, (FORWARD,) if inference else MODES
         self.judgements: dict[str, Judgement] = {}
         self.seconds_a_rung: float | None = None               # in the rounds before
+        self.source: Source | None = None                      # what was to be written is tried there
 
     def run(self, name: str) -> Optimized:
         session, task = self.session, self.task
@@ -156,6 +163,7 @@ class _Assistant:
         self.result = Optimized(looked, self.truth.in_words, judgements=self.judgements)
         try:
             self._try_all()
+            self._write_out()
         except KeyboardInterrupt:
             raise Interrupted(self._concluded()) from None
         self.result.times = session.finish(None)
@@ -184,15 +192,16 @@ class _Assistant:
 
     # ------------------------------------------------------------------------------------------------------- measuring
 
-    def _measure(self, combinations: Sequence[Combination], phase: str, measured: Measured) -> None:
+    def _measure(self, combinations: Sequence[Combination], phase: str, measured: Measured,
+                 others: Sequence[Case] = ()) -> None:
         """All of them in the same rounds. `measured` gets what there is when it ends, in whatever way."""
-        wanted = cases(combinations)
+        wanted = [*(self._case(each, phase) for each in cases(combinations)), *others]
         self.session.note(f"{len(wanted)} rungs {phase}, {self.session.rounds} rounds: {self._estimate(len(wanted))}")
         began, before = time.perf_counter(), len(self.session.entries)
         on_gpu = self.session.device.type == "cuda"
         modes = self.modes if phase == ALONE else (self.result.mode,)
         try:
-            self.session.measure(Group([self._case(each, phase) for each in wanted], modes=modes, calibrated=False,
+            self.session.measure(Group(wanted, modes=modes, calibrated=False,
                                        metered=on_gpu and phase == TOGETHER and not self.quick, may_not_fit=True))
         finally:
             measured.results.update({entry.result.name: entry.result for entry in self.session.entries[before:]})
@@ -217,25 +226,39 @@ class _Assistant:
                 result.matmul = subject.workload.matmul
                 return subject
             return self._rung(combination, setting, result, is_cold=phase == ALONE)
+        return self._case_of(combination.name, prepare, phase)
+
+    def _case_of(self, name: str, prepare: Callable[[Setting, Result], Subject], phase: str) -> Case:
         work = work_in_words(self.task.model, self.task.given)
-        return Case(combination.name, prepare, parameter_dtype=self.truth.dtype, work=work, variant={"measured": phase})
+        return Case(name, prepare, parameter_dtype=self.truth.dtype, work=work, variant={"measured": phase})
 
     def _rung(self, combination: Combination, setting: Setting, result: Result, is_cold: bool) -> Subject:
         rung = Rung(self.task.model, combination.changing, setting.device)
-        plan = rung.plan
+        if rung.plan.compiles and is_cold:
+            setting.say(Phase.COMPILING)
+            result.compilation = Compilation(self._first_calls(rung, self._gates(rung.plan)), None)
+        return self._judged_subject(rung, rung.plan, result, setting)
+
+    def _judged_subject(self, module: nn.Module, plan: Plan, result: Result, setting: Setting,
+                        overwrites_output: bool = False) -> Subject:
+        """The model changed in some way, as it is timed, once it has passed the judge. Raises Failed where it did not.
+
+        `plan` says what it computes in.
+        """
         own = workload(self.program, arithmetic_of(plan, setting.device))
         result.matmul, result.runs_under = own.matmul, dtype_name(plan.autocast) if plan.autocast else ""
-        judge = Judge(rung, self.truth, plan.numerics)
-        gate = 3 * oracle.MODULE_GATES[_multiplying_in(plan, judge.dtype)]
-        if plan.compiles and is_cold:
-            setting.say(Phase.COMPILING)
-            result.compilation = Compilation(self._first_calls(rung, (gate, gate)), None)
         setting.say(Phase.CHECKING)
+        judge = Judge(module, self.truth, plan.numerics, overwrites_output=overwrites_output)
         self.judgements[result.name] = judge.judge()
         record_checks(self.judgements[result.name], result, GRADIENTS)
-        subject = subject_of(rung, self.work, (gate, gate))
+        subject = subject_of(module, self.work, self._gates(plan))
         subject.workload = own
         return subject
+
+    def _gates(self, plan: Plan) -> tuple[float, float]:
+        """Of a replay."""
+        gate = 3 * oracle.MODULE_GATES[_multiplying_in(plan, working_dtype(self.task.model, self.work.inputs))]
+        return gate, gate
 
     def _first_calls(self, rung: Rung, gates: tuple[float, float]) -> float:
         """Seconds of the first calls, in which it is compiled."""
@@ -266,6 +289,31 @@ class _Assistant:
         for before, rung, technique in zip(rungs, rungs[1:], order, strict=False):
             left_out = None if self.quick else measured.gain(every, every.without(technique), mode)
             self.result.ladder.append(Added(technique, rung, measured.gain(rung, before, mode), left_out))
+
+    def _write_out(self) -> None:
+        """Paste what is to be written into a copy of the files, and time it beside what its techniques promised."""
+        result = self._concluded()
+        advices, promised, mode = result.to_write(), result.taken(), result.mode
+        if not self.source or not advices:
+            return
+        with contextlib.ExitStack() as stack:
+            try:
+                written, left_out = stack.enter_context(written_out(self.source, advices, self.session.device))
+            except Told as error:
+                result.written = WrittenOut(why_not=str(error))
+                return
+            measured = Measured()
+            self._measure([promised], WRITTEN, measured, [self._written_case(written, promised)])
+        done = Combination(called=WRITTEN)
+        gain, why_not = measured.gain(done, promised, mode), measured.why_not(done, mode)
+        result.written = WrittenOut(measured.ms(promised, mode), measured.ms(done, mode), gain, why_not, left_out)
+
+    def _written_case(self, written: AsWritten, promised: Combination) -> Case:
+        """It may round as the techniques that it spells out do."""
+        def prepare(setting: Setting, result: Result) -> Subject:
+            return self._judged_subject(written, plan_of(promised.changing), result, setting,
+                                        overwrites_output=promised.launch == "graph")
+        return self._case_of(WRITTEN, prepare, WRITTEN)
 
     def _gain_alone(self, technique: Technique) -> Interval | None:
         return self.result.alone.gain(Combination((technique,)), Combination(), self.result.mode)

@@ -5,8 +5,10 @@ from benchmarks.assistant.combination import Combination, Interval, Measured
 from benchmarks.assistant.look import Looked, times
 from benchmarks.assistant.sections import Code, Said, Section, Shown, Table
 from benchmarks.assistant.technique import Advice, Found, Technique
+from benchmarks.assistant.written import WrittenOut
 from benchmarks.measure.checks import Judgement
 from benchmarks.records.read import verdict
+from common.report.card import card
 from common.report.metrics import ENERGY
 from common.report.record import Record
 from common.runtime.iteration import MODES
@@ -70,6 +72,7 @@ class Optimized(Shown):
     together: Measured = field(default_factory=Measured)
     ladder: list[Added] = field(default_factory=list)
     payback: str = ""                                  # after how many calls what compiling took is won back, in words
+    written: WrittenOut | None = None                  # what all that is to be written makes of it
     lines: list[Record] = field(default_factory=list)                  # everything that was measured
     times: str = ""                                    # where the wall time went
 
@@ -82,7 +85,7 @@ class Optimized(Shown):
         measured = [("truth", self.truth)]
         measured += [(mode, said) for mode in MODES if (said := self._as_it_is(mode))]
         parts: list[Section | None] = [self.looked.model(measured), self.looked.where(), self._ranked(),
-                                       self._climbed(), self._write_this(), self._reasons()]
+                                       self._climbed(), self._write_this(), self._written(), self._reasons()]
         return [part for part in parts if part]
 
     def _as_it_is(self, mode: str) -> str:
@@ -92,6 +95,26 @@ class Optimized(Shown):
             return ""
         limit = f", {percent:.0f} % of what this machine could do" if percent else ""
         return f"{figures(ms)} ms as it is{limit}"
+
+    def to_write(self) -> list[Advice]:
+        """The code for each that is worth it, in the order in which it is to be written at one place: the call last."""
+        advices = [one.advice for one in self.opportunities if one.advice and one.verdict in TO_WRITE]
+        needless = {advice.instead_of for advice in advices}
+        return sorted((advice for advice in advices if advice.code not in needless), key=lambda advice: advice.is_call)
+
+    def taken(self) -> Combination:
+        """Those of them that were applied, in the order of the ladder: what they promise together was measured."""
+        wanted = {one.technique for one in self.opportunities if one.verdict in TO_WRITE and one.speedup}
+        order = [added.technique for added in self.ladder] or list(self.looked.found)
+        return Combination(tuple(each for each in order if each.name in wanted))
+
+    def card(self, combination: Combination = AS_IT_IS) -> str:
+        """The card of a rung, as a step has one. Raises KeyError where it was not measured."""
+        return card({**self.alone.results, **self.together.results}[combination.name])
+
+    def cards(self) -> list[str]:
+        """Those of the model as it is, and of all techniques on the ladder: their diff is what these bought."""
+        return [self.card(each) for each in (AS_IT_IS, *(added.combination for added in self.ladder[-1:]))]
 
     def gains(self) -> dict[str, dict[str, Interval]]:
         """How many times as fast each technique makes it, in the ways that this was measured."""
@@ -140,14 +163,15 @@ class Optimized(Shown):
     def _write_this(self) -> Code | None:
         """For each that is worth it the place and the code; several at one place together, the call last."""
         pieces: dict[str, dict[str, None]] = {}
-        advices = [one.advice for one in self.opportunities if one.advice and one.verdict in TO_WRITE]
-        needless = {advice.instead_of for advice in advices}
-        for advice in advices:
-            if advice.code not in needless:
-                place = str(advice.place or "where you call the model")
-                pieces.setdefault(place, {})[advice.code] = None
-        by_length = [(place, sorted(codes, key=lambda code: code.count("\n"))) for place, codes in pieces.items()]
-        return Code("write this", [(place, "\n".join(codes)) for place, codes in by_length]) if pieces else None
+        for advice in self.to_write():
+            for line in advice.imports:
+                pieces.setdefault(f"{advice.place.path}, at the top", {})[line] = None   # type: ignore[union-attr]
+            place = str(advice.place or "where you call the model")
+            pieces.setdefault(place, {})[advice.code] = None
+        return Code("write this", [(place, "\n".join(codes)) for place, codes in pieces.items()]) if pieces else None
+
+    def _written(self) -> Said | None:
+        return self.written.section() if self.written else None
 
     def _reasons(self) -> Said | None:
         lines = []

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from benchmarks.assistant.source import is_installed
 from common.outcome import Told
 from common.signals import ROOT
 
@@ -16,17 +17,32 @@ OURS = ("common", "benchmarks")
 
 
 class Project:
-    """The folder of a person's file, and those of PYTHONPATH."""
+    """The folder of a person's file, and those of PYTHONPATH.
 
-    def __init__(self, folder: Path):
+    `names` are those of its modules that are imported already, from elsewhere: it gets its own, under a prefix.
+    """
+
+    def __init__(self, folder: Path, prefix: str = "yours", names: frozenset[str] = frozenset()):
+        self.folder, self.prefix = folder, prefix
         self.folders = [str(folder), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         elsewhere = [path for path in self.folders if Path(path).resolve() != ROOT]
         self.clashing = [name for name in OURS if folder.resolve() != ROOT and PathFinder.find_spec(name, elsewhere)]
+        self.own = {*self.clashing, *names}
         self.modules: dict[str, ModuleType] = {}               # theirs that have our names
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
         if self.clashing:
             self._refuse_late_imports()
+
+    def neighbours(self) -> frozenset[str]:
+        """The names of the modules that were imported from its folder, without those that are this suite's."""
+        files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
+        names = {name.partition(".")[0] for name, file in files.items() if self.has(file)}
+        return frozenset(names - {*OURS, "__main__"})
+
+    def has(self, file: str) -> bool:
+        """Whether a file lies in its folder, and is no installed package's."""
+        return file.startswith(str(self.folder) + os.sep) and not is_installed(file)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -34,26 +50,27 @@ class Project:
 
         Dynamo finds a module by the `__name__` in its globals, so theirs get one that nobody else has.
         """
-        if not self.clashing:
+        if not self.own:
             yield
             return
-        path, ours = list(sys.path), self._taken_out()
-        sys.path[:] = [each for each in sys.path if Path(each or ".").resolve() != ROOT]
+        path, others = list(sys.path), self._taken_out()
+        if self.clashing:
+            sys.path[:] = [each for each in sys.path if Path(each or ".").resolve() != ROOT]
         sys.modules.update(self.modules)
         try:
             yield
         finally:
             self.modules = self._taken_out()
             for name, module in self.modules.items():
-                alias = f"yours_{name.replace('.', '_')}"
+                alias = f"{self.prefix}_{name.replace('.', '_')}"
                 vars(module)["__name__"] = alias
                 sys.modules[alias] = module
-            sys.modules.update(ours)
+            sys.modules.update(others)
             sys.path[:] = path
 
     def _taken_out(self) -> dict[str, ModuleType]:
-        """The modules of clashing names, which are then not imported any more."""
-        names = [name for name in sys.modules if name.partition(".")[0] in self.clashing]
+        """The modules of these names, which are then not imported any more."""
+        names = [name for name in sys.modules if name.partition(".")[0] in self.own]
         return {name: sys.modules.pop(name) for name in names}
 
     def _refuse_late_imports(self) -> None:

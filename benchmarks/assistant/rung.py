@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.assistant.program import as_written
 from benchmarks.assistant.rewriting import rewritten
-from benchmarks.assistant.technique import Plan, Technique
+from benchmarks.assistant.technique import Technique, plan_of
 from common.block.precision import float32_matmul_precision
 from common.runtime import compiler
 
@@ -24,11 +24,8 @@ class Rung(nn.Module):
         super().__init__()
         self.techniques = tuple(techniques)
         self.device = device or next((t.device for t in model.parameters()), torch.device("cpu"))
-        self.plan = Plan(compiles=compiler.is_compiled(model))
+        self.plan = plan_of(techniques, compiles=compiler.is_compiled(model))
         model = as_written(model)
-        for technique in techniques:
-            assert technique.apply is not None
-            technique.apply(self.plan)
         self._over(_shared_copy(model) if self.plan.changes else model)
 
     def _over(self, model: nn.Module) -> None:

@@ -30,13 +30,18 @@ class Place:
     @property
     def is_yours(self) -> bool:
         """Whether it stands in no installed package."""
-        return not self.file.startswith(_INSTALLED)
+        return not is_installed(self.file)
 
     def __str__(self) -> str:
-        """The file as a person would name it from here: "my_gpt.py:30-36"."""
+        """As a person would name it from here: "my_gpt.py:30-36"."""
+        lines = f"{self.line}-{self.last}" if self.last > self.line else str(self.line)
+        return f"{self.path}:{lines}"
+
+    @property
+    def path(self) -> str:
+        """The file as a person would name it from here."""
         relative = os.path.relpath(self.file)
-        name = self.file if relative.startswith("..") else relative
-        return f"{name}:{self.line}-{self.last}" if self.last > self.line else f"{name}:{self.line}"
+        return self.file if relative.startswith("..") else relative
 
     @property
     def name(self) -> str:
@@ -50,6 +55,11 @@ class Place:
         return Place(self.file, min(self.line, other.line), max(self.line, other.line, self.last, other.last))
 
 
+def is_installed(file: str) -> bool:
+    """Whether it belongs to an installed package, or to Python."""
+    return file.startswith(_INSTALLED)
+
+
 def innermost(trace: str) -> Place | None:
     """The last frame of a stack trace that is not torch's own; None where there is none."""
     place = None
@@ -60,6 +70,26 @@ def innermost(trace: str) -> Place | None:
 
 
 # ------------------------------------------------------------------------------------------------------- syntax
+
+IMPORTS = {"torch": "import torch", "nn": "from torch import nn", "F": "from torch.nn import functional as F"}
+
+
+def imports_for(code: str, file: str) -> list[str]:
+    """The imports that this code needs and the file does not have: of names before a dot."""
+    tree = tree_of(file) or ast.Module([], [])
+    bound = {alias.asname or alias.name.partition(".")[0] for node in tree.body
+             if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+    used = set(re.findall(r"(?<![\w.])(\w+)\.", code))
+    return [line for name, line in IMPORTS.items() if name in used and name not in bound]
+
+
+def line_of_imports(text: str) -> int:
+    """The line of a file before which an import may be written: below its docstring and what is from __future__."""
+    for node in ast.parse(text).body:
+        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not is_docstring and getattr(node, "module", "") != "__future__":
+            return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+    return len(text.splitlines()) + 1
 
 
 @functools.cache

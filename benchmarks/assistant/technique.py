@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from benchmarks.assistant.program import Captured, Program, place_of
 from benchmarks.assistant.rewriting import Pass
-from benchmarks.assistant.source import Place
+from benchmarks.assistant.source import Place, imports_for
 from common.block.evidence import Evidence
 
 
@@ -30,6 +30,16 @@ class Advice:
     code: str
     place: Place | None = None
     instead_of: str = ""               # other code, which this makes needless
+
+    @property
+    def imports(self) -> list[str]:
+        """The lines that its file needs at the top, and does not have."""
+        return imports_for(self.code, self.place.file) if self.place else []
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is how the model is called, each time."""
+        return self.place is None and "output = " in self.code
 
     def pasted_into(self, text: str) -> str:
         """The text of a file with it, indented as the first of the lines that it replaces."""
@@ -64,6 +74,15 @@ class Technique:
     missing: Callable[[torch.device], str] = lambda device: ""         # why it can't run there
     fired: Callable[[Program, Evidence, Evidence], str] = lambda program, before, seen: ""     # why it did not, from
     # the kernels that ran without it and with it; "" where it did
+
+
+def plan_of(techniques: Sequence[Technique], compiles: bool = False) -> Plan:
+    """What all of them write into one. `compiles`: the model came compiled."""
+    plan = Plan(compiles=compiles)
+    for technique in techniques:
+        assert technique.apply is not None
+        technique.apply(plan)
+    return plan
 
 
 def found_in(program: Program, graph: Captured, nodes: Sequence[fx.Node], reason: str, why_not: str = "") -> Found:

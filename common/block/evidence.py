@@ -42,6 +42,7 @@ KINDS = {
     "matmul": r"gemm|nvjet|cutlass.*Kernel|^aten::(mm|addmm|bmm|baddbmm)$|mkldnn.*(matmul|linear)",
 }
 FUSED_ATTENTION = ("cuDNN attention", "FlashAttention", "memory-efficient attention", "fused attention in FP8")
+BY_HAND = "by hand"            # no fused kernel computes the attention, if there is one
 _PATTERNS = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in KINDS.items()}
 
 
@@ -59,7 +60,7 @@ class Evidence:
 
     @property
     def attention(self) -> str:
-        return next((kind for kind in FUSED_ATTENTION if self.kinds[kind]), "by hand")
+        return next((kind for kind in FUSED_ATTENTION if self.kinds[kind]), BY_HAND)
 
 
 def observe(iteration: Callable, device: torch.device, trace: str | None = None) -> Counter:

@@ -3,8 +3,9 @@
 The card has the same labels in the same order in every step and on every machine; nothing in it changes from run to run
 unless it means something. So a diff of two cards shows what differs.
 """
+from ..block.evidence import BY_HAND
 from ..runtime import machine
-from ..runtime.iteration import BOTH, LAUNCHES, MODES
+from ..runtime.iteration import BOTH, FORWARD, LAUNCHES, MODES
 from ..runtime.peaks import YARDSTICKS
 from ..runtime.timing import CACHE_STATE
 from ..text import NOT_AVAILABLE, number, wrap
@@ -35,23 +36,40 @@ def _setting(r: Result) -> list[str]:
     software = [f"{label} {facts[key] or NOT_AVAILABLE}" for label, key in versions.items()]
     reason, _, _ = r.autocast_off.partition(";")                     # what could be done about it would take a line
     why = f" ({reason})" if reason else ""
-    seen = r.evidence.get(BOTH)
-    assert r.config is not None                                      # only steps have a card
     return [
         _line("step", r.name),
         _line("status", r.status + (f": {r.reason}" if r.reason else "")),
         _line("device", device),
         _line("software", ", ".join(software)),
-        _line("shape", f"{r.config}, causal, dropout {r.config.dropout:g}"),
+        _line("shape", _shape(r)),
         _line("precision", f"matmuls {r.matmul or NOT_AVAILABLE}; autocast {r.autocast}{why}",
-              f"x, y and parameters {r.parameter_dtype}; residual {r.residual}"),
+              f"x, y and parameters {r.parameter_dtype}; residual {r.residual}" if r.config
+              else f"parameters {r.parameter_dtype}"),
         _line("engine", r.engine),
-        _line("attention", seen.attention if seen else NOT_AVAILABLE),
-        _line("clock", f"{r.clock}; caches {CACHE_STATE}"),
+        _line("attention", _attention(r)),
+        _line("clock", f"{_clock(r)}; caches {CACHE_STATE}"),
         _line("throttled", _throttled(r)),
         _line("also on this GPU", _neighbours(r)),
         *(_line(f"{yardstick} peaks", r.peaks.get(yardstick, NOT_AVAILABLE)) for yardstick in YARDSTICKS),
     ]
+
+
+def _shape(r: Result) -> str:
+    if r.config:
+        return f"{r.config}, causal, dropout {r.config.dropout:g}"
+    return ", ".join(f"{name} {words}" for name, words in r.work.items()) or NOT_AVAILABLE
+
+
+def _attention(r: Result) -> str:
+    """A model that nothing is claimed of may have none at all."""
+    seen = r.evidence.get(BOTH) or r.evidence.get(FORWARD)
+    if not seen:
+        return NOT_AVAILABLE
+    return seen.attention if r.config or seen.attention != BY_HAND else "no fused kernel"
+
+
+def _clock(r: Result) -> str:
+    return next((row.timing.clock for row in r.rows.values() if row.timing), r.clock)
 
 
 def _throttled(r: Result) -> str:
@@ -69,10 +87,11 @@ def _neighbours(r: Result) -> str:
 
 def _errors(r: Result) -> list[str]:
     lines = [f"{'error against FP64':<{LABEL}}{'relative L2':>16}{'gate':>16}"]
-    for what in ("output", "branch", "input gradient", "parameter gradient"):
+    for what in ("output", "branch", "input gradient", "parameter gradient") if r.config else r.errors:
         error, gate = r.errors.get(what, (None, None))
         worst = f"  {r.worst_parameter}" if what == "parameter gradient" and r.worst_parameter else ""
-        lines.append(f"{what:<{LABEL}}{number(error, '.1e'):>16}{number(gate, '.1e'):>16}{worst}")
+        figures = f"{number(error, '.1e'):>16}{number(gate, '.1e'):>16}{worst}"
+        lines += [f"{what:<{LABEL}}{figures}"] if len(what) < LABEL else [what, f"{'':<{LABEL}}{figures}"]
     return lines
 
 

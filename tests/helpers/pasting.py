@@ -2,6 +2,8 @@
 import importlib.util
 import inspect
 
+from benchmarks.assistant import pasting
+
 
 def pasted(advice, module, path):
     """The module at `path`: the source of another, with the lines that the advice replaces replaced."""
@@ -9,11 +11,8 @@ def pasted(advice, module, path):
 
 
 def all_pasted(advices, module, path):
-    """With several, from the last line to the first: those above keep their numbers."""
-    text = inspect.getsource(module)
-    for advice in sorted(advices, key=lambda advice: -advice.place.line):
-        text = advice.pasted_into(text)
-    path.write_text(text)
+    """With several."""
+    path.write_text(pasting.pasted(inspect.getsource(module), list(advices)))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)

@@ -25,7 +25,7 @@ def test_from_the_command_line_to_the_table(assistant, tmp_path):
     path, lines = tmp_path / "records.jsonl", inspect.getsource(gpt).splitlines()
     (first,) = [number for number, line in enumerate(lines, 1) if "scores = q @ k" in line]
     (last,) = [number for number, line in enumerate(lines, 1) if "y = weights @ v" in line]
-    status, out, err = assistant(TINY, "--json", path)
+    status, out, err = assistant(TINY, "--json", path, "--cards")
     assert status == 0, err
     (row,) = [line for line in out.splitlines() if line.startswith("sdpa ") and " x " in line]
     assert f"gpt.py:{first}-{last}" in row and "2 x" in row
@@ -33,6 +33,10 @@ def test_from_the_command_line_to_the_table(assistant, tmp_path):
     for words in ("forward+backward  ", "the ladder", "+ sdpa", "+ autocast", "+ compile", "write this"):
         assert words in out, out
     assert all(len(line) <= 100 or line.startswith("      ") for line in out.splitlines())    # but for code
+    cards = out.split("\nstep ")[1:]
+    assert cards[0].lstrip().startswith("as it is\n") and len(cards) == 2
+    assert all("shape               input 0 int64 [2, 16], parameters " in card for card in cards), cards
+    assert all("clock               n/a" not in card and "gradient of " in cards[1] for card in cards), cards
     infos = [record["benchmark"]["extra_info"] for record in read(path)]
     assert {"as it is", "sdpa", "autocast", "compile", "library-norm", "fused-qkv"} <= {
         info["case"]["name"] for info in infos}

@@ -1,0 +1,105 @@
+"""All that a report says to write, written: the edited files, called as it says. Does it reach what was promised?"""
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.assistant.combination import Interval
+from benchmarks.assistant.loading import Source
+from benchmarks.assistant.pasting import apart, copied
+from benchmarks.assistant.sections import Said
+from benchmarks.assistant.task import Task
+from benchmarks.assistant.technique import Advice
+from benchmarks.records.read import verdict
+from common.block.precision import float32_matmul_precision
+from common.text import figures, ratio
+
+NAME = "written out"
+
+
+@dataclass(frozen=True)
+class WrittenOut:
+    """What it makes of the model, beside what the same techniques promised, in the same rounds."""
+    promised_ms: float | None = None
+    reached_ms: float | None = None
+    gain: Interval | None = None               # how many times as fast as was promised
+    why_not: str = ""
+    left_out: Sequence[Advice] = ()            # it was not pasted: two at one place, or another folder's file
+
+    def section(self) -> Said:
+        lines = []
+        if self.promised_ms:
+            lines.append(("promised", f"{figures(self.promised_ms)} ms, by what the techniques taken do together"))
+        if self.reached_ms:
+            times = f": {ratio(self.gain)} times as fast as promised{verdict(*self.gain[1:])}" if self.gain else ""
+            lines.append(("reached", f"{figures(self.reached_ms)} ms{times}"))
+        if self.why_not:
+            lines.append(("not reached", self.why_not))
+        if self.left_out:
+            lines.append(("without", ", ".join(str(advice.place) for advice in self.left_out)))
+        return Said(NAME, lines)
+
+
+class AsWritten(nn.Module):
+    """A model that is called by code in words: some of it runs once, and some at every call."""
+
+    def __init__(self, model: nn.Module, once: str, call: str):
+        super().__init__()
+        self.module = model
+        names = {"torch": torch, "model": model}
+        with _own_matmul_precision() as precision:
+            exec(once, names)
+            vars(self)["matmul_precision"] = precision()
+        vars(self)["called"] = names["model"]                  # no child: its parameters have one name each
+        vars(self)["code"] = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _in_its_precision(self, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> "AsWritten":
+        """A copy with tensors of its own, not compiled: it says what the code means, not what a compiler does."""
+        made = AsWritten(copy.deepcopy(self.module, memo), "", vars(self)["code"])
+        vars(made)["matmul_precision"] = vars(self)["matmul_precision"]
+        memo[id(self)] = made
+        return made
+
+
+@float32_matmul_precision("highest")                           # it has one of its own
+def _in_its_precision(written: AsWritten, *args: Any, **kwargs: Any) -> Any:
+    own = vars(written)
+    names = {"torch": torch, "model": own["called"], "inputs": kwargs or args}
+    exec(own["code"], names)
+    return names["output"]
+
+
+@contextlib.contextmanager
+def _own_matmul_precision() -> Iterator[Any]:
+    """What is set in here, and the caller's again afterwards."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        yield torch.get_float32_matmul_precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def written_out(source: Source, advices: Sequence[Advice], device: torch.device
+                ) -> Iterator[tuple[AsWritten, Sequence[Advice]]]:
+    """The model of a person's files with all of this pasted in, called as it says; and what could not be pasted.
+
+    Raises Told where the edited files can't be imported, or build nothing.
+    """
+    placed = [advice for advice in advices if advice.place]
+    inside = [advice for advice in placed if advice.place and source.project.has(advice.place.file)]
+    pasted = apart(inside)
+    left_out = [advice for advice in placed if advice not in pasted]
+    calls = [advice.code for advice in advices if advice.is_call]
+    once = [advice.code for advice in advices if not advice.place and not advice.is_call]
+    with copied(source.project.folder, pasted) as folder, source.copied_to(folder) as copy_of_it:
+        task = Task.of(copy_of_it()).on(device)
+        call = calls[0] if calls else f"output = model({'**' if task.given.kwargs else '*'}inputs)"
+        yield AsWritten(task.model, "\n".join(once), call), left_out
