@@ -87,6 +87,8 @@ def main(argv: list[str] | None = None) -> int:
                                   **how)
             except Interrupted as ended:
                 tell(f"{ended.result}\n\nit was interrupted: what was not reached is missing")
+                if page:
+                    write_page(ended.result, page)
                 raise
             tell(f"{result}\n\n{result.times}")
             if chosen.cards:

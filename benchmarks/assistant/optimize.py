@@ -335,9 +335,11 @@ class _Assistant:
         """The verdict on one place."""
         if reason := technique.missing(self.session.device) or found.why_not:
             return Opportunity(technique.name, found, "not here", reason)
-        advice = technique.advice(self.program, found)
+        advice, elsewhere = technique.advice(self.program, found), ""
+        if advice and advice.place and not advice.place.is_yours:
+            advice, elsewhere = None, "it stands in an installed package: there is nothing to write in your files"
         if technique.apply is None:
-            return Opportunity(technique.name, found, "by hand", advice=advice)
+            return Opportunity(technique.name, found, "by hand", elsewhere, advice=advice)
         alone, mode, rung = self.result.alone, self.result.mode, Combination((technique,))
         judgement = self.judgements.get(rung.name)
         if judgement and not judgement.passed:
@@ -347,7 +349,7 @@ class _Assistant:
             return Opportunity(technique.name, found, "not here", alone.why_not(rung, mode))
         added = next((each for each in self.result.ladder if each.technique is technique), None)
         verdict, why = self._worth(technique, gain, added)
-        why = "; ".join(filter(None, [why, self._not_fired(technique), _unproven(judgement)]))
+        why = "; ".join(filter(None, [why, elsewhere, self._not_fired(technique), _unproven(judgement)]))
         return Opportunity(technique.name, found, verdict, why, gain[0], gain[1:], _error(judgement), advice)
 
     def _worth(self, technique: Technique, alone: Interval, added: Added | None) -> tuple[str, str]:

@@ -14,7 +14,8 @@ def matmuls_in_float32(program: Program, how: str) -> list[Found]:
     if not slow:
         return []
     percent = 100 * sum(call.flops for call in slow) / program.trace.flops
-    return [Found(None, "", 1, f"{len(slow)} matmuls in float32 {how}: {percent:.0f} % of all FLOPs")]
+    count = "1 matmul" if len(slow) == 1 else f"{len(slow)} matmuls"
+    return [Found(None, "", 1, f"{count} in float32 {how}: {percent:.0f} % of all FLOPs")]
 
 
 def find(program: Program) -> list[Found]:

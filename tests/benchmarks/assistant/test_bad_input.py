@@ -104,7 +104,7 @@ def test_a_model_without_parameters_is_taken(studies_in_seconds):
 
 
 @pytest.mark.integration
-def test_ctrl_c_keeps_what_is_done(assistant, monkeypatch):
+def test_ctrl_c_keeps_what_is_done(assistant, monkeypatch, tmp_path):
     """Here in the midst of the ladder: what each technique gains alone is there."""
     measure = Session.measure
 
@@ -114,8 +114,9 @@ def test_ctrl_c_keeps_what_is_done(assistant, monkeypatch):
         measure(self, group, keep)
     monkeypatch.setattr(Session, "measure", interrupted)
     status, out, err = assistant(ONE.format("return self.linear(x) + self.linear(x).sin()"), "--only", "autocast",
-                                 "--only", "compile")
+                                 "--only", "compile", "--report", tmp_path / "report.md")
     assert status == 130, err
+    assert "| autocast " in (tmp_path / "report.md").read_text()
     assert "it was interrupted" in out
     for technique in ("autocast", "compile"):
         assert re.search(rf"^{technique} +the call +\d+\.\d\d \[", out, re.MULTILINE), out

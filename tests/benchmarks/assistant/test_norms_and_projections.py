@@ -3,6 +3,7 @@ import pytest
 import torch
 from benchmarks.study import validate
 
+from benchmarks.assistant import optimize, source
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
 from benchmarks.assistant.techniques import fused_qkv, library_norm
@@ -50,6 +51,15 @@ def test_its_advice_can_be_pasted(spelling, technique, tmp_path):
     other = made(getattr(pasted(advice, spellings, tmp_path / "pasted.py"), spelling.__name__))
     is_same(other, model)
     assert not technique.find(read(other, Inputs.of(X))), advice.code
+
+
+@pytest.mark.integration
+def test_nobody_is_told_to_edit_an_installed_file(monkeypatch, studies_in_seconds):
+    monkeypatch.setattr(source, "_INSTALLED", (spellings.__file__,))
+    result = optimize(made(spellings.LayerNormByMeans), (X,), quick=True, techniques=(library_norm.TECHNIQUE,))
+    (one,) = result.opportunities
+    assert one.speedup and one.advice is None and "stands in an installed package" in one.why
+    assert "write this" not in str(result)
 
 
 @pytest.mark.integration

@@ -97,7 +97,7 @@ def test_what_is_in_16_bits_or_allows_tf32_has_nothing_to_gain(callers):
     assert not autocast.find(in_bf16)
     in_fp32 = program_of(nn.Linear(8, 8))
     assert bool(tf32.find(in_fp32)) == (torch.get_float32_matmul_precision() == "highest")
-    assert autocast.find(in_fp32)[0].reason == "1 matmuls in float32 without autocast: 100 % of all FLOPs"
+    assert autocast.find(in_fp32)[0].reason == "1 matmul in float32 without autocast: 100 % of all FLOPs"
 
 
 @pytest.mark.unit
