@@ -299,14 +299,16 @@ class _Assistant:
         with contextlib.ExitStack() as stack:
             try:
                 written, left_out = stack.enter_context(written_out(self.source, advices, self.session.device))
-            except Told as error:
+            except (Told, OSError) as error:                   # a full disk, say
                 result.written = WrittenOut(why_not=str(error))
                 return
             measured = Measured()
             self._measure([promised], WRITTEN, measured, [self._written_case(written, promised)])
         done = Combination(called=WRITTEN)
         gain, why_not = measured.gain(done, promised, mode), measured.why_not(done, mode)
-        result.written = WrittenOut(measured.ms(promised, mode), measured.ms(done, mode), gain, why_not, left_out)
+        by_hand = [one.technique for one in result.opportunities if one.verdict == "by hand" and one.advice]
+        result.written = WrittenOut(measured.ms(promised, mode), measured.ms(done, mode), gain, why_not,
+                                    list(dict.fromkeys(by_hand)), left_out)
 
     def _written_case(self, written: AsWritten, promised: Combination) -> Case:
         """It may round as the techniques that it spells out do."""

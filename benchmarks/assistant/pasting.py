@@ -11,12 +11,12 @@ from benchmarks.assistant.technique import Advice
 
 def pasted(text: str, advices: Sequence[Advice]) -> str:
     """The text of a file with all of them, from the last line to the first: those above keep their numbers."""
-    lines = text.splitlines()
     top = line_of_imports(text) - 1
     for advice in sorted(advices, key=lambda advice: -_place(advice).line):
-        lines = advice.pasted_into("\n".join(lines)).splitlines()
+        text = advice.pasted_into(text)
+    lines = text.split("\n")
     imports = dict.fromkeys(line for advice in advices for line in advice.imports)
-    return "\n".join([*lines[:top], *imports, *lines[top:]]) + "\n"
+    return "\n".join([*lines[:top], *imports, *lines[top:]])
 
 
 def apart(advices: Sequence[Advice]) -> list[Advice]:

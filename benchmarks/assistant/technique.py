@@ -44,11 +44,11 @@ class Advice:
     def pasted_into(self, text: str) -> str:
         """The text of a file with it, indented as the first of the lines that it replaces."""
         assert self.place is not None
-        lines = text.splitlines()
+        lines = text.split("\n")                         # not splitlines: a form feed ends no line of Python
         first, last = self.place.line - 1, max(self.place.line, self.place.last)
         indent = lines[first][:len(lines[first]) - len(lines[first].lstrip())]
         new = [indent + line if line else line for line in self.code.splitlines()]
-        return "\n".join([*lines[:first], *new, *lines[last:]]) + "\n"
+        return "\n".join([*lines[:first], *new, *lines[last:]])
 
 
 @dataclass

@@ -28,6 +28,7 @@ class WrittenOut:
     reached_ms: float | None = None
     gain: Interval | None = None               # how many times as fast as was promised
     why_not: str = ""
+    by_hand: Sequence[str] = ()                # techniques that are in it, and not in what was promised
     left_out: Sequence[Advice] = ()            # it was not pasted: two at one place, or another folder's file
 
     def section(self) -> Said:
@@ -36,7 +37,8 @@ class WrittenOut:
             lines.append(("promised", f"{figures(self.promised_ms)} ms, by what the techniques taken do together"))
         if self.reached_ms:
             times = f": {ratio(self.gain)} times as fast as promised{verdict(*self.gain[1:])}" if self.gain else ""
-            lines.append(("reached", f"{figures(self.reached_ms)} ms{times}"))
+            more = f"; {', '.join(self.by_hand)} count in this one alone" if self.by_hand else ""
+            lines.append(("reached", f"{figures(self.reached_ms)} ms{times}{more}"))
         if self.why_not:
             lines.append(("not reached", self.why_not))
         if self.left_out:

@@ -100,7 +100,8 @@ def parts_of(studies: Sequence[Question]) -> dict[str, Callable[[], str]]:
     """Name -> what makes its Markdown, of every part there is."""
     parts: dict[str, Callable[[], str]] = {"summary": summary, "compare": comparisons, "card": card,
                                            "sensitivity": sensitivity, "attribution": attribution,
-                                           "assistant": assistant, "assistant twice": assistant_twice}
+                                           "assistant": assistant, "assistant twice": assistant_twice,
+                                           "assistant written": assistant_written}
     for before, after in zip(steps.ALL, steps.ALL[1:], strict=False):
         parts[f"diff {before.number} {after.number}"] = lambda a=before, b=after: diff(a, b)    # type: ignore[misc]
     for preset in ("te-tutorial", "gpt2"):
@@ -312,8 +313,21 @@ def card() -> str:
 def assistant() -> str:
     """What the assistant said that each technique buys on the GPT with faults, on the H200."""
     said = (RESULTS / "h200" / "assistant-gpt.txt").read_text()
-    ranked = said[said.index("what it buys\n"):].split("\n\n")[0]
-    return f"```\n{ranked.partition(chr(10))[2]}\n```"
+    return f"```\n{_section_of(said, 'what it buys')}\n```"
+
+
+def _section_of(report: str, heading: str) -> str:
+    """The lines of a report below that heading."""
+    return report[report.index(f"\n{heading}\n"):].strip().split("\n\n")[0].partition("\n")[2]
+
+
+def assistant_written() -> str:
+    """What became of both examples when all that the assistant says to write was written."""
+    parts = []
+    for name in ("gpt", "gpt_good"):
+        said = (RESULTS / "h200" / f"assistant-{name}.txt").read_text()
+        parts.append(f"{name}.py\n{_section_of(said, 'written out')}")
+    return "\n".join(["```", *parts, "```"])
 
 
 def assistant_twice() -> str:
