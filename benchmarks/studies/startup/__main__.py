@@ -1,0 +1,6 @@
+"""One of the study's processes: this package run as a module, with the file of its work. Its answer lies beside that."""
+import sys
+
+from benchmarks.studies.startup.process import main
+
+sys.exit(main(sys.argv[1:]))
