@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..block.steps import ALL, ROOT
@@ -23,8 +24,13 @@ def files(root: Path = ROOT) -> list[Path]:
 @functools.cache
 def digest(root: Path = ROOT) -> str:
     """The SHA-256, in hexadecimal, of all source files one behind the other. `common/README.md` has it as a command."""
+    return digest_of(files(root))
+
+
+def digest_of(paths: Iterable[Path]) -> str:
+    """The same of these files."""
     content = hashlib.sha256()
-    for path in files(root):
+    for path in paths:
         content.update(path.read_bytes())
     return content.hexdigest()
 

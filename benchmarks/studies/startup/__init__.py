@@ -24,6 +24,7 @@ from benchmarks.studies.startup.cells import Cell, Measured, Processes, every_ce
 from benchmarks.studies.startup.keeping import COLD, NONE, WARM, WAYS
 from benchmarks.studies.startup.running import DYNAMIC, LENGTHS, PER_CALL, group, kind_of, of_shapes
 from benchmarks.studies.startup.stack import BY_LAYER, WHOLE
+from common import steps
 from common.block.config import PRESETS
 from common.command_line import SIZES, Parser, open_records, tell
 from common.measure.session import Session
@@ -31,7 +32,7 @@ from common.outcome import Outcome, judged
 from common.phases import Phase
 from common.report.record import Record, check_records, record
 from common.report.result import Compilation, Result
-from common.runtime import compiler, exclusive, machine
+from common.runtime import compiler, exclusive, machine, sources
 from common.runtime.iteration import BOTH, FORWARD, MODES
 from common.runtime.timing import Timing
 from common.text import NOT_AVAILABLE, figures, ratio, table
@@ -39,6 +40,7 @@ from common.text import NOT_AVAILABLE, figures, ratio, table
 FIRST, KEPT, GRAPHS = "first result", "kept", "graphs"
 TIMES = 3                                              # processes of a cell
 PREDICTED = {"warm": 2.5, "by layer": 4.0}             # for one H200, before it was measured
+MEASURED = [steps.load(2).path, *(Path(__file__).with_name(f"{name}.py") for name in ("stack", "keeping", "process"))]
 QUICK = "--quick leaves out: the forward alone, 12 layers, mega-cache, aot_compile, package, shapes, the price per call"
 Key = tuple[str, int, str, str]                        # way, layers, form, pass
 
@@ -74,10 +76,11 @@ def run(study: Study, options: Options) -> int:
 
 
 def way_of(session: Session, options: Options) -> dict[str, Any]:
-    """What must agree for cells of two runs to stand in one table."""
-    facts = ("torch", "cuda", "driver", "cpu_threads", "git")
+    """What must agree for cells of two runs to stand in one table. Of the sources it is what a process runs."""
+    facts = ("torch", "cuda", "driver", "cpu_threads")
     return {name: session.facts[name] for name in facts} | {
-        "seed": options.seed, "shape": str(options.config), "layers": options.layers, "times": options.times}
+        "seed": options.seed, "shape": str(options.config), "layers": options.layers, "times": options.times,
+        "autocast": str(options.config.amp_dtype), "sources": sources.digest_of(MEASURED)}
 
 
 def recorded(path: str | None, name: str, how: dict[str, Any]) -> list[Record]:

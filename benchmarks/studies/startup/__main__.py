@@ -1,4 +1,4 @@
-"""One of the study's processes: this package run as a module, with the file of its work. Its answer lies beside that."""
+"""One of the study's processes: the package run as a module, with the file of its work. Its answer lies beside."""
 import sys
 
 from benchmarks.studies.startup.process import main
