@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import tempfile
+from multiprocessing.util import Finalize
 
 import pytest
 import torch
@@ -43,7 +44,8 @@ def pytest_configure(config):
 
 def pytest_unconfigure(config):
     tempfile.tempdir = None
-    shutil.rmtree(config.folder, ignore_errors=True)
+    # Last of all: a server of processes has a folder in it, which multiprocessing removes when this process ends.
+    Finalize(None, shutil.rmtree, args=[config.folder], kwargs={"ignore_errors": True}, exitpriority=-200)
 
 
 def pytest_collection_modifyitems(items):

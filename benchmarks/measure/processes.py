@@ -3,9 +3,8 @@ import contextlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.records.read import read
 from common import signals
@@ -43,15 +42,11 @@ def in_turn(commands: Sequence[Sequence[str]], file: RecordFile, name: str,
     return lines
 
 
-def run_to_its_end(command: Sequence[str], environment: Mapping[str, str] | None = None, errors: Any = None,
-                   seconds: float | None = None) -> int:
-    """The exit status of a process. Where this one is told to end, so is that one, and it gets the time to clean up.
-
-    `errors` is the file that it writes its own to. Raises TimeoutExpired where it takes longer than `seconds`.
-    """
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
+def run_to_its_end(command: Sequence[str]) -> int:
+    """The exit status of a process. Where this one is told to end, so is that one, and it gets the time to clean up."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
-        return process.wait(seconds)
+        return process.wait()
     except BaseException:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

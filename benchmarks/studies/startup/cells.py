@@ -1,16 +1,17 @@
 """The cells of the table: each is a process of its own, several times, with caches of its own."""
 import json
-import os
+import multiprocessing
+import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.processes import run_to_its_end
+from benchmarks.measure.processes import PATIENCE as TO_END
+from benchmarks.studies.startup import process
 from benchmarks.studies.startup.keeping import COLD, MEGA, NONE, WARM, WAYS, why_not
 from benchmarks.studies.startup.process import Answer, Work
 from benchmarks.studies.startup.stack import BY_LAYER, WHOLE
@@ -84,9 +85,15 @@ class Measured:
 
 
 class Processes:
-    """Starts them, one after another. What is kept lies in `folder`."""
+    """Starts them, one after another. What is kept lies in `folder`.
+
+    Each is forked from a server that has imported torch, and nothing of its compiler: importing torch is no part of
+    what is asked, and would take most of the time.
+    """
 
     def __init__(self, folder: Path, config: BlockConfig, device: str, seed: int, say: Say):
+        self.server = multiprocessing.get_context("forkserver")
+        self.server.set_forkserver_preload([process.__name__])
         self.folder, self.config, self.device, self.seed, self.say = folder, config, device, seed, say
         self.made: dict[tuple, tuple[Path, Path, Answer]] = {}         # (folder of what is kept, of its cache, answer)
 
@@ -124,20 +131,33 @@ class Processes:
         """One process; where it died, what it said last."""
         work = Work(cell.way, cell.form, cell.mode, cell.layers, self.config, self.device, self.seed, str(kept), makes)
         own = self._new()
-        path, errors = own / "work.json", own / "errors.txt"
-        path.write_text(work.written())
-        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-                                    "TRITON_CACHE_DIR": str(cache / "triton")}
-        command = [sys.executable, "-m", "benchmarks.studies.startup", str(path)]
+        (own / process.WORK).write_text(work.written())
+        one = self.server.Process(target=process.main, args=(own, cache))
+        one.start()
         try:
-            with open(errors, "w") as file:
-                status = run_to_its_end(command, environment, file, PATIENCE)
-        except subprocess.TimeoutExpired:
+            one.join(PATIENCE)
+        finally:
+            took_too_long = one.is_alive()
+            _end(one)
+        if took_too_long:
             return Answer("failed", f"it took longer than {PATIENCE} s")
-        if status:
-            said = errors.read_text(errors="replace").strip().splitlines()
-            return Answer("failed", f"the process ended with status {status}: {said[-1] if said else 'no message'}")
-        return Answer(**json.loads((own / "answer.json").read_text()))
+        if one.exitcode:
+            said = (own / process.ERRORS).read_text(errors="replace").strip().splitlines()
+            return Answer("failed", f"the process {_ended(one.exitcode)}: {said[-1] if said else 'no message'}")
+        return Answer(**json.loads((own / process.ANSWER).read_text()))
+
+
+def _end(one: BaseProcess) -> None:
+    """It gets the time to clean up."""
+    if one.is_alive():
+        one.terminate()
+        one.join(TO_END)
+        one.kill()
+    one.join()
+
+
+def _ended(status: int) -> str:
+    return f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 def size_of(folder: Path) -> int:

@@ -83,6 +83,8 @@ def _function_of(stack: Stack, form: str) -> tuple[Callable, list]:
 
 def _save_function(folder: Path, stack: Stack, form: str, x: Tensor) -> None:
     function, owners = _function_of(stack, form)
+    if hasattr(torch._dynamo.config, "enable_aot_compile"):                    # torch 2.11 has it behind a switch
+        torch._dynamo.config.enable_aot_compile = True
     compile_it: Any = torch.compile(function, fullgraph=True, dynamic=False)
     compile_it.aot_compile(((owners[0], x), {})).save_compiled_function(str(folder / FUNCTION))
 

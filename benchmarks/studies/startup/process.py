@@ -2,6 +2,8 @@
 import contextlib
 import dataclasses
 import json
+import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from benchmarks.studies.startup.keeping import COLD, NONE, check_note, made_for, note, ways
 from benchmarks.studies.startup.stack import Call, InItsPrecision, Stack, compiled, errors, gates, sample
@@ -22,6 +23,7 @@ from common.runtime.iteration import BOTH, FORWARD
 COUNTED = {"graphs": ("stats", "unique_graphs"), "hits": ("inductor", "fxgraph_cache_hit"),
            "misses": ("inductor", "fxgraph_cache_miss"), "autograd hits": ("aot_autograd", "autograd_cache_hit"),
            "autograd bypasses": ("aot_autograd", "autograd_cache_bypass")}
+WORK, ANSWER, ERRORS = "work.json", "answer.json", "errors.txt"
 REUSED = ("warm folder", "mega-cache")                 # what these do not find, is compiled anew
 
 
@@ -64,13 +66,15 @@ class Answer:
     counted: dict[str, int] = field(default_factory=dict)
 
 
-def main(argv: list[str]) -> int:
-    """Do the work of a file, and write the answer."""
+def main(folder: Path, cache: Path) -> None:
+    """Do the work of a file in that folder, with that folder of caches, and write the answer and what goes wrong there.
+    """
     signals.end_in_order()
-    path = Path(argv[0])
-    answer = done(Work.read(path.read_text()))
-    path.with_name("answer.json").write_text(json.dumps(dataclasses.asdict(answer)))
-    return 0
+    with open(folder / ERRORS, "w") as errors:
+        os.dup2(errors.fileno(), sys.stderr.fileno())
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+    answer = done(Work.read((folder / WORK).read_text()))
+    (folder / ANSWER).write_text(json.dumps(dataclasses.asdict(answer)))
 
 
 def done(work: Work) -> Answer:
@@ -83,7 +87,6 @@ def done(work: Work) -> Answer:
 
 
 def _do(work: Work, answer: Answer) -> None:
-    counters.clear()
     device = torch.device(work.device)
     stack = Stack(work.config, work.layers, work.seed, device)
     x, dy = sample(work.config, work.seed, device)
@@ -97,6 +100,7 @@ def _do(work: Work, answer: Answer) -> None:
         call = InItsPrecision(_call(work, stack, facts), work.config)
         y = _run(call, x, dy, work.mode)
         answer.seconds = time.perf_counter() - began
+    counters = torch._dynamo.utils.counters            # not before: to import Dynamo is part of what compiling costs
     answer.counted = {name: counters[group][key] for name, (group, key) in COUNTED.items()}
     _check(work, stack, x, dy, y, answer)
     misses, hits = answer.counted["misses"], answer.counted["hits"]

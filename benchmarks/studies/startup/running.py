@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch._dynamo.utils import counters
 
 from benchmarks.measure.modules import Checked
 from benchmarks.studies.startup.keeping import NONE
@@ -35,7 +34,8 @@ def of_shapes(config: BlockConfig, device: torch.device, seed: int, dynamic: boo
     compiler.allow_many_graphs()
     stack = Stack(config, 1, seed, device)
     call = InItsPrecision(torch.compile(stack.forward, fullgraph=True, dynamic=dynamic), config)
-    counters["stats"]["unique_graphs"] = 0
+    counted = torch._dynamo.utils.counters["stats"]
+    before = counted["unique_graphs"]
     gate = gates(kind_of(config, device), 1)["branch"]
     for length in LENGTHS:
         x, dy = sample(config.replace(seq_len=length), seed, device)
@@ -48,7 +48,7 @@ def of_shapes(config: BlockConfig, device: torch.device, seed: int, dynamic: boo
         error = errors(stack, x, dy, y, with_gradients=False)["branch"]
         result.errors["branch"] = max((error, gate), result.errors.get("branch", (0.0, gate)))
         require(f"branch at {length} tokens", error, gate)
-        yield length, counters["stats"]["unique_graphs"], seconds
+        yield length, counted["unique_graphs"] - before, seconds
 
 
 def group(config: BlockConfig, layers: int) -> Group:

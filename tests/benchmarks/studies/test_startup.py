@@ -3,16 +3,19 @@ import dataclasses
 import json
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from benchmarks import studies
 from benchmarks.records.read import metric, read
-from benchmarks.studies.startup import cells, keeping, process, running, stack
+from benchmarks.studies.startup import cells, keeping, running, stack
 from benchmarks.studies.startup.process import Answer, Work, done
 from benchmarks.studies.startup.stack import BY_LAYER, WHOLE
 from common import BlockConfig
+from common.block.steps import ROOT
 from common.measure.session import Session
 from common.outcome import Failed
 from common.report.result import Result
@@ -32,6 +35,7 @@ def work(way=keeping.NONE, form=WHOLE, mode=BOTH, layers=2, config=CONFIG, folde
 @pytest.fixture
 def uncompiled(monkeypatch, fresh_dynamo):
     """Dynamo captures, and nobody generates code."""
+    torch._dynamo.utils.counters.clear()
     compile_it = torch.compile
     monkeypatch.setattr(torch, "compile", lambda call, **how: compile_it(call, backend="eager", **how))
 
@@ -225,11 +229,17 @@ def test_a_folder_of_somebody_else_is_refused(study_main, tmp_path):
 @integration
 def test_a_real_process_answers(tmp_path):
     of_all = cells.Processes(tmp_path, CONFIG, "cpu", 0, lambda detail: None)
-    measured = of_all.measure(cells.Cell(keeping.NONE, 2, WHOLE, FORWARD), 1)
-    assert measured.failed is None and len(measured.seconds) == 1 and measured.errors["branch"][0] < 1e-6
-    one = work()
-    (tmp_path / "work.json").write_text(one.written())
-    assert process.main([str(tmp_path / "work.json")]) == 0
+    measured = of_all.measure(cells.Cell(keeping.NONE, 2, WHOLE, FORWARD), 2)
+    assert measured.failed is None and len(measured.seconds) == 2 and measured.errors["branch"][0] < 1e-6
+
+
+@integration
+def test_the_server_has_imported_nothing_of_the_compiler():
+    """That belongs to the seconds that are told."""
+    code = ("import sys, benchmarks.studies.startup.process; "
+            "print([name for name in ('torch._dynamo', 'torch._inductor', 'triton') if name in sys.modules])")
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
 
 
 @unit
@@ -238,7 +248,7 @@ def test_a_process_that_dies_says_what_it_said_last(tmp_path, monkeypatch):
     of_all = cells.Processes(tmp_path, CONFIG, "cpu", 0, lambda detail: None)
     measured = of_all.measure(cells.Cell(keeping.NONE, 2, WHOLE, FORWARD), 3)
     assert len(measured.answers) == 1
-    assert "ended with status 1: json.decoder.JSONDecodeError" in measured.failed.reason
+    assert "the process ended with status 1: json.decoder.JSONDecodeError" in measured.failed.reason
 
 
 @unit
