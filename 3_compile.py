@@ -1,7 +1,8 @@
 """Step 3: the same block compiled.
 
 torch.compile traces the block once and generates kernels that fuse what stood between the matmuls: casts, GELU,
-LayerNorm and residual adds pass through memory once instead of once each.
+LayerNorm and residual adds pass through memory once instead of once each. The choice of attention backends has to stand
+inside of what is compiled: AOTAutograd's cache, which it turns off, would not know it.
 
     python 3_compile.py
 """

@@ -5,6 +5,7 @@ The digest of the records that a chart shows is in its file, so that a stale one
 import hashlib
 import json
 import math
+import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,8 @@ Interval = tuple[float, float, float]                # value, low, high
 def plt():
     """matplotlib.pyplot, imported where something is drawn: most runs draw nothing, and need not wait for it."""
     import matplotlib
-    matplotlib.use("Agg")
+    if "MPLBACKEND" not in os.environ:                     # a notebook has set it, and shows figures inline
+        matplotlib.use("Agg")
     from matplotlib import pyplot
     return pyplot
 

@@ -1,0 +1,49 @@
+"""The notebooks run from top to bottom, and what is recorded of them is of their cells and of no person's machine."""
+import re
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+
+from benchmarks import notebooks  # noqa: E402
+
+EACH = pytest.mark.parametrize("path", notebooks.every(), ids=lambda path: path.stem)
+A_MACHINE = re.compile(r"/home/|/root/|/tmp/|/usr/|/opt/|/work/|site-packages|\.venv|pid[ -]\d+|\d\d:\d\d:\d\d")
+
+
+def code(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def text_of(output):
+    return output.get("text") or "".join(map(str, output.get("data", {}).values()))
+
+
+@pytest.mark.unit
+@EACH
+def test_it_is_recorded_whole(path):
+    notebook = nbformat.read(path, as_version=nbformat.NO_CONVERT)
+    nbformat.validate(notebook)
+    assert notebook.nbformat == 4
+    assert [cell.execution_count for cell in code(notebook)] == list(range(1, len(code(notebook)) + 1))
+    for cell in code(notebook):
+        for output in cell.outputs:
+            assert output.output_type != "error" and output.get("name") != "stderr", cell.source
+            for line in text_of(output).splitlines():
+                assert not A_MACHINE.search(line), line
+
+
+@pytest.mark.integration
+@EACH
+def test_it_runs_from_top_to_bottom(path, monkeypatch):
+    """What it prints now is of the same form as what is recorded: another one is stale."""
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_INTERPRET"):     # the tests' own
+        monkeypatch.delenv(variable, raising=False)
+    recorded, now = nbformat.read(path, as_version=4), notebooks.executed(path)
+    for old, new in zip(code(recorded), code(now), strict=True):
+        forms = [sorted({output.output_type for output in cell.outputs}) for cell in (old, new)]
+        assert forms[0] == forms[1], new.source
+        for output in new.outputs:
+            assert output.output_type != "error", output
