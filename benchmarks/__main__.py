@@ -5,6 +5,7 @@ TOOLS = {
     "assistant": "What should you change in your own model, what does it buy, and is it still the same function?",
     "compare": "Is a change between two recorded runs real?",
     "records": "What does a file of records hold, and does this checkout match it?",
+    "notebooks": "Run the notebooks, and record what they print.",
     "kernels": "Do the kernels by hand give the same bits twice?",
     "pages": "Rewrite the generated pages and charts from the recorded runs.",
 }
@@ -22,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     # Imported here, behind the check above. `common` comes first of all, and with it Ctrl-C in one line.
     from benchmarks import studies
     from benchmarks.assistant import command as assistant
+    from benchmarks.notebooks import command as notebooks
     from benchmarks.records import about, compare
     from benchmarks.show import pages
     from benchmarks.show.study import main as run_study
@@ -34,10 +36,12 @@ def main(argv: list[str] | None = None) -> int:
         known = ", ".join([*(study.name for study in studies.every()), *TOOLS])
         usage("benchmarks", f"{name}: there is no such question; give one of {known}")
     study = None
-    if name not in ("assistant", "compare", "records", "pages"):
+    if name not in ("assistant", "compare", "records", "pages", "notebooks"):
         study = studies.load("fusions" if name == "kernels" else name)
     if name == "assistant":
         return assistant.main(rest)
+    if name == "notebooks":
+        return notebooks.main(rest)
     if name == "compare":
         return compare.main(rest)
     if name == "records":

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import studies
 from benchmarks.assistant import command as assistant
 from benchmarks.measure import options
+from benchmarks.notebooks import command as notebooks
 from benchmarks.records import about, compare
 from benchmarks.show import pages
 from benchmarks.show import study as frame
@@ -78,6 +79,8 @@ def parser_of(words: list[str]) -> tuple[Parser, list[str]] | None:
             return about.parser(), arguments
         if module == "assistant":
             return assistant.parser(), arguments
+        if module == "notebooks":
+            return notebooks.parser(), arguments
         study = studies.load(module)
         parser = options.parser(study.name, study.doc)
         study.add_arguments(parser)
