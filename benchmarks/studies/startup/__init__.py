@@ -194,9 +194,10 @@ def _times(of_cells: dict[Key, Record], mode: str, width: int | None) -> str:
 
 def _cell(of_cells: dict[Key, Record], way: str, layers: int, form: str, mode: str) -> list[str]:
     line = of_cells.get((way, layers, form, mode))
-    if line is None or not values(line):
-        status = info(line)["status"] if line else ""
-        return ["failed" if status in ("failed", "oom") else NOT_AVAILABLE, ""]
+    if line is None:
+        return ["not recorded", ""]
+    if not values(line):
+        return [NOT_AVAILABLE if info(line)["status"] == "skipped" else info(line)["status"], ""]
     own, cold = seconds(of_cells, way, layers, form, mode), seconds(of_cells, COLD, layers, form, mode)
     assert own is not None
     return [figures(own), f"{cold / own:.1f}" if cold and way not in (COLD, NONE) else ""]
