@@ -283,7 +283,7 @@ def findings(lines: list[Record]) -> list[str]:
 
 def _finding(what: str, of_cells: dict[Key, Record], one: Key, over: Key, words: str, predicted: float) -> str:
     own, other = seconds(of_cells, *one), seconds(of_cells, *over)
-    return f"{what} {other / own:.1f} {words}; predicted {predicted:g}" if own and other else ""
+    return f"{what} {other / own:.1f} {words}; predicted for an H200: {predicted:g}" if own and other else ""
 
 
 def _why_not(lines: list[Record]) -> str:
@@ -315,7 +315,8 @@ def answer(lines: list[Record]) -> str:
                             for way, form in ((COLD, WHOLE), (WARM, WHOLE), (COLD, BY_LAYER)))
     if not (cold and warm and by_layer):
         return "see the tables"
-    return (f"{layers} layers start in {figures(cold)} s, from a warm folder in {figures(warm)}, "
+    where = "" if runner(lines[0])["type"] == "cuda" else "on a CPU "
+    return (f"{where}{layers} layers start in {figures(cold)} s, from a warm folder in {figures(warm)}, "
             f"by repeated layer in {figures(by_layer)}")
 
 
@@ -345,7 +346,10 @@ def refine(options: Options) -> None:
 
 
 INTRODUCTION = """\
-The compiler's time does not depend on the size of the matrices, so the blocks are small."""
+The blocks are small: the compiler writes the same code for larger ones. On a CPU the C++ compiler takes most of a cold
+start. A mega-cache and aot_compile keep no machine code there, so they save little. Before a
+package is loaded there, torch compiles a few small programs to see which vector instructions the CPU has: with a cache
+folder that another process filled it starts sooner."""
 
 register(Study("startup", __doc__, lambda options: [], text=text, charts=charts, run=run, add_arguments=add_arguments,
                refine=refine, answer=answer, no_chart="no cell has a time", place=8, introduction=INTRODUCTION))

@@ -17,7 +17,7 @@ from common.report.result import Result
 from common.runtime import compiler, iteration
 from common.runtime.iteration import BOTH
 
-LENGTHS = (80, 96, 112, 144, 1)         # of sequences; none is a width, too: torch takes equal sizes for one and the same
+LENGTHS = (80, 96, 112, 144, 1)        # of sequences; none is a width: torch takes equal sizes for the same
 DYNAMIC = (None, False, True)
 PER_CALL = "per call"
 
