@@ -54,7 +54,7 @@ def run(study: Study, options: Options) -> int:
         session = open_session(study, options)
         how = way_of(session, options)
         known = recorded(options.json, session.facts["name"], how)
-        finished = {key_of(line) for line in known if metric(line) == FIRST}
+        finished = {key for key, line in by_key(known).items() if values(line)}        # what failed is tried again
         every = every_cell(options.layers, options.quick)
         if known:
             session.note(f"{len(finished)} of {len(every)} cells are already in {options.json}")
@@ -289,8 +289,8 @@ def _finding(what: str, of_cells: dict[Key, Record], one: Key, over: Key, words:
 def _why_not(lines: list[Record]) -> str:
     """A line for each reason that a figure is missing."""
     reasons: dict[str, list[str]] = {}
-    for line in lines:
-        if metric(line) in (FIRST, GRAPHS) and not values(line):
+    for line in [*by_key(lines).values(), *(line for line in lines if metric(line) == GRAPHS)]:
+        if not values(line):
             status, reason = info(line)["status"], info(line)["reason"]
             words = reason if status == "skipped" else f"{status}: {reason}"
             reasons.setdefault(words, []).append(case(line)["name"])
@@ -347,7 +347,7 @@ def refine(options: Options) -> None:
 
 INTRODUCTION = """\
 The blocks are small: the compiler writes the same code for larger ones. On a CPU the C++ compiler takes most of a cold
-start. A mega-cache and aot_compile keep no machine code there, so they save little. Before a
+start. A mega-cache and aot_compile keep no machine code there, so they save less. Before a
 package is loaded there, torch compiles a few small programs to see which vector instructions the CPU has: with a cache
 folder that another process filled it starts sooner."""
 

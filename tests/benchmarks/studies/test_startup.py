@@ -197,10 +197,14 @@ def test_the_whole_table(study_main, processes, uncompiled, tmp_path):
 
 
 @integration
-def test_a_process_that_fails_is_a_failed_cell(study_main, monkeypatch, tmp_path):
-    monkeypatch.setattr(cells.Processes, "_run", lambda self, cell, *_, **__: Answer("failed", "it broke"))
-    status, out, _ = study_main("startup", "--quick")
-    assert status == 1 and "failed: it broke" in out and "cold  " in out
+def test_a_process_that_fails_is_a_failed_cell_and_tried_again(study_main, processes, monkeypatch, tmp_path):
+    path = tmp_path / "startup.jsonl"
+    with monkeypatch.context() as broken:
+        broken.setattr(cells.Processes, "_run", lambda self, cell, *_, **__: Answer("failed", "it broke"))
+        status, out, _ = study_main("startup", "--quick", "--json", path)
+        assert status == 1 and "failed: it broke" in out and "cold  " in out
+    status, out, _ = study_main("startup", "--quick", "--json", path)
+    assert status == 0 and "it broke" not in out and "warm is 4.0 times as fast" in out, out
 
 
 @integration
