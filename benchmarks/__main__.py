@@ -35,23 +35,15 @@ def main(argv: list[str] | None = None) -> int:
     if name not in (*studies.names(), *TOOLS):
         known = ", ".join([*(study.name for study in studies.every()), *TOOLS])
         usage("benchmarks", f"{name}: there is no such question; give one of {known}")
-    study = None
-    if name not in ("assistant", "compare", "records", "pages", "notebooks"):
-        study = studies.load("fusions" if name == "kernels" else name)
-    if name == "assistant":
-        return assistant.main(rest)
-    if name == "notebooks":
-        return notebooks.main(rest)
-    if name == "compare":
-        return compare.main(rest)
-    if name == "records":
-        return about.main(rest)
+    tools = {"assistant": assistant.main, "notebooks": notebooks.main, "compare": compare.main, "records": about.main}
+    if name in tools:
+        return tools[name](rest)
     if name == "pages":
         return pages.main(rest, studies.every())
+    study = studies.load("fusions" if name == "kernels" else name)
     if name == "kernels":
         from benchmarks.kernels.__main__ import main as kernels
         return kernels(rest)
-    assert study is not None
     return run_study(study, rest)
 
 

@@ -1,6 +1,7 @@
 """The ladder on a user's own model: what to change, what it buys, whether it is still the same function."""
 from benchmarks.assistant.look import Looked
-from benchmarks.assistant.optimize import Opportunity, Optimized, look, optimize, why
+from benchmarks.assistant.optimize import look, optimize, why
+from benchmarks.assistant.optimized import Opportunity, Optimized
 from benchmarks.assistant.task import Task
 
 __all__ = ["Looked", "Opportunity", "Optimized", "Task", "look", "optimize", "why"]

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.assistant.combination import Combination, Interval, Measured, cases
+from benchmarks.assistant.combination import Combination, Measured, cases
 from benchmarks.assistant.loading import Source
 from benchmarks.assistant.look import Looked, look_at
-from benchmarks.assistant.optimized import VERDICTS, Added, Opportunity, Optimized
+from benchmarks.assistant.optimized import Added, Optimized
 from benchmarks.assistant.rung import Rung
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.technique import Found, Plan, Technique, plan_of
 from benchmarks.assistant.techniques import EVERY
+from benchmarks.assistant.verdicts import opportunities
 from benchmarks.assistant.why import Why, explain
 from benchmarks.assistant.workload import arithmetic_of, workload
 from benchmarks.assistant.written import AsWritten, WrittenOut, written_out
@@ -40,7 +41,6 @@ from common.report.record_file import RecordFile
 from common.report.result import Compilation, Result
 from common.runtime.iteration import BOTH, FORWARD, MODES
 
-WORTH_IT = 1.02                        # of the speed-up, the lower end of its interval
 ALONE, TOGETHER, WRITTEN = "alone", "together", "written out"      # the groups of rungs that share their rounds
 ITERATIONS = 30                        # a guess: compiling, judging and warming up a rung takes as long as so many
 GRADIENTS = 3                          # recorded of each rung, those nearest to their bounds
@@ -72,8 +72,8 @@ def optimize(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: 
     count = rounds or (QUICK_ROUNDS if quick else ROUNDS[where.type])
     session = Session("assistant", where, count, seed, file=file)
     with kept(task.model), _fits():
-        assistant = _Assistant(task, session, techniques, inference, quick)
-        assistant.source = model if isinstance(model, Source) and not quick else None
+        source = model if isinstance(model, Source) and not quick else None
+        assistant = _Assistant(task, session, techniques, inference, quick, source)
         return assistant.run(name or type(task.model).__name__)
 
 
@@ -145,12 +145,12 @@ class _Assistant:
     """One run on one model."""
 
     def __init__(self, task: Task, session: Session, techniques: Sequence[Technique], inference: bool,
-                 quick: bool):
+                 quick: bool, source: Source | None):
         self.task, self.session, self.techniques, self.quick = task, session, techniques, quick
         self.inference, self.modes = inference, (FORWARD,) if inference else MODES
         self.judgements: dict[str, Judgement] = {}
         self.seconds_a_rung: float | None = None               # in the rounds before
-        self.source: Source | None = None                      # what was to be written is tried there
+        self.source = source                                   # what is to be written is tried there, if it is known
 
     def run(self, name: str) -> Optimized:
         session, task = self.session, self.task
@@ -180,9 +180,7 @@ class _Assistant:
         """With the verdicts on what was measured so far."""
         result = self.result
         result.payback = self._payback()
-        result.opportunities = [self._judged(technique, each) for technique in self.techniques
-                                for each in result.looked.found[technique]]
-        result.opportunities.sort(key=lambda one: (VERDICTS.index(one.verdict), -(one.speedup or 0.0)))
+        result.opportunities = opportunities(result)
         result.lines = self.session.lines
         return result
 
@@ -276,7 +274,7 @@ class _Assistant:
 
     def _climb(self, tried: Sequence[Technique]) -> None:
         """Measure the ladder: one technique after the other, the one that gains most alone first."""
-        gains = {each: gain for each in tried if (gain := self._gain_alone(each))}
+        gains = {each: gain for each in tried if (gain := self.result.gain_alone(each))}
         if len(gains) < 2:
             return
         order = sorted(gains, key=lambda each: -gains[each][0])
@@ -317,9 +315,6 @@ class _Assistant:
                                         overwrites_output=promised.launch == "graph")
         return self._case_of(WRITTEN, prepare, WRITTEN)
 
-    def _gain_alone(self, technique: Technique) -> Interval | None:
-        return self.result.alone.gain(Combination((technique,)), Combination(), self.result.mode)
-
     def _payback(self) -> str:
         """When what compiling took is won back by that alone; "" where it was not tried."""
         compiled = next((each for each in self.techniques if each.name == "compile"), None)
@@ -331,67 +326,9 @@ class _Assistant:
         result.compilation.uncompiled = base.timing.samples
         return result.compilation.pays_after(row.timing)
 
-    # --------------------------------------------------------------------------------------------------------- verdicts
-
-    def _judged(self, technique: Technique, found: Found) -> Opportunity:
-        """The verdict on one place."""
-        if reason := technique.missing(self.session.device) or found.why_not:
-            return Opportunity(technique.name, found, "not here", reason)
-        advice, elsewhere = technique.advice(self.program, found), ""
-        if advice and advice.place and not advice.place.is_yours:
-            advice, elsewhere = None, "it stands in an installed package: there is nothing to write in your files"
-        if technique.apply is None:
-            return Opportunity(technique.name, found, "by hand", elsewhere, advice=advice)
-        alone, mode, rung = self.result.alone, self.result.mode, Combination((technique,))
-        judgement = self.judgements.get(rung.name)
-        if judgement and not judgement.passed:
-            return Opportunity(technique.name, found, "unsafe", judgement.failure)
-        gain = self._gain_alone(technique)
-        if gain is None:
-            return Opportunity(technique.name, found, "not here", alone.why_not(rung, mode))
-        added = next((each for each in self.result.ladder if each.technique is technique), None)
-        verdict, why = self._worth(technique, gain, added)
-        why = "; ".join(filter(None, [why, elsewhere, self._not_fired(technique), _unproven(judgement)]))
-        return Opportunity(technique.name, found, verdict, why, gain[0], gain[1:], _error(judgement), advice)
-
-    def _worth(self, technique: Technique, alone: Interval, added: Added | None) -> tuple[str, str]:
-        """(the verdict on what passed, why where that needs a word)."""
-        kind = "different numerics" if self._numerics(technique) else "take"
-        if alone[1] >= WORTH_IT:
-            return kind, ""
-        if added and added.gain and added.gain[1] >= WORTH_IT:
-            before = " + ".join(each.name for each in added.combination.techniques[:-1])
-            return kind, f"not alone, but on top of {before}" if before else "not alone, but in the ladder's rounds"
-        return "no gain", ""
-
-    def _not_fired(self, technique: Technique) -> str:
-        """Why it did not, though it was applied; "" where its kernels ran."""
-        results, mode = self.result.alone.results, self.result.mode
-        seen = [results[rung.name].evidence.get(mode) for rung in (Combination(), Combination((technique,)))]
-        said = technique.fired(self.program, seen[0], seen[1]) if seen[0] and seen[1] else ""
-        return said and f"it did not fire: {said}"
-
-    def _numerics(self, technique: Technique) -> str | None:
-        judgement = self.judgements.get(Combination((technique,)).name)
-        return judgement.numerics if judgement else None
-
-
-def _unproven(judgement: Judgement | None) -> str:
-    """Of how many tensors it could not be told whether they are the same, and why; "" where it could of all."""
-    checks = list(judgement or ())
-    reasons = [check.reason for check in checks if not check.proven]
-    return f"unproven in {len(reasons)} of {len(checks)} checks: {reasons[0]}" if reasons else ""
-
 
 def _multiplying_in(plan: Plan, dtype: torch.dtype) -> torch.dtype:
     """What a rung rounds to: a graph may take other algorithms than eager calls. TF32 has the mantissa of FP16."""
     if plan.autocast:
         return plan.autocast
     return torch.float16 if plan.numerics and dtype == torch.float32 else dtype
-
-
-def _error(judgement: Judgement | None) -> float | None:
-    """The largest of an output, at the dtype that it is timed in."""
-    errors = [check.error for check in judgement or () if check.name.startswith("output")
-              and check.question == "precision" and check.error == check.error]
-    return max(errors, default=None)

@@ -96,6 +96,10 @@ class Optimized(Shown):
         limit = f", {percent:.0f} % of what this machine could do" if percent else ""
         return f"{figures(ms)} ms as it is{limit}"
 
+    def gain_alone(self, technique: Technique) -> Interval | None:
+        """How many times as fast it alone makes the model."""
+        return self.alone.gain(Combination((technique,)), AS_IT_IS, self.mode)
+
     def to_write(self) -> list[Advice]:
         """The code for each that is worth it, in the order in which it is to be written at one place: the call last."""
         advices = [one.advice for one in self.opportunities if one.advice and one.verdict in TO_WRITE]

@@ -18,8 +18,7 @@ _PROGRAM = "program.py"
 
 
 def logged(program: str, like: str = "", most: int = 25, **environment: str) -> str:
-    """Its stdout and stderr, time stamps and folders left out; of more than `most` lines the first,
-    of 0 none.
+    """The first `most` lines of its stdout and stderr, time stamps and folders left out.
 
     `like`: a pattern, of the lines that are wanted. "FOLDER" in a variable's value is an empty folder of this call; the
     files that were written there are listed at the end.

@@ -18,12 +18,12 @@ from typing import Any
 from benchmarks.measure.options import count
 from benchmarks.records.read import Run, case, extra, info, metric, paired, read, runner, runs, values
 from benchmarks.show.charts import Charts, bars_chart
-from benchmarks.show.study import Options, Study, open_session, register, show
+from benchmarks.show.study import Options, Study, exit_status, open_session, register, show
 from benchmarks.show.tables import framed
 from benchmarks.studies.startup.cells import Cell, Measured, Processes, every_cell, form_in_words, spread
 from benchmarks.studies.startup.keeping import COLD, NONE, WARM, WAYS
-from benchmarks.studies.startup.running import DYNAMIC, LENGTHS, PER_CALL, group, kind_of, of_shapes
-from benchmarks.studies.startup.stack import BY_LAYER, WHOLE
+from benchmarks.studies.startup.running import DYNAMIC, LENGTHS, PER_CALL, group, of_shapes
+from benchmarks.studies.startup.stack import BY_LAYER, WHOLE, kind_of
 from common import steps
 from common.block.config import PRESETS
 from common.command_line import SIZES, Parser, open_records, tell
@@ -68,11 +68,10 @@ def run(study: Study, options: Options) -> int:
             if not any(metric(line) == GRAPHS for line in known):
                 _measure_shapes(session, options, how)
             session.measure(group(options.config, options.layers))
-        status = show(study, options, session, known + session.lines)
+        show(study, options, session, known + session.lines)
         if options.quick:
             tell(QUICK)
-        failed = any(info(line)["status"] == "failed" for line in session.lines)
-        return max(status, int(failed))
+        return exit_status(info(line)["status"] for line in session.lines)
 
 
 def way_of(session: Session, options: Options) -> dict[str, Any]:
@@ -121,7 +120,7 @@ def _records(cell: Cell, measured: Measured | str, session: Session, options: Op
     worst = {name: (error, gate) for name, (error, gate) in measured.errors.items() if math.isfinite(error)}
     lines = []
     if made := measured.made:
-        lines.append(record(result, KEPT, "bytes", [made.kept_bytes], cell.mode, seconds_to_make=made.seconds))
+        lines.append(record(result, KEPT, "bytes", [measured.kept_bytes], cell.mode, seconds_to_make=made.seconds))
     counted = measured.answers[-1].counted if measured.answers else {}
     seconds = [] if failed else measured.seconds
     lines.append(record(result, FIRST, "s", seconds, cell.mode, counted=counted, errors=worst, how=how))
@@ -170,9 +169,9 @@ def _forms(of_cells: dict[Key, Record]) -> list[tuple[int, str]]:
     return list(dict.fromkeys((layers, form) for _, layers, form, _ in of_cells))
 
 
-def seconds(of_cells: dict[Key, Record], *key: Any) -> float | None:
+def seconds(of_cells: dict[Key, Record], key: Key) -> float | None:
     """The median of a cell; None where it was not measured."""
-    line = of_cells.get(key)                                           # type: ignore[call-overload]
+    line = of_cells.get(key)
     return spread(values(line))[0] if line and values(line) else None
 
 
@@ -198,7 +197,7 @@ def _cell(of_cells: dict[Key, Record], way: str, layers: int, form: str, mode: s
         return ["not recorded", ""]
     if not values(line):
         return [NOT_AVAILABLE if info(line)["status"] == "skipped" else info(line)["status"], ""]
-    own, cold = seconds(of_cells, way, layers, form, mode), seconds(of_cells, COLD, layers, form, mode)
+    own, cold = seconds(of_cells, (way, layers, form, mode)), seconds(of_cells, (COLD, layers, form, mode))
     assert own is not None
     return [figures(own), f"{cold / own:.1f}" if cold and way not in (COLD, NONE) else ""]
 
@@ -212,12 +211,13 @@ def _kept(lines: list[Record], of_cells: dict[Key, Record], width: int | None) -
             continue
         counted, errors = extra(line).get("counted", {}), extra(line).get("errors", {})
         way, layers, form, mode = key
-        kept = made.get(key)
+        of_kept = ["", ""]
+        if kept := made.get(key):
+            of_kept = [figures(extra(kept)["seconds_to_make"]), figures(values(kept)[0] / 1e6)]
+        counts = [str(counted.get(each, 0)) for each in ("graphs", "hits", "misses", "autograd bypasses")]
         name, (error, gate) = max(errors.items(), key=lambda item: item[1][0] / item[1][1])
-        rows.append([f"{way}, {form_in_words(layers, form)}, {mode}",
-                     figures(extra(kept)["seconds_to_make"]) if kept else "",
-                     figures(values(kept)[0] / 1e6) if kept else "", *(str(counted.get(each, 0)) for each in
-                     ("graphs", "hits", "misses", "autograd bypasses")), f"{error:.0e} of {gate:.0e}, {name}"])
+        rows.append([f"{way}, {form_in_words(layers, form)}, {mode}", *of_kept, *counts,
+                     f"{error:.0e} of {gate:.0e}, {name}"])
     headers = ["of which", "made in s", "kept MB", "traced", "found", "compiled", "bypassed", "worst error of its gate"]
     return table(rows, headers, width) if rows else ""
 
@@ -252,7 +252,7 @@ def _per_call(lines: list[Record], width: int | None) -> str:
             ms = of_run.median(mode, "eager")
             times = paired(timed.get(("compiled", WHOLE)), of_run, mode)
             row += [figures(ms) if ms else of_run.status, ratio(times) if times and form == BY_LAYER else ""]
-        row.append(_paid_back(timed.get((NONE, WHOLE)), of_run, seconds(of_cells, COLD, layers, form, BOTH)))
+        row.append(_paid_back(timed.get((NONE, WHOLE)), of_run, seconds(of_cells, (COLD, layers, form, BOTH))))
         rows.append(row)
     headers = ["a call", "forward ms", "x whole", "f+b ms", "x whole", "paid back, cold"]
     return table(rows, headers, width) if rows else ""
@@ -282,7 +282,7 @@ def findings(lines: list[Record]) -> list[str]:
 
 
 def _finding(what: str, of_cells: dict[Key, Record], one: Key, over: Key, words: str, predicted: float) -> str:
-    own, other = seconds(of_cells, *one), seconds(of_cells, *over)
+    own, other = seconds(of_cells, one), seconds(of_cells, over)
     return f"{what} {other / own:.1f} {words}; predicted for an H200: {predicted:g}" if own and other else ""
 
 
@@ -311,7 +311,7 @@ def answer(lines: list[Record]) -> str:
     """What a warm folder and compiling by layer save."""
     of_cells = by_key(lines)
     layers, _ = _forms(of_cells)[-1]
-    cold, warm, by_layer = (seconds(of_cells, way, layers, form, BOTH)
+    cold, warm, by_layer = (seconds(of_cells, (way, layers, form, BOTH))
                             for way, form in ((COLD, WHOLE), (WARM, WHOLE), (COLD, BY_LAYER)))
     if not (cold and warm and by_layer):
         return "see the tables"
@@ -346,10 +346,9 @@ def refine(options: Options) -> None:
 
 
 INTRODUCTION = """\
-The blocks are small: the compiler writes the same code for larger ones. On a CPU the C++ compiler takes most of a cold
-start. A mega-cache and aot_compile keep no machine code there, so they save less. Before a
-package is loaded there, torch compiles a few small programs to see which vector instructions the CPU has: with a cache
-folder that another process filled it starts sooner."""
+The blocks are small, so that compiling is what takes the time. On a CPU the C++ compiler takes most of a cold start. A
+mega-cache and aot_compile keep no machine code there, and save less. Before torch loads a package there, it compiles a
+few small programs to see which vector instructions the CPU has."""
 
 register(Study("startup", __doc__, lambda options: [], text=text, charts=charts, run=run, add_arguments=add_arguments,
                refine=refine, answer=answer, no_chart="no cell has a time", place=8, introduction=INTRODUCTION))

@@ -4,7 +4,7 @@ import multiprocessing
 import signal
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -12,14 +12,13 @@ from typing import Any
 
 from benchmarks.measure.processes import PATIENCE as TO_END
 from benchmarks.studies.startup import process
-from benchmarks.studies.startup.keeping import COLD, MEGA, NONE, WARM, WAYS, why_not
+from benchmarks.studies.startup.keeping import COLD, MEGA, NONE, OF_A_CACHE, WARM, WAYS, why_not
 from benchmarks.studies.startup.process import Answer, Work
 from benchmarks.studies.startup.stack import BY_LAYER, WHOLE
 from common.block.config import BlockConfig
 from common.runtime.iteration import BOTH, MODES
 
 PATIENCE = 900                         # seconds that a process may take
-OF_A_CACHE = (WARM, MEGA)              # they are made by one process, which compiles
 Say = Callable[[str], None]
 
 
@@ -62,6 +61,7 @@ class Measured:
     """What the processes of a cell said."""
     answers: list[Answer]
     made: Answer | None = None             # by the process that made what is kept
+    kept_bytes: int = 0
 
     @property
     def failed(self) -> Answer | None:
@@ -100,7 +100,7 @@ class Processes:
     def measure(self, cell: Cell, times: int) -> Measured:
         """Start a process so many times."""
         kept, cache, made = self._make(cell)
-        measured = Measured([], made)
+        measured = Measured([], made, size_of(cache if cell.way == WARM else kept) if made else 0)
         for number in range(times if measured.failed is None else 0):
             self.say(f"{cell}: {number + 1} of {times}")
             own = cache if cell.way == WARM else self._new()
@@ -120,9 +120,7 @@ class Processes:
             making = Cell(MEGA, cell.layers, cell.form, cell.mode) if cell.way in OF_A_CACHE else cell
             answer = self._run(making, kept, cache, makes=True)
             self.made[key] = kept, cache, answer
-        kept, cache, answer = self.made[key]
-        answer.kept_bytes = size_of(cache if cell.way == WARM else kept)
-        return kept, cache, answer
+        return self.made[key]
 
     def _new(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self.folder))
@@ -162,11 +160,7 @@ def _ended(status: int) -> str:
 
 def size_of(folder: Path) -> int:
     """Bytes of all files in it."""
-    return sum(path.stat().st_size for path in _files(folder))
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def spread(seconds: list[float]) -> tuple[float, float, float]:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.studies.startup.stack import WHOLE, Call, Stack, compiled
+from benchmarks.studies.startup.stack import WHOLE, Call, InTurn, Stack, compiled
 from common.outcome import Failed
 
 NONE, COLD, WARM, MEGA, AOT, PACKAGE = "no compile", "cold", "warm folder", "mega-cache", "aot_compile", "package"
 WAYS = (NONE, COLD, WARM, MEGA, AOT, PACKAGE)
+OF_A_CACHE = (WARM, MEGA)              # one process that compiles fills both; what they do not find, is compiled anew
 NOTE, ARTIFACTS, FUNCTION, INDUCTOR = "made_for.json", "cache.bin", "function.bin", "package.pt2"
 
 
@@ -93,12 +94,7 @@ def _load_function(folder: Path, stack: Stack, form: str) -> Call:
     with open(folder / FUNCTION, "rb") as file:
         function = torch.compiler.load_compiled_function(file)              # type: ignore[attr-defined]
     _, owners = _function_of(stack, form)
-
-    def call(x: Tensor) -> Tensor:
-        for owner in owners:
-            x = function(owner, x)
-        return x
-    return call
+    return InTurn([functools.partial(function, owner) for owner in owners])
 
 
 def _save_package(folder: Path, stack: Stack, form: str, x: Tensor) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.studies.startup.keeping import COLD, NONE, check_note, made_for, note, ways
-from benchmarks.studies.startup.stack import Call, InItsPrecision, Stack, compiled, errors, gates, sample
-from common import signals, steps
+from benchmarks.studies.startup.keeping import COLD, NONE, OF_A_CACHE, check_note, made_for, note, ways
+from benchmarks.studies.startup.stack import Call, InItsPrecision, Stack, compiled, errors, gates, kind_of, sample
+from common import signals
 from common.block.config import BlockConfig
 from common.outcome import Failed, Outcome, judged
 from common.runtime.iteration import BOTH, FORWARD
@@ -24,7 +24,6 @@ COUNTED = {"graphs": ("stats", "unique_graphs"), "hits": ("inductor", "fxgraph_c
            "misses": ("inductor", "fxgraph_cache_miss"), "autograd hits": ("aot_autograd", "autograd_cache_hit"),
            "autograd bypasses": ("aot_autograd", "autograd_cache_bypass")}
 WORK, ANSWER, ERRORS = "work.json", "answer.json", "errors.txt"
-REUSED = ("warm folder", "mega-cache")                 # what these do not find, is compiled anew
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class Answer:
     status: str = "ok"
     reason: str = ""
     seconds: float | None = None                       # until the first result, or until that was made which is kept
-    kept_bytes: int = 0
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)       # what -> (error, gate)
     counted: dict[str, int] = field(default_factory=dict)
 
@@ -104,7 +102,7 @@ def _do(work: Work, answer: Answer) -> None:
     answer.counted = {name: counters[group][key] for name, (group, key) in COUNTED.items()}
     _check(work, stack, x, dy, y, answer)
     misses, hits = answer.counted["misses"], answer.counted["hits"]
-    if work.way in REUSED and (misses or not hits):
+    if work.way in OF_A_CACHE and (misses or not hits):
         raise Failed(f"what was kept did not serve: {misses} graphs were compiled anew, {hits} were found")
     if work.way == COLD and hits:
         raise Failed(f"the cache was not empty: {hits} graphs were found")
@@ -136,7 +134,7 @@ def _make(work: Work, stack: Stack, x: Tensor, dy: Tensor, facts: dict[str, Any]
     """Seconds that it took. Of caches they are those of the first, cold call."""
     folder, kept = Path(work.folder), ways()[work.way]
     began = time.perf_counter()
-    if work.way in REUSED:
+    if work.way in OF_A_CACHE:
         _run(InItsPrecision(compiled(stack, work.form), work.config), x, dy, work.mode)
 
     def make(x: Tensor) -> Tensor:
@@ -151,9 +149,7 @@ def _make(work: Work, stack: Stack, x: Tensor, dy: Tensor, facts: dict[str, Any]
 
 def _check(work: Work, stack: Stack, x: Tensor, dy: Tensor, y: Tensor, answer: Answer) -> None:
     """The first result itself, against FP64. Raises Failed."""
-    traits = steps.load(2).traits
-    kind = traits.arithmetic(work.config, torch.float32, x.device).matmul
-    allowed = gates(kind, work.layers)
+    allowed = gates(kind_of(work.config, x.device), work.layers)
     answer.errors = {name: (error, allowed[name])
                      for name, error in errors(stack, x, dy, y, work.mode == BOTH).items()}
     for name, (error, gate) in answer.errors.items():

@@ -7,7 +7,17 @@ import torch
 
 from benchmarks.measure.modules import Checked
 from benchmarks.studies.startup.keeping import NONE
-from benchmarks.studies.startup.stack import BY_LAYER, WHOLE, InItsPrecision, Stack, compiled, errors, gates, sample
+from benchmarks.studies.startup.stack import (
+    BY_LAYER,
+    WHOLE,
+    InItsPrecision,
+    Stack,
+    compiled,
+    errors,
+    gates,
+    kind_of,
+    sample,
+)
 from common import steps
 from common.block.config import BlockConfig
 from common.measure.cases import Case, Group, Setting
@@ -20,11 +30,6 @@ from common.runtime.iteration import BOTH
 LENGTHS = (80, 96, 112, 144, 1)        # of sequences; none is a width: torch takes equal sizes for the same
 DYNAMIC = (None, False, True)
 PER_CALL = "per call"
-
-
-def kind_of(config: BlockConfig, device: torch.device) -> str:
-    """What its matmuls multiply in."""
-    return steps.load(2).traits.arithmetic(config, torch.float32, device).matmul
 
 
 def of_shapes(config: BlockConfig, device: torch.device, seed: int, dynamic: bool | None, result: Result

@@ -105,6 +105,11 @@ def errors(stack: Stack, x: Tensor, dy: Tensor, y: Tensor, with_gradients: bool)
     return found
 
 
+def kind_of(config: BlockConfig, device: torch.device) -> str:
+    """What its matmuls multiply in."""
+    return steps.load(2).traits.arithmetic(config, torch.float32, device).matmul
+
+
 def gates(kind: str, layers: int) -> dict[str, float]:
     """What these may be. Each layer rounds by itself, so errors add up as their squares do."""
     branch, gradient = oracle.GATES[kind]

@@ -62,19 +62,24 @@ def test_the_first_result_is_right(way, form, mode, uncompiled):
     assert answer.counted["graphs"] == (0 if way == keeping.NONE else 1)
 
 
+def with_constants(block, x):
+    """The block with parameters that take no gradient."""
+    values = {name: value.detach() for name, value in block.named_parameters()}
+    return torch.func.functional_call(block, values, x)
+
+
 @integration
 @pytest.mark.parametrize("mode, said, wrong", [
     (FORWARD, "branch", lambda self, x: self.blocks[0].forward(x)),
     (FORWARD, "branch", lambda self, x: self.blocks[1].forward(self.blocks[1].forward(x))),
     (BOTH, "input gradient", lambda self, x: self.blocks[1].forward(self.blocks[0].forward(x.detach()))),
-    (BOTH, "parameter gradient", lambda self, x: self.blocks[1].forward(self.blocks[0].forward(x) * 1.0 +
-                                                                       0 * x).detach() + 0 * x)],
+    (BOTH, "parameter gradient", lambda self, x: self.blocks[1].forward(with_constants(self.blocks[0], x)))],
     ids=["a layer is missing", "one runs twice", "no input gradient", "no parameter gradient"])
 def test_a_wrong_first_result_is_not_timed(mode, said, wrong, monkeypatch):
     monkeypatch.setattr(stack.Stack, "forward", wrong)
     answer = done(work(mode=mode))
     assert answer.status == "failed", answer
-    assert re.search(rf"the ({said}|input gradient) is off by", answer.reason)
+    assert answer.reason.startswith(f"the {said} is off by"), answer.reason
 
 
 @integration
