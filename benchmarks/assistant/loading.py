@@ -75,7 +75,8 @@ def told(what: str) -> Iterator[None]:
     except Told:
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)[-FRAMES:]
-        lines = [f"  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
+        theirs = [frame for frame in traceback.extract_tb(error.__traceback__)
+                  if frame.filename != __file__ and not frame.filename.startswith("<frozen")]
+        lines = [f"  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in theirs[-FRAMES:]]
         message = str(error).strip() or "no message"
         raise Told("\n".join([f"{what}: {type(error).__name__}: {message.splitlines()[0]}", *lines])) from None

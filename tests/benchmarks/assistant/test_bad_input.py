@@ -49,6 +49,7 @@ def test_what_build_gets_wrong_is_told(assistant, source, said):
 def test_a_file_that_can_not_be_imported_says_where(assistant):
     status, _, err = assistant("import nothing_of_that_name\ndef build():\n    pass")
     assert status == 2 and "can't be imported: ModuleNotFoundError" in err and "my_model.py:1" in err
+    assert "loading.py" not in err and "frozen" not in err
 
 
 @pytest.mark.unit
