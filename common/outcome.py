@@ -70,6 +70,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Kind and first line of an error of another library."""
-    message = str(error).strip() or "no message"
-    return f"{type(error).__name__}: {message.splitlines()[0]}"
+    """Kind and first line of an error of another library, with the lines after it that finish what it opens."""
+    line, *others = (str(error).strip() or "no message").splitlines()
+    for other in others:
+        if not line.endswith(("(", "[", ":", ",")):
+            break
+        line = f"{line} {other.strip()}"
+    return f"{type(error).__name__}: {line}"

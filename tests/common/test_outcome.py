@@ -91,6 +91,8 @@ def test_another_librarys_error_is_its_kind_and_its_first_line():
     assert outcome.in_a_line(KeyError("a\nb")) == r"KeyError: 'a\nb'"
     assert outcome.in_a_line(ValueError("one\ntwo")) == "ValueError: one"
     assert outcome.in_a_line(ValueError()) == "ValueError: no message"
+    assert outcome.in_a_line(ValueError("refused: Guard(\n  shape=1,\n  why=other)\nmore")) == \
+        "ValueError: refused: Guard( shape=1, why=other)"
 
 
 @pytest.mark.integration

@@ -75,26 +75,36 @@ def _load_artifacts(folder: Path, stack: Stack, form: str) -> Call:
     return compiled(stack, form)
 
 
-def _function_of(stack: Stack, form: str) -> tuple[Callable, list]:
-    """(what is compiled, a first argument for each time that it is called)."""
-    if form == WHOLE:
-        return Stack.forward, [stack]
-    return type(stack.blocks[0]).forward, list(stack.blocks)
+def _owners(stack: Stack, form: str) -> list[Any]:
+    """What a saved function is called with, each time that it is."""
+    return [stack] if form == WHOLE else list(stack.blocks)
+
+
+def _forward(owner: Any, x: Tensor) -> Tensor:
+    """Of a stack or a block. Autocast is inside: torch 2.11 refuses a saved function where it is outside."""
+    dtype = owner.config.amp_dtype
+    with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
+        return owner.forward(x)
 
 
 def _save_function(folder: Path, stack: Stack, form: str, x: Tensor) -> None:
-    function, owners = _function_of(stack, form)
     if hasattr(torch._dynamo.config, "enable_aot_compile"):                    # torch 2.11 has it behind a switch
         torch._dynamo.config.enable_aot_compile = True
-    compile_it: Any = torch.compile(function, fullgraph=True, dynamic=False)
-    compile_it.aot_compile(((owners[0], x), {})).save_compiled_function(str(folder / FUNCTION))
+    compile_it: Any = torch.compile(_forward, fullgraph=True, dynamic=False)
+    with torch.autocast(x.device.type, enabled=False):
+        made = compile_it.aot_compile(((_owners(stack, form)[0], x), {}))
+    made.save_compiled_function(str(folder / FUNCTION))
 
 
 def _load_function(folder: Path, stack: Stack, form: str) -> Call:
     with open(folder / FUNCTION, "rb") as file:
         function = torch.compiler.load_compiled_function(file)              # type: ignore[attr-defined]
-    _, owners = _function_of(stack, form)
-    return InTurn([functools.partial(function, owner) for owner in owners])
+    in_turn = InTurn([functools.partial(function, owner) for owner in _owners(stack, form)])
+
+    def call(x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return in_turn(x)
+    return call
 
 
 def _save_package(folder: Path, stack: Stack, form: str, x: Tensor) -> None:

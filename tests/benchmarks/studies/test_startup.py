@@ -130,6 +130,29 @@ def test_a_package_serves_the_shape_that_it_was_made_for_and_no_other(tmp_path, 
     assert done(other).status == "failed"                      # the library itself refuses, as it is asked to check
 
 
+class Multiplied(torch.nn.Linear):
+    """A matmul in the place of a stack: sooner compiled."""
+
+    def __init__(self, config):
+        super().__init__(config.hidden_size, config.hidden_size)
+        self.config = config
+
+
+@integration
+@pytest.mark.skipif(bool(compiler.missing(CPU)), reason="needs a C++ compiler")
+def test_a_saved_function_starts_under_autocast(tmp_path, fresh_dynamo):
+    """Torch 2.11 refuses one whose autocast is outside of it, and was not there when it was loaded."""
+    config = CONFIG.replace(amp_dtype=torch.bfloat16)
+    one, x = Multiplied(config), torch.randn(2, 16, 32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        keeping.ways()[keeping.AOT].make(tmp_path, one, WHOLE, x)
+    call = keeping.ways()[keeping.AOT].start(tmp_path, one, WHOLE)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y, expected = call(x), one(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected, atol=1e-2, rtol=1e-2)
+
+
 # ------------------------------------------------------------------------------------------------------ of this process
 
 
