@@ -45,11 +45,16 @@ def capture(iteration: Iteration, stream: torch.cuda.Stream | None = None) -> tu
     try:
         with torch.cuda.graph(graph, stream=stream):
             written = iteration.run()
-    except RuntimeError:        # leaves the random generator capturing: any later torch.randn would fail
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        generator.graphsafe_set_state(generator.clone_state())
+    except RuntimeError:
+        end_failed_capture()
         raise
     return graph.replay, written
+
+
+def end_failed_capture() -> None:
+    """A capture that failed leaves the random generator capturing: any later torch.randn would fail."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 @contextmanager

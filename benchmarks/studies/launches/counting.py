@@ -1,0 +1,42 @@
+"""What one iteration asks of the driver: so many graphs, so many kernels one by one, so many copies."""
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+_GRAPH = re.compile(r"^cu(da)?GraphLaunch")
+_KERNEL = re.compile(r"^cu(da)?LaunchKernel")
+_COPY = re.compile(r"Memcpy DtoD|copy", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Of one iteration on a GPU."""
+    graphs: int                            # calls that launch a whole graph
+    kernels: int                           # calls that launch one kernel
+    copy_ms: float                         # the GPU's time in kernels that copy
+
+
+def count(run: Callable[[], object]) -> Launches:
+    """Run an iteration under the profiler. A graph that was skipped shows here: nobody says so else."""
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return of_events(profiler.events())
+
+
+def of_events(events: Iterable[Any]) -> Launches:
+    """The same from what a profiler saw: calls of the driver on the CPU, and kernels and copies on the GPU."""
+    calls: list[Any] = []
+    on_gpu: list[Any] = []
+    for event in events:
+        (on_gpu if event.device_type == DeviceType.CUDA else calls).append(event)
+    copied = [event.time_range.elapsed_us() for event in on_gpu if _COPY.search(event.name)]
+    return Launches(sum(bool(_GRAPH.match(call.name)) for call in calls),
+                    sum(bool(_KERNEL.match(call.name)) for call in calls), sum(copied) / 1e3)

@@ -1,0 +1,136 @@
+"""The ways to launch a step's kernels, and the case of each: built, checked against FP64, its graphs recorded."""
+import dataclasses
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from common import steps
+from common.block.config import BlockConfig
+from common.measure.cases import Case, Setting, step_case
+from common.measure.measurement import NOT_A_GPU
+from common.measure.subject import BlockSubject, Subject
+from common.report.result import Result
+from common.runtime import compiler, engine, replay
+from common.runtime.iteration import MODES
+
+ONE_BY_ONE, CALLABLES = "one by one", "make_graphed_callables"
+REDUCE_OVERHEAD, NO_GRAPHS, MAX_AUTOTUNE = "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"
+BY_HAND = "captured by hand"               # the session's own second way of launching: no case, a row of one
+COMPILED = (REDUCE_OVERHEAD, NO_GRAPHS, MAX_AUTOTUNE)      # modes of torch.compile; its default is step 3, one by one
+OF_ITS_OWN = (CALLABLES, REDUCE_OVERHEAD, MAX_AUTOTUNE)    # a call that replays graphs without being asked
+WAYS = (ONE_BY_ONE, BY_HAND, CALLABLES, *COMPILED)
+STEPS = {2: (ONE_BY_ONE, CALLABLES), 3: (ONE_BY_ONE, *COMPILED), 4: (ONE_BY_ONE, CALLABLES)}
+
+
+class Launched:
+    """A block that is called in some way; it stands for the block itself wherever that is asked for.
+
+    A replay overwrites what the last one returned. So y is cloned while it is checked, and not while it is timed.
+    """
+
+    def __init__(self, block: nn.Module, way: str):
+        self.block, self.way = block, way
+        self.clones_output = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.way in (REDUCE_OVERHEAD, MAX_AUTOTUNE):
+            torch.compiler.cudagraph_mark_step_begin()     # what the last call returned may be overwritten
+        y = self.block(x)
+        return y.clone() if self.clones_output else y
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["block"], name)
+
+
+def build(number: int, way: str, config: BlockConfig, values: dict[str, Tensor], device: torch.device) -> Launched:
+    """A step's block that is launched that way. Raises NotImplementedError where its graphs can't be captured."""
+    block = steps.load(number).build(config, values, device)
+    if way != ONE_BY_ONE and engine.is_emulated(getattr(block, "engine", "")):
+        raise NotImplementedError("FP8 is emulated here: its kernels are not those that a graph would hold")
+    if way in COMPILED:
+        block.compile(mode=way, fullgraph=True, dynamic=False)
+    if way == CALLABLES:
+        x = torch.zeros(config.batch_size, config.seq_len, config.hidden_size, device=device, requires_grad=True)
+        captured(block, x)
+    return Launched(block, way)
+
+
+def captured(block: nn.Module, x: Tensor) -> None:
+    """Replace its forward and backward by graphs, in place. Raises NotImplementedError with why that can't be."""
+    try:
+        torch.cuda.make_graphed_callables(cast(Any, block), (x,))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        replay.end_failed_capture()
+        raise NotImplementedError(f"it can't be captured: {str(error).splitlines()[0]}") from None
+
+
+@dataclass
+class LaunchedSubject(BlockSubject):
+    """A block that is launched in some way, and the bytes that its graphs keep, by pass; "" for all passes at once."""
+    kept: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def way(self) -> str:
+        return cast(Launched, self.call).way
+
+    def replay(self, mode: str, captured: Callable[[], None] = lambda: None) -> tuple[Callable | None, str]:
+        if self.way in OF_ITS_OWN:
+            return None, ""                            # there is nothing to be told: one row is all there is of it
+        before = reserved(self.inputs[0].device)
+        replayed = super().replay(mode, captured)
+        self.kept[mode] = max(0, reserved(self.inputs[0].device) - before)
+        return replayed
+
+
+def reserved(device: torch.device) -> int:
+    """Bytes that PyTorch holds on a GPU, of which nothing is left over; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
+
+
+def case_of(number: int, way: str, config: BlockConfig, device: torch.device) -> Case:
+    """A step at one size, launched one way."""
+    step = steps.load(number)
+    missing = NOT_A_GPU if device.type != "cuda" and way != ONE_BY_ONE else ""
+
+    def build_it(config: BlockConfig, values: dict[str, Tensor], device: torch.device) -> nn.Module:
+        return cast(nn.Module, build(number, way, config, values, device))
+    of_step = step_case(step, config, device, missing=missing, build=build_it)
+
+    def prepare(setting: Setting, result: Result) -> Subject:
+        before = reserved(setting.device)
+        checked = cast(BlockSubject, of_step.prepare(setting, result))
+        subject = LaunchedSubject(**{each.name: getattr(checked, each.name) for each in dataclasses.fields(checked)})
+        cast(Launched, subject.call).clones_output = False
+        if way in OF_ITS_OWN:
+            record_graphs(subject)
+            subject.kept[""] = max(0, reserved(setting.device) - before - subject.own_bytes)
+        return subject
+    return dataclasses.replace(of_step, prepare=prepare, variant={"way": way})
+
+
+def record_graphs(subject: Subject) -> None:
+    """Run both passes often enough: a compiled call warms up, records, and replays from the third time on."""
+    for mode in MODES:
+        iteration = subject.iteration(mode)
+        for _ in range(3):
+            iteration.between()
+            iteration.run()
+        iteration.between()
+    for tensor in subject.inputs:
+        tensor.requires_grad_(False)               # as the forward alone will find it: else it is compiled once more
+
+
+def is_compiled(subject: Subject) -> bool:
+    """Whether another shape of its input would be compiled anew."""
+    return compiler.holds_compiled(subject.call)

@@ -1,0 +1,245 @@
+"""Ways of launching: what is checked of a replay, what is counted, and what is said of both."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from benchmarks import studies
+from benchmarks.records.read import read, runs
+from benchmarks.studies import launches
+from benchmarks.studies.launches import counting, ways
+from common import BlockConfig, steps
+from common.measure.cases import Setting
+from common.outcome import Failed
+from common.report.record import record
+from common.report.result import Result
+from common.runtime import compiler, replay
+from common.runtime.iteration import BOTH, FORWARD, MODES
+from tests.helpers.made_records import GPU, made
+
+unit, integration, gpu = pytest.mark.unit, pytest.mark.integration, pytest.mark.gpu
+STUDY = studies.load("launches")
+CPU = torch.device("cpu")
+CONFIG = BlockConfig(2, 16, 32, 4, amp_dtype=None)
+
+
+def prepared(way, number=2, config=CONFIG, device=CPU):
+    """(the subject of a step that is launched that way, its result), checked."""
+    case = ways.case_of(number, way, config, device)
+    result = Result(case.name, case.config, "float32", GPU, step=number, traits=case.traits)
+    setting = Setting(device, 0, lambda *what: None, time_compiler=False)
+    return case.prepare(setting, result), result
+
+
+# ------------------------------------------------------------------------------------------------------ a call's graphs
+
+
+def replaying(monkeypatch, make):
+    """In place of graphs: the block's forward becomes what `make` gives of its forward and a sample input."""
+    def make_graphed_callables(block, inputs):
+        block.forward = make(block.forward, *inputs)
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", make_graphed_callables)
+
+
+class IntoOneMemory(torch.autograd.Function):
+    """It writes each result into the same memory, as a replay does."""
+
+    @staticmethod
+    def forward(ctx, y, static):
+        return static.copy_(y).detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def one_memory(forward, x):
+    static = torch.empty_like(x)
+    return lambda x: IntoOneMemory.apply(forward(x), static)
+
+
+def of_the_first_input(forward, x):
+    """It misses its input: it computes that of the capture."""
+    kept = x.detach().clone()
+    return lambda x: forward(kept + 0 * x)
+
+
+@integration
+def test_a_result_that_the_next_call_overwrites_is_copied_while_it_is_checked_and_not_while_it_is_timed(monkeypatch):
+    replaying(monkeypatch, one_memory)
+    subject, result = prepared(ways.CALLABLES)
+    assert result.errors["branch"][0] < 1e-6
+    for checked in (False, True):
+        subject.call.clones_output = checked or subject.call.clones_output
+        y, other = (subject.call(subject.inputs[0]) for _ in range(2))
+        assert (y.data_ptr() != other.data_ptr()) == checked
+    assert not subject.inputs[0].requires_grad
+    assert subject.replay(FORWARD) == (None, "")
+
+
+@integration
+def test_a_replay_that_misses_its_input_is_not_timed(monkeypatch):
+    replaying(monkeypatch, of_the_first_input)
+    with pytest.raises(Failed, match="off by"):
+        prepared(ways.CALLABLES)
+
+
+@unit
+def test_what_can_not_be_captured_is_a_skipped_row_with_its_reason(monkeypatch):
+    ended = []
+    monkeypatch.setattr(replay, "end_failed_capture", lambda: ended.append(True))
+
+    def make_graphed_callables(block, inputs):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", make_graphed_callables)
+    with pytest.raises(NotImplementedError, match=r"it can't be captured: operation not permitted .* capturing$"):
+        prepared(ways.CALLABLES)
+    assert ended
+
+
+@unit
+def test_out_of_memory_in_a_capture_is_no_skipped_row(monkeypatch):
+    def make_graphed_callables(block, inputs):
+        raise torch.OutOfMemoryError("out of memory")
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", make_graphed_callables)
+    with pytest.raises(torch.OutOfMemoryError):
+        prepared(ways.CALLABLES)
+
+
+@unit
+@pytest.mark.parametrize("way", [way for way in ways.WAYS if way not in (ways.ONE_BY_ONE, ways.BY_HAND)])
+def test_a_cpu_says_what_it_can_not(way):
+    number = 3 if way in ways.COMPILED else 2
+    assert ways.case_of(number, way, CONFIG, CPU).missing == "CUDA graphs need a GPU"
+    assert not ways.case_of(number, ways.ONE_BY_ONE, CONFIG, CPU).missing
+
+
+@integration
+@gpu
+@pytest.mark.parametrize("number, way", [(2, ways.CALLABLES), (3, ways.REDUCE_OVERHEAD)])
+def test_graphs_are_really_launched_and_follow_their_input(number, way):
+    config = BlockConfig(2, 128, 128, 4, amp_dtype=torch.float16)
+    subject, result = prepared(way, number, config, torch.device("cuda"))
+    assert result.errors["branch"][0] < result.errors["branch"][1]
+    for mode, graphs in ((FORWARD, 1), (BOTH, 2)):
+        one = subject.iteration(mode)
+        for _ in range(3):
+            one.between()
+            one.run()
+        one.between()
+        assert counting.count(one.run).graphs == graphs, mode
+
+
+# -------------------------------------------------------------------------------------------------------------- counts
+
+
+@unit
+def test_calls_of_the_driver_are_told_apart():
+    def event(name, on_gpu=False, us=0.0):
+        device = DeviceType.CUDA if on_gpu else DeviceType.CPU
+        return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(elapsed_us=lambda: us))
+    seen = counting.of_events([
+        event("cudaGraphLaunch"), event("cudaLaunchKernel"), event("cuLaunchKernelEx"), event("aten::copy_"),
+        event("Memcpy DtoD (Device -> Device)", True, 500.0), event("direct_copy_kernel", True, 250.0),
+        event("gemm", True, 9.0)])
+    assert seen == counting.Launches(1, 2, 0.75)
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+
+@integration
+def test_on_a_cpu_it_tells_the_hosts_share_and_what_is_missing(study_main, cheap_backend, tmp_path):
+    path = tmp_path / "launches.jsonl"
+    status, out, _ = study_main("launches", "--quick", "--tokens", "32,16", "--json", path)
+    assert status == 0 and "the host's share" in out and "step 2, 16 tokens" in out, out
+    assert "CUDA graphs need a GPU" in out and "within" not in out
+    lines = read(path)
+    assert STUDY.told(lines) in out
+    assert [launches.tokens_of(run) for run in runs(lines) if run.step == 2 and run.best(BOTH)] == [16, 32]
+    assert all(run.value(mode, launches.HOST, "eager") > 0 for run in runs(lines) if run.step == 2 and run.best(BOTH)
+               for mode in MODES)
+    assert set(STUDY.charts(lines)) == {"step-2", "step-3"}
+
+
+@unit
+@pytest.mark.parametrize("words, said", [
+    (["--tokens", "100"], "multiples of 16"), (["--tokens", "80"], "multiples of 16 up to 64, then of that"),
+    (["--tokens", "many"], "whole numbers"), (["--ways", "by magic"], "--ways by magic: there is no such way")])
+def test_a_mistake_on_the_command_line_is_a_line(words, said, study_main):
+    status, _, err = study_main("launches", *words)
+    assert status == 2 and said in err.strip().splitlines()[-1], err
+
+
+@unit
+def test_groups_hold_the_ways_that_were_asked_for():
+    base = BlockConfig(1, 64, 64, 4, amp_dtype=None)
+    options = SimpleNamespace(config=base, device=CPU, tokens=(16, 128, 256), ways=ways.WAYS, quick=False)
+    every = launches.groups(options)
+    shapes = [{(case.config.batch_size, case.config.seq_len) for case in group.cases} for group in every]
+    assert shapes == [{(1, 16)}, {(2, 64)}, {(4, 64)}]
+    assert [len(group.cases) for group in every] == [8, 8, 6]               # max-autotune at two of them
+    options.ways = (ways.BY_HAND,)
+    assert [[case.variant["way"] for case in group.cases] for group in launches.groups(options)] == \
+        [[ways.ONE_BY_ONE] * 3] * 3
+
+
+# ------------------------------------------------------------------------------------------------------- what is shown
+
+
+def row(tokens, way, ms, number=4, host=None, kernels=None, graphs=0, kept=None):
+    """Records of a step at so many tokens on a GPU. `ms`: (eager, graph) or one number."""
+    eager, graph = ms if isinstance(ms, tuple) else (ms, None)
+    samples = {(mode, launch): [each] * 6 for mode in MODES for launch, each in (("eager", eager), ("graph", graph))
+               if each}
+    config = BlockConfig(tokens // 16, 16, 32, 4, amp_dtype=torch.float16)
+    parts = {mode: {"GEMM": kernels, "idle": 1.0} for mode in MODES} if kernels else None
+    name = {2: "2_sdpa", 3: "3_compile", 4: "4_transformer_engine"}[number]
+    lines = made(name, samples, facts=GPU, study="launches", config=config, variant={"way": way}, enqueue=host,
+                 parts=parts)
+    result = Result(name, config, "float32", GPU, step=number, study="launches", run="one", variant={"way": way},
+                    traits=steps.load(number).traits, matmul="bfloat16")
+    for mode in MODES:
+        lines.append(record(result, launches.LAUNCHED, "graphs", [graphs], mode, "eager", kernels=7, copy_ms=0.5))
+        if kept is not None:
+            lines.append(record(result, launches.KEPT, "bytes", [kept], mode, "eager"))
+    return lines
+
+
+@unit
+def test_predicted_beside_measured():
+    lines = [*row(16, ways.ONE_BY_ONE, (8.0, 2.0), host=8.0, kernels=1.5),
+             *row(16, ways.CALLABLES, 1.0, graphs=1, kept=3 * 2**20),
+             *row(64, ways.ONE_BY_ONE, (4.0, 4.0), host=1.0, kernels=4.0),
+             *row(256, ways.ONE_BY_ONE, (9.0, 8.0), host=1.0, kernels=8.0),
+             *row(1024, ways.ONE_BY_ONE, (16.0, 16.0), host=1.0, kernels=15.0)]
+    of_all = launches.by_key(lines)
+    assert launches.prediction(of_all[4, ways.ONE_BY_ONE, 16], BOTH) == (8.0, 1.5, 2.0, 4.0, 4.0)
+    assert launches.crossover(of_all, 4, BOTH) == 1024
+    assert launches.best_at(of_all, 4, 16, BOTH)[0] == ways.CALLABLES
+    shown = STUDY.told(lines)
+    assert "within 10 % on 6 of 8 points" in shown                          # 9 against 8 is off by an eighth
+    assert f"{ways.CALLABLES} is 8.00 [8.00, 8.00] times as fast as one by one; predicted for an H200: 4" in shown
+    assert "a graph buys no more than 5 % from 1024 tokens on" in shown
+    assert f"at 16 tokens {ways.CALLABLES} makes step 4 8.0 times as fast, from 1024 on nothing" == STUDY.answer(lines)
+    assert "3.00" in next(line for line in shown.splitlines() if line.startswith(f"step 4, {ways.CALLABLES}, 16"))
+
+
+@unit
+def test_a_graph_that_was_skipped_shows():
+    lines = [*row(16, ways.ONE_BY_ONE, (8.0, 2.0), 3), *row(16, ways.REDUCE_OVERHEAD, 7.0, 3, graphs=0),
+             *row(64, ways.REDUCE_OVERHEAD, 7.0, 3, graphs=1)]
+    shown = STUDY.told(lines).splitlines()
+    assert sum("0: skipped" in line for line in shown) == 2                 # one a pass
+    assert STUDY.answer(lines) == "see the tables"
+
+
+@unit
+def test_it_stands_for_its_block():
+    block = torch.nn.Linear(2, 2)
+    launched = ways.Launched(block, ways.ONE_BY_ONE)
+    assert dict(launched.named_parameters()).keys() == {"weight", "bias"} and not compiler.holds_compiled(launched)
+    block.compile()
+    assert compiler.holds_compiled(launched)
+    assert not hasattr(launched, "engine")
