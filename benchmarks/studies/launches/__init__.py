@@ -8,7 +8,8 @@ kernels of an iteration by one call. The ways are: one by one, the whole iterati
 make_graphed_callables, and torch.compile's modes. Each is timed at several numbers of tokens, in the same rounds, after
 it was checked against FP64. Predicted is max(host, kernels) / replay times as fast by graph: the host's time to launch
 an iteration one by one, the time in its kernels, and the time of its replay. How many graphs an iteration launched is
-counted: to skip them is silent. On a CPU nothing is launched ahead: the host's own share is the time of one token.
+counted: to skip them is silent. Then parameters and inputs are changed under each way's feet. On a CPU nothing is
+launched ahead: the host's own share is the time of one token.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 import functools
@@ -18,8 +19,9 @@ from collections.abc import Sequence
 from benchmarks.measure.options import numbers
 from benchmarks.records.read import Run, extra, runs, values
 from benchmarks.show.charts import Charts, lines_chart
-from benchmarks.show.study import Options, Study, register
+from benchmarks.show.study import Options, Study, open_session, register, show
 from benchmarks.show.tables import framed
+from benchmarks.studies.launches import changes
 from benchmarks.studies.launches.counting import count
 from benchmarks.studies.launches.ways import (
     BY_HAND,
@@ -34,14 +36,15 @@ from benchmarks.studies.launches.ways import (
     is_compiled,
 )
 from common.block.config import PRESETS, BlockConfig
-from common.command_line import SIZES, Parser
+from common.command_line import SIZES, Parser, tell
 from common.measure.cases import Group
+from common.measure.measurement import NOT_A_GPU
 from common.measure.subject import Subject
 from common.report.metrics import ENQUEUE
 from common.report.record import Record, record
 from common.report.result import Result
-from common.runtime import iteration, rounds, timing
-from common.runtime.iteration import BOTH, LAUNCHES, MODES
+from common.runtime import exclusive, iteration, rounds, timing
+from common.runtime.iteration import BOTH, FORWARD, LAUNCHES, MODES
 from common.text import NOT_AVAILABLE, figures, ratio, table
 
 GPU_TOKENS = (128, 512, 2048, 8192, 16384)
@@ -50,7 +53,8 @@ AUTOTUNED = 2                          # of the numbers of tokens the first and 
 NEAR = 0.1                             # a prediction that is off by no more is right
 PREDICTED = {"right": 0.9, "best at the fewest": 4.0}      # for one H200, before it was measured
 LAUNCHED, KEPT, HOST = "graphs launched", "kept by graphs", "host"
-QUICK = "--quick leaves out: the other numbers of tokens, and torch.compile's max-autotune modes"
+QUICK = ("--quick leaves out: three of five numbers of tokens, torch.compile's max-autotune modes, and what happens "
+         "where parameters or inputs move")
 Key = tuple[int, str, int]             # step, way, tokens
 
 
@@ -80,6 +84,20 @@ def groups(options: Options) -> list[Group]:
         profiled = 1 if options.device.type == "cuda" else 0
         every.append(Group(cases, profiled=profiled, limited=False, may_not_fit=True, timed=counted))
     return every
+
+
+def run(study: Study, options: Options) -> int:
+    """Time all ways, and then see what each does where something moves."""
+    with exclusive.alone(options.device, study.name):
+        session = open_session(study, options)
+        for group in study.groups(options):
+            session.measure(group)
+        if not options.quick:
+            changes.measure(session, options.config)
+        status = show(study, options, session)
+        if options.quick:
+            tell(QUICK)
+        return status
 
 
 def counted(timed: Sequence[tuple[Result, Subject]], mode: str) -> list[Record]:
@@ -124,7 +142,8 @@ def tokens_of(run: Run) -> int:
 
 def by_key(lines: list[Record]) -> dict[Key, Run]:
     """Each case's latest run."""
-    return {(run.step, run.variant["way"], tokens_of(run)): run for run in runs(lines) if run.step is not None}
+    return {(run.step, run.variant["way"], tokens_of(run)): run for run in runs(lines)
+            if run.step is not None and "change" not in run.variant}
 
 
 def launched_by(way: str) -> tuple[str, str]:
@@ -184,8 +203,8 @@ def text(lines: list[Record], width: int | None = None) -> str:
         tables = [_times(of_all, mode, width), _predictions(of_all, mode, width), _counts(of_all, mode, width),
                   _on_cpu(of_all, mode, width)]
         blocks.append("\n\n".join([mode, *filter(None, tables)]))
-    blocks += ["\n".join(findings(of_all)), _why_not(of_all)]
-    return framed(lines, blocks, runs(lines))
+    blocks += [_changes(lines, width), "\n".join(findings(of_all)), _why_not(of_all)]
+    return framed(lines, blocks, [run for run in of_all.values() if run.status != "skipped"])
 
 
 def _times(of_all: dict[Key, Run], mode: str, width: int | None) -> str:
@@ -201,8 +220,9 @@ def _times(of_all: dict[Key, Run], mode: str, width: int | None) -> str:
             row.append(figures(statistics.median(own)) if own else _status(of_all, number, way, tokens))
             compared = way != ONE_BY_ONE and own and len(own) == len(first)
             row.append(f"{rounds.paired_ratio(first, own)[0]:.2f}" if compared else "")
-        rows.append(row)
-    return table(rows, headers, width)
+        if any(samples_of(of_all, number, way, tokens, mode) for tokens in sizes_of(of_all)):
+            rows.append(row)
+    return table(rows, headers, width) if rows else ""
 
 
 def _status(of_all: dict[Key, Run], number: int, way: str, tokens: int) -> str:
@@ -255,6 +275,20 @@ def _counts(of_all: dict[Key, Run], mode: str, width: int | None) -> str:
     return table(rows, headers, width) if rows else ""
 
 
+def _changes(lines: list[Record], width: int | None) -> str:
+    """What each way does where something moves, and how many usual calls the first one behind it takes."""
+    rows: dict[str, list[str]] = {}
+    for run in runs(lines):
+        line = run.find(FORWARD, changes.CHANGED)
+        if not line or run.status == "skipped":
+            continue
+        said, taken = extra(line).get("happened") or f"failed: {run.info['reason']}", values(line)
+        if len(taken) > 1 and taken[1] > 2 * taken[0]:
+            said += f", the first call takes {taken[1] / taken[0]:.0f} x"
+        rows.setdefault(f"step {run.step}, {run.variant['way']}", []).append(f"{run.variant['change']}: {said}")
+    return "\n".join(f"{what}: {'; '.join(each)}" for what, each in rows.items())
+
+
 def findings(of_all: dict[Key, Run]) -> list[str]:
     """What was predicted beside what was measured; nothing where there is no graph."""
     off = []
@@ -302,6 +336,8 @@ def _why_not(of_all: dict[Key, Run]) -> str:
     for (number, way, _), run in of_all.items():
         if run.info["reason"]:
             reasons.setdefault(run.info["reason"], []).append(f"step {number}, {way}")
+        elif way == ONE_BY_ONE and run.info["device"] == "cpu":
+            reasons.setdefault(NOT_A_GPU, []).append(f"step {number}, {BY_HAND}")
     return "\n".join(f"n/a, {'; '.join(dict.fromkeys(what))}: {reason}" for reason, what in reasons.items())
 
 
@@ -377,4 +413,5 @@ One iteration of a block launches some twenty to two hundred kernels. Where the 
 the GPU to run them, a graph helps, and nothing else does: no faster kernel makes up for it."""
 
 register(Study("launches", __doc__, groups, text=text, charts=charts, answer=answer, add_arguments=add_arguments,
-               refine=refine, no_chart="nothing was timed forward+backward", place=9, introduction=INTRODUCTION))
+               run=run, refine=refine, no_chart="nothing was timed forward+backward", place=9,
+               introduction=INTRODUCTION))

@@ -8,7 +8,7 @@ from torch.autograd import DeviceType
 from benchmarks import studies
 from benchmarks.records.read import read, runs
 from benchmarks.studies import launches
-from benchmarks.studies.launches import counting, ways
+from benchmarks.studies.launches import changes, counting, ways
 from common import BlockConfig, steps
 from common.measure.cases import Setting
 from common.outcome import Failed
@@ -129,6 +129,86 @@ def test_graphs_are_really_launched_and_follow_their_input(number, way):
             one.run()
         one.between()
         assert counting.count(one.run).graphs == graphs, mode
+
+
+# ------------------------------------------------------------------------------------------------ where something moves
+
+
+def of_the_first_addresses(forward, x):
+    """It reads parameters where they lay when it was captured, and copies its input there, as a replay does."""
+    block = forward.__self__
+    kept, static = {name: parameter.data for name, parameter in block.named_parameters()}, x.detach().clone()
+
+    def replay_it(x):
+        static.copy_(x)
+        block.forward = forward
+        y = torch.func.functional_call(block, kept, static)
+        block.forward = replay_it
+        return y
+    return replay_it
+
+
+@integration
+@pytest.mark.parametrize("change, happened", [
+    (changes.IN_PLACE, changes.FOLLOWS), (changes.ELSEWHERE, changes.MISSED), (changes.OTHER_INPUT, changes.FOLLOWS),
+    (changes.ONE_SEQUENCE, changes.MISSED)])
+def test_a_replay_sees_what_lies_where_it_lay(change, happened, monkeypatch):
+    """The last of them: a sequence is copied over the whole batch, and nobody says so."""
+    replaying(monkeypatch, of_the_first_addresses)
+    seen = changes.after(2, ways.CALLABLES, change, CONFIG, 0, CPU)
+    assert seen.what == happened and min(seen.usual_ms, seen.first_ms, seen.later_ms) > 0
+
+
+@integration
+def test_without_graphs_all_is_followed_and_what_is_refused_says_why(monkeypatch):
+    for change in changes.CHANGES:
+        assert changes.after(2, ways.ONE_BY_ONE, change, CONFIG, 0, CPU).what == changes.FOLLOWS, change
+
+    def one_shape(forward, x):
+        def replay_it(other):
+            if other.shape != x.shape:
+                raise RuntimeError("the size must match")
+            return forward(other)
+        return replay_it
+    replaying(monkeypatch, one_shape)
+    seen = changes.after(2, ways.CALLABLES, changes.ONE_SEQUENCE, CONFIG, 0, CPU)
+    assert seen.what == "refused: RuntimeError: the size must match" and seen.first_ms is None
+
+
+@integration
+def test_what_is_wrong_from_the_start_is_not_asked(monkeypatch):
+    replaying(monkeypatch, of_the_first_input)
+    with pytest.raises(Failed, match="wrong before"):
+        changes.after(2, ways.CALLABLES, changes.IN_PLACE, CONFIG, 0, CPU)
+
+
+@integration
+def test_what_became_of_each_change_is_recorded_and_shown(monkeypatch):
+    def after(number, way, change, *rest):
+        if change == changes.IN_PLACE:
+            raise Failed("it is wrong before anything was changed")
+        return changes.Happened(changes.FOLLOWS, 1.0, 250.0, 1.0)
+    monkeypatch.setattr(changes, "after", after)
+    session = SimpleNamespace(facts=GPU, study="launches", run="one", seed=0, device=torch.device("cuda"), lines=[],
+                              say=lambda *what: None)
+    session.write = session.lines.extend
+    changes.measure(session, CONFIG)
+    shown = STUDY.told(session.lines)
+    assert f"step 3, reduce-overhead: {changes.IN_PLACE}: failed: it is wrong before anything was changed; " \
+           f"{changes.ELSEWHERE}: follows, the first call takes 250 x" in shown
+    session.device, session.lines[:] = CPU, []
+    changes.measure(session, CONFIG)
+    assert changes.IN_PLACE not in STUDY.told(session.lines)
+
+
+@integration
+@gpu
+def test_graphs_miss_what_moves_and_trees_record_anew():
+    config, cuda = BlockConfig(4, 128, 128, 4, amp_dtype=torch.float16), torch.device("cuda")
+    by_hand = {change: changes.after(2, ways.BY_HAND, change, config, 0, cuda).what for change in changes.CHANGES}
+    assert by_hand[changes.IN_PLACE] == changes.FOLLOWS and by_hand[changes.ELSEWHERE] == changes.MISSED
+    assert by_hand[changes.OTHER_INPUT] == by_hand[changes.ONE_SEQUENCE] == changes.MISSED
+    assert changes.after(3, ways.REDUCE_OVERHEAD, changes.ELSEWHERE, config, 0, cuda).what == changes.FOLLOWS
 
 
 # -------------------------------------------------------------------------------------------------------------- counts
