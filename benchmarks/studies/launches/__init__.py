@@ -111,7 +111,7 @@ def counted(timed: Sequence[tuple[Result, Subject]], mode: str) -> list[Record]:
             seen = count(one.run)
             one.between()
             lines.append(record(result, LAUNCHED, "graphs", [seen.graphs], mode, "eager", kernels=seen.kernels,
-                                copy_ms=seen.copy_ms))
+                                copy_ms=seen.copy_ms, skipped=sorted(set(subject.skipped))))
             for launch, kept in (("eager", subject.kept.get("")), ("graph", subject.kept.get(mode))):
                 if kept is not None:
                     lines.append(record(result, KEPT, "bytes", [kept], mode, launch))
@@ -338,6 +338,9 @@ def _why_not(of_all: dict[Key, Run]) -> str:
             reasons.setdefault(run.info["reason"], []).append(f"step {number}, {way}")
         elif way == ONE_BY_ONE and run.info["device"] == "cpu":
             reasons.setdefault(NOT_A_GPU, []).append(f"step {number}, {BY_HAND}")
+        line = run.find(BOTH, LAUNCHED, "eager")
+        for reason in extra(line).get("skipped", ()) if line else ():
+            reasons.setdefault(f"no graph: {reason}", []).append(f"step {number}, {way}")
     return "\n".join(f"n/a, {'; '.join(dict.fromkeys(what))}: {reason}" for reason, what in reasons.items())
 
 

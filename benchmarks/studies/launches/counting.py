@@ -1,6 +1,8 @@
 """What one iteration asks of the driver: so many graphs, so many kernels one by one, so many copies."""
+import contextlib
+import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,26 @@ def count(run: Callable[[], object]) -> Launches:
         run()
         torch.cuda.synchronize()
     return of_events(profiler.events())
+
+
+@contextlib.contextmanager
+def reasons() -> Iterator[list[str]]:
+    """Why torch.compile skipped graphs meanwhile: it tells its log alone, and that is not shown unless it is asked for.
+    """
+    found: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage().splitlines()[0])
+    log = torch._logging.getArtifactLogger("torch._inductor.cudagraph_utils", "cudagraphs")
+    handler, level = Kept(), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.WARNING)
+    try:
+        yield found
+    finally:
+        log.setLevel(level)
+        log.removeHandler(handler)
 
 
 def of_events(events: Iterable[Any]) -> Launches:

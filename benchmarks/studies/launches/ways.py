@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from benchmarks.studies.launches.counting import reasons
 from common import steps
 from common.block.config import BlockConfig
 from common.measure.cases import Case, Setting, step_case
@@ -74,6 +75,7 @@ def captured(block: nn.Module, x: Tensor) -> None:
 class LaunchedSubject(BlockSubject):
     """A block that is launched in some way, and the bytes that its graphs keep, by pass; "" for all passes at once."""
     kept: dict[str, int] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)       # why torch.compile recorded no graph
 
     @property
     def way(self) -> str:
@@ -109,11 +111,14 @@ def case_of(number: int, way: str, config: BlockConfig, device: torch.device) ->
 
     def prepare(setting: Setting, result: Result) -> Subject:
         before = reserved(setting.device)
-        checked = cast(BlockSubject, of_step.prepare(setting, result))
-        subject = LaunchedSubject(**{each.name: getattr(checked, each.name) for each in dataclasses.fields(checked)})
-        cast(Launched, subject.call).clones_output = False
+        with reasons() as skipped:
+            checked = cast(BlockSubject, of_step.prepare(setting, result))
+            fields = {each.name: getattr(checked, each.name) for each in dataclasses.fields(checked)}
+            subject = LaunchedSubject(**fields, skipped=skipped)
+            cast(Launched, subject.call).clones_output = False
+            if way in OF_ITS_OWN:
+                record_graphs(subject)
         if way in OF_ITS_OWN:
-            record_graphs(subject)
             subject.kept[""] = max(0, reserved(setting.device) - before - subject.own_bytes)
         return subject
     return dataclasses.replace(of_step, prepare=prepare, variant={"way": way})

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 from torch.autograd import DeviceType
 
 from benchmarks import studies
@@ -226,6 +227,16 @@ def test_calls_of_the_driver_are_told_apart():
     assert seen == counting.Launches(1, 2, 0.75)
 
 
+@unit
+def test_why_a_graph_was_skipped_is_read_from_the_log():
+    log = torch._logging.getArtifactLogger("torch._inductor.cudagraph_utils", "cudagraphs")
+    level, handlers = log.level, list(log.handlers)
+    with counting.reasons() as found:
+        log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to cpu device\nand where")
+    log_cudagraph_skip_and_bump_counter("another")
+    assert found == ["skipping cudagraphs due to cpu device"] and (log.level, log.handlers) == (level, handlers)
+
+
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
@@ -281,7 +292,8 @@ def row(tokens, way, ms, number=4, host=None, kernels=None, graphs=0, kept=None)
     result = Result(name, config, "float32", GPU, step=number, study="launches", run="one", variant={"way": way},
                     traits=steps.load(number).traits, matmul="bfloat16")
     for mode in MODES:
-        lines.append(record(result, launches.LAUNCHED, "graphs", [graphs], mode, "eager", kernels=7, copy_ms=0.5))
+        lines.append(record(result, launches.LAUNCHED, "graphs", [graphs], mode, "eager", kernels=7, copy_ms=0.5,
+                            skipped=[] if graphs or way == ways.ONE_BY_ONE else ["a device is missing"]))
         if kept is not None:
             lines.append(record(result, launches.KEPT, "bytes", [kept], mode, "eager"))
     return lines
@@ -312,6 +324,7 @@ def test_a_graph_that_was_skipped_shows():
              *row(64, ways.REDUCE_OVERHEAD, 7.0, 3, graphs=1)]
     shown = STUDY.told(lines).splitlines()
     assert sum("0: skipped" in line for line in shown) == 2                 # one a pass
+    assert "n/a, step 3, reduce-overhead: no graph: a device is missing" in shown
     assert STUDY.answer(lines) == "see the tables"
 
 
