@@ -16,17 +16,14 @@ import functools
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.measure.options import numbers
+from benchmarks.measure.options import count, numbers
 from benchmarks.records.read import Run, extra, runs, values
 from benchmarks.show.charts import Charts, lines_chart
-from benchmarks.show.study import Options, Study, open_session, register, show
+from benchmarks.show.study import Options, Study, exit_status, open_session, register, show
 from benchmarks.show.tables import framed
-from benchmarks.studies.launches import changes
-from benchmarks.studies.launches.counting import count
+from benchmarks.studies.launches import autotuned, changes, counting
 from benchmarks.studies.launches.ways import (
     BY_HAND,
-    MAX_AUTOTUNE,
-    NO_GRAPHS,
     OF_ITS_OWN,
     ONE_BY_ONE,
     STEPS,
@@ -49,7 +46,7 @@ from common.text import NOT_AVAILABLE, figures, ratio, table
 
 GPU_TOKENS = (128, 512, 2048, 8192, 16384)
 CPU_TOKENS, QUICK_TOKENS = (16, 64, 256, 1024, 4096), (64, 1024)
-AUTOTUNED = 2                          # of the numbers of tokens the first and the middle one: it compiles for minutes
+PROCESSES = 3                          # that try max-autotune, at the fewest tokens and in the middle: it takes minutes
 NEAR = 0.1                             # a prediction that is off by no more is right
 PREDICTED = {"right": 0.9, "best at the fewest": 4.0}      # for one H200, before it was measured
 LAUNCHED, KEPT, HOST = "graphs launched", "kept by graphs", "host"
@@ -71,15 +68,14 @@ def config_at(tokens: int, base: BlockConfig) -> BlockConfig:
 
 def groups(options: Options) -> list[Group]:
     """A group for each number of tokens: all its ways are timed in the same rounds."""
-    autotuned = () if options.quick else (options.tokens[0], options.tokens[len(options.tokens) // 2])
     every = []
     for tokens in options.tokens:
         config = config_at(tokens, options.config)
         cases = []
-        for number, ways in STEPS.items():
-            for way in ways:
+        for number in options.steps:
+            for way in STEPS[number]:
                 wanted = way in options.ways or (way == ONE_BY_ONE and BY_HAND in options.ways)
-                if wanted and (way not in (NO_GRAPHS, MAX_AUTOTUNE) or tokens in autotuned):
+                if wanted and (way not in autotuned.MODES_OF_IT or tokens in options.autotuned_here):
                     cases.append(case_of(number, way, config, options.device))
         profiled = 1 if options.device.type == "cuda" else 0
         every.append(Group(cases, profiled=profiled, limited=False, may_not_fit=True, timed=counted))
@@ -92,12 +88,15 @@ def run(study: Study, options: Options) -> int:
         session = open_session(study, options)
         for group in study.groups(options):
             session.measure(group)
-        if not options.quick:
+        if not options.quick and options.processes > 1:
             changes.measure(session, options.config)
-        status = show(study, options, session)
-        if options.quick:
-            tell(QUICK)
-        return status
+    lines = list(session.lines)
+    if options.autotuned and not options.autotuned_here:
+        lines += autotuned.measure(options, study.name)
+    shown = show(study, options, session, lines)
+    if options.quick:
+        tell(QUICK)
+    return shown or exit_status(of_case.status for of_case in runs(lines) if of_case.status != "skipped")
 
 
 def counted(timed: Sequence[tuple[Result, Subject]], mode: str) -> list[Record]:
@@ -108,7 +107,7 @@ def counted(timed: Sequence[tuple[Result, Subject]], mode: str) -> list[Record]:
         if subject.inputs[0].is_cuda:
             one = subject.iteration(mode)
             one.between()
-            seen = count(one.run)
+            seen = counting.count(one.run)
             one.between()
             lines.append(record(result, LAUNCHED, "graphs", [seen.graphs], mode, "eager", kernels=seen.kernels,
                                 copy_ms=seen.copy_ms, skipped=sorted(set(subject.skipped))))
@@ -141,9 +140,13 @@ def tokens_of(run: Run) -> int:
 
 
 def by_key(lines: list[Record]) -> dict[Key, Run]:
-    """Each case's latest run."""
-    return {(run.step, run.variant["way"], tokens_of(run)): run for run in runs(lines)
-            if run.step is not None and "change" not in run.variant}
+    """Each case's latest run, but for those of processes of their own, which are no part of the same rounds."""
+    elsewhere = {of_it[0].info["run"] for of_it in autotuned.of_processes(lines)}
+    latest: dict[Key, Run] = {}
+    for run in runs(lines):
+        if run.step is not None and "change" not in run.variant and run.info["run"] not in elsewhere:
+            latest[run.step, run.variant["way"], tokens_of(run)] = run
+    return latest
 
 
 def launched_by(way: str) -> tuple[str, str]:
@@ -203,7 +206,7 @@ def text(lines: list[Record], width: int | None = None) -> str:
         tables = [_times(of_all, mode, width), _predictions(of_all, mode, width), _counts(of_all, mode, width),
                   _on_cpu(of_all, mode, width)]
         blocks.append("\n\n".join([mode, *filter(None, tables)]))
-    blocks += [_changes(lines, width), "\n".join(findings(of_all)), _why_not(of_all)]
+    blocks += [autotuned.text(lines, width), _changes(lines, width), "\n".join(findings(of_all)), _why_not(of_all)]
     return framed(lines, blocks, [run for run in of_all.values() if run.status != "skipped"])
 
 
@@ -393,6 +396,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--tokens", type=numbers, metavar="N,...", help="numbers of tokens (default: five, 128 to 16384"
                                                                         " on a GPU)")
     parser.add_argument("--ways", metavar="WAY,...", help=f"some of: {', '.join(WAYS)} (default: all)")
+    parser.add_argument("--steps", type=numbers, default=tuple(STEPS), metavar="N,...", help="some of 2,3,4 (default)")
+    parser.add_argument("--processes", type=count, default=PROCESSES, metavar="N",
+                        help=f"that try max-autotune, whose choice is noise (default: {PROCESSES})")
 
 
 def refine(options: Options) -> None:
@@ -403,10 +409,14 @@ def refine(options: Options) -> None:
         options.config = small.replace(amp_dtype=options.config.amp_dtype)
     default = GPU_TOKENS if on_gpu else CPU_TOKENS
     options.tokens = tuple(sorted(set(options.tokens or (QUICK_TOKENS if options.quick else default))))
-    options.ways = named_ways(options.ways) if options.ways else tuple(
-        way for way in WAYS if not options.quick or way not in (NO_GRAPHS, MAX_AUTOTUNE))
+    options.ways = named_ways(options.ways) if options.ways else WAYS
+    if unknown := set(options.steps) - set(STEPS):
+        raise ValueError(f"--steps {min(unknown)}: give some of {', '.join(map(str, STEPS))}")
     for tokens in options.tokens:
         config_at(tokens, options.config)
+    tried = not options.quick and autotuned.STEP in options.steps and set(autotuned.MODES_OF_IT) & set(options.ways)
+    options.autotuned = (options.tokens[0], options.tokens[len(options.tokens) // 2]) if tried else ()
+    options.autotuned_here = options.autotuned if options.processes == 1 or not on_gpu else ()
     if BY_HAND not in options.ways:
         options.launches = LAUNCHES[:1]
 

@@ -9,7 +9,7 @@ from torch.autograd import DeviceType
 from benchmarks import studies
 from benchmarks.records.read import read, runs
 from benchmarks.studies import launches
-from benchmarks.studies.launches import changes, counting, ways
+from benchmarks.studies.launches import autotuned, changes, counting, ways
 from common import BlockConfig, steps
 from common.measure.cases import Setting
 from common.outcome import Failed
@@ -257,7 +257,8 @@ def test_on_a_cpu_it_tells_the_hosts_share_and_what_is_missing(study_main, cheap
 @unit
 @pytest.mark.parametrize("words, said", [
     (["--tokens", "100"], "multiples of 16"), (["--tokens", "80"], "multiples of 16 up to 64, then of that"),
-    (["--tokens", "many"], "whole numbers"), (["--ways", "by magic"], "--ways by magic: there is no such way")])
+    (["--tokens", "many"], "whole numbers"), (["--steps", "1,2"], "--steps 1: give some of 2, 3, 4"),
+    (["--ways", "by magic"], "--ways by magic: there is no such way")])
 def test_a_mistake_on_the_command_line_is_a_line(words, said, study_main):
     status, _, err = study_main("launches", *words)
     assert status == 2 and said in err.strip().splitlines()[-1], err
@@ -266,7 +267,8 @@ def test_a_mistake_on_the_command_line_is_a_line(words, said, study_main):
 @unit
 def test_groups_hold_the_ways_that_were_asked_for():
     base = BlockConfig(1, 64, 64, 4, amp_dtype=None)
-    options = SimpleNamespace(config=base, device=CPU, tokens=(16, 128, 256), ways=ways.WAYS, quick=False)
+    options = SimpleNamespace(config=base, device=CPU, tokens=(16, 128, 256), ways=ways.WAYS, steps=(2, 3, 4),
+                              autotuned_here=(16, 128))
     every = launches.groups(options)
     shapes = [{(case.config.batch_size, case.config.seq_len) for case in group.cases} for group in every]
     assert shapes == [{(1, 16)}, {(2, 64)}, {(4, 64)}]
@@ -276,10 +278,44 @@ def test_groups_hold_the_ways_that_were_asked_for():
         [[ways.ONE_BY_ONE] * 3] * 3
 
 
+# ----------------------------------------------------------------------------------------------- max-autotune's choice
+
+
+@unit
+def test_each_process_measures_it_beside_the_default(monkeypatch):
+    asked = []
+
+    def in_turn(commands, file, name, died):
+        asked.extend(commands)
+        return died(1, [], -9)
+    monkeypatch.setattr(autotuned, "in_turn", in_turn)
+    options = SimpleNamespace(argv=["--seed", "3", "--chart", "x"], autotuned=(128, 2048), processes=3, file=None,
+                              ways=ways.WAYS, config=CONFIG, device=CPU)
+    lines = autotuned.measure(options, "launches")
+    assert len(asked) == 3 and asked[0] == [
+        "launches", "--seed", "3", "--chart", "x", "--tokens", "128,2048", "--steps", "3", "--ways",
+        "one by one,max-autotune-no-cudagraphs,max-autotune", "--processes", "1", "--chart", ""]
+    assert "process 2 ended with -9" in STUDY.told(lines)
+    assert autotuned._died(options, 0, row(16, ways.NO_GRAPHS, 4.0, 3), 1) == []
+
+
+@unit
+def test_processes_are_shown_apart_and_paired_within():
+    """Those of the main run are not replaced by the default that each process times anew."""
+    lines = [*row(16, ways.ONE_BY_ONE, (8.0, 2.0), 3)]
+    for number, ms in enumerate((5.0, 4.0)):
+        lines += [*row(16, ways.ONE_BY_ONE, 10.0, 3, run=f"own {number}"),
+                  *row(16, ways.NO_GRAPHS, ms, 3, run=f"own {number}")]
+    assert launches.by_key(lines)[3, ways.ONE_BY_ONE, 16].median(BOTH, "eager") == 8.0
+    shown = STUDY.told(lines)
+    assert "process 2, B1 S16" in shown and "2.50 [2.50, 2.50]" in shown
+    assert "max-autotune-no-cudagraphs, forward+backward: 2.00 to 2.50 times as fast as the default" in shown
+
+
 # ------------------------------------------------------------------------------------------------------- what is shown
 
 
-def row(tokens, way, ms, number=4, host=None, kernels=None, graphs=0, kept=None):
+def row(tokens, way, ms, number=4, host=None, kernels=None, graphs=0, kept=None, run="one"):
     """Records of a step at so many tokens on a GPU. `ms`: (eager, graph) or one number."""
     eager, graph = ms if isinstance(ms, tuple) else (ms, None)
     samples = {(mode, launch): [each] * 6 for mode in MODES for launch, each in (("eager", eager), ("graph", graph))
@@ -288,8 +324,8 @@ def row(tokens, way, ms, number=4, host=None, kernels=None, graphs=0, kept=None)
     parts = {mode: {"GEMM": kernels, "idle": 1.0} for mode in MODES} if kernels else None
     name = {2: "2_sdpa", 3: "3_compile", 4: "4_transformer_engine"}[number]
     lines = made(name, samples, facts=GPU, study="launches", config=config, variant={"way": way}, enqueue=host,
-                 parts=parts)
-    result = Result(name, config, "float32", GPU, step=number, study="launches", run="one", variant={"way": way},
+                 parts=parts, run=run)
+    result = Result(name, config, "float32", GPU, step=number, study="launches", run=run, variant={"way": way},
                     traits=steps.load(number).traits, matmul="bfloat16")
     for mode in MODES:
         lines.append(record(result, launches.LAUNCHED, "graphs", [graphs], mode, "eager", kernels=7, copy_ms=0.5,
