@@ -42,7 +42,7 @@ def of_processes(lines: list[Record]) -> list[list[Run]]:
     """The runs of each process that has tried it, in the order in which they began."""
     by_process: dict[str, list[Run]] = {}
     for run in runs(lines):
-        if run.step == STEP and "change" not in run.variant:
+        if "way" in run.variant and "change" not in run.variant:
             by_process.setdefault(run.info["run"], []).append(run)
     return [of_it for of_it in by_process.values() if any(_is_tried(run) for run in of_it)]
 
@@ -55,13 +55,13 @@ def text(lines: list[Record], width: int | None = None) -> str:
     """A row for each process, mode and size: how it compares with the default, and what it chose."""
     rows, ratios = [], []
     for number, of_it in enumerate(of_processes(lines), start=1):
-        default = {run.shape: run for run in of_it if run.variant["way"] == ONE_BY_ONE}
+        default = {(run.step, run.shape): run for run in of_it if run.variant["way"] == ONE_BY_ONE}
         for run in of_it:
             if not _is_tried(run):
                 continue
             row = [f"process {number}, {run.shape}, {run.variant['way']}"]
             for mode in MODES:
-                ms, times = run.median(mode, "eager"), paired(default.get(run.shape), run, mode)
+                ms, times = run.median(mode, "eager"), paired(default.get((run.step, run.shape)), run, mode)
                 row += [figures(ms) if ms else NOT_AVAILABLE, ratio(times) if times else NOT_AVAILABLE]
                 if times and mode == BOTH and run.variant["way"] == NO_GRAPHS:
                     ratios.append(times[0])
