@@ -26,6 +26,7 @@ from benchmarks.studies.launches.ways import (
     BY_HAND,
     OF_ITS_OWN,
     ONE_BY_ONE,
+    REDUCE_OVERHEAD,
     STEPS,
     WAYS,
     LaunchedSubject,
@@ -48,7 +49,7 @@ GPU_TOKENS = (128, 512, 2048, 8192, 16384)
 CPU_TOKENS, QUICK_TOKENS = (16, 64, 256, 1024, 4096), (64, 1024)
 PROCESSES = 3                          # that try max-autotune, at the fewest tokens and in the middle: it takes minutes
 NEAR = 0.1                             # a prediction that is off by no more is right
-PREDICTED = {"right": 0.9, "best at the fewest": 4.0}      # for one H200, before it was measured
+PREDICTED = {"right": 0.9, "best at the fewest": 4.0, "copied": 0.038}      # for one H200, before it was measured
 LAUNCHED, KEPT, HOST = "graphs launched", "kept by graphs", "host"
 QUICK = ("--quick leaves out: three of five numbers of tokens, torch.compile's max-autotune modes, and what happens "
          "where parameters or inputs move")
@@ -315,7 +316,22 @@ def findings(of_all: dict[Key, Run]) -> list[str]:
             at = crossover(of_all, number, BOTH)
             found.append(f"step {number}, {BOTH}: a graph buys no more than 5 % "
                          + (f"from {at} tokens on" if at else "nowhere here"))
+    most = sizes_of(of_all)[-1]
+    if (share := copied(of_all, most)) is not None:
+        found.append(f"{FORWARD}, {most} tokens: to copy its input takes {100 * share:.1f} % of a call by "
+                     f"{REDUCE_OVERHEAD}; predicted for an H200 at gpt2's 32768: {100 * PREDICTED['copied']:.1f} %")
     return found
+
+
+def copied(of_all: dict[Key, Run], tokens: int) -> float | None:
+    """The share of a forward by reduce-overhead that goes into copies which the default has not; None where unknown."""
+    by_tree, default = (of_all.get((3, way, tokens)) for way in (REDUCE_OVERHEAD, ONE_BY_ONE))
+    lines = [run.find(FORWARD, LAUNCHED, "eager") if run else None for run in (by_tree, default)]
+    ms = by_tree.median(FORWARD, "eager") if by_tree else None
+    if not all(lines) or not ms:
+        return None
+    of_tree, of_default = (extra(line)["copy_ms"] for line in lines if line)
+    return (of_tree - of_default) / ms
 
 
 def best_at(of_all: dict[Key, Run], number: int, tokens: int, mode: str

@@ -315,7 +315,7 @@ def test_processes_are_shown_apart_and_paired_within():
 # ------------------------------------------------------------------------------------------------------- what is shown
 
 
-def row(tokens, way, ms, number=4, host=None, kernels=None, graphs=0, kept=None, run="one"):
+def row(tokens, way, ms, number=4, host=None, kernels=None, graphs=0, kept=None, run="one", copy_ms=0.5):
     """Records of a step at so many tokens on a GPU. `ms`: (eager, graph) or one number."""
     eager, graph = ms if isinstance(ms, tuple) else (ms, None)
     samples = {(mode, launch): [each] * 6 for mode in MODES for launch, each in (("eager", eager), ("graph", graph))
@@ -328,7 +328,7 @@ def row(tokens, way, ms, number=4, host=None, kernels=None, graphs=0, kept=None,
     result = Result(name, config, "float32", GPU, step=number, study="launches", run=run, variant={"way": way},
                     traits=steps.load(number).traits, matmul="bfloat16")
     for mode in MODES:
-        lines.append(record(result, launches.LAUNCHED, "graphs", [graphs], mode, "eager", kernels=7, copy_ms=0.5,
+        lines.append(record(result, launches.LAUNCHED, "graphs", [graphs], mode, "eager", kernels=7, copy_ms=copy_ms,
                             skipped=[] if graphs or way == ways.ONE_BY_ONE else ["a device is missing"]))
         if kept is not None:
             lines.append(record(result, launches.KEPT, "bytes", [kept], mode, "eager"))
@@ -352,6 +352,15 @@ def test_predicted_beside_measured():
     assert "a graph buys no more than 5 % from 1024 tokens on" in shown
     assert f"at 16 tokens {ways.CALLABLES} makes step 4 8.0 times as fast, from 1024 on nothing" == STUDY.answer(lines)
     assert "3.00" in next(line for line in shown.splitlines() if line.startswith(f"step 4, {ways.CALLABLES}, 16"))
+
+
+@unit
+def test_what_is_copied_is_told_as_a_share_of_a_call():
+    lines = [*row(64, ways.ONE_BY_ONE, (8.0, 8.0), 3, host=1.0, kernels=8.0),
+             *row(64, ways.REDUCE_OVERHEAD, 10.0, 3, graphs=1, copy_ms=0.9)]
+    assert launches.copied(launches.by_key(lines), 64) == pytest.approx(0.04)
+    assert "64 tokens: to copy its input takes 4.0 % of a call by reduce-overhead" in STUDY.told(lines)
+    assert launches.copied(launches.by_key(lines[:1]), 64) is None
 
 
 @unit
