@@ -18,7 +18,7 @@ from benchmarks.records.provenance import commits, provenance, unproven
 from benchmarks.records.read import BadRecords, Run, info, latest, metric, paired, read, shape
 from benchmarks.show import charts
 from benchmarks.show.charts import Charts
-from benchmarks.show.tables import joules
+from benchmarks.show.tables import NO_ANSWER, joules
 from common import steps
 from common.command_line import Parser, early_ends
 from common.outcome import EXIT
@@ -129,8 +129,9 @@ def questions(studies: Sequence[Question]) -> str:
     """A row a study that was recorded: its question, its command, the answer in one figure, where the tables are."""
     rows = []
     for study in studies:
-        first = recorded(study.name)[0]
-        rows.append([study.question, f"`python -m benchmarks {study.name}`", study.answer(read(first)),
+        answers = [study.answer(read(path)) for path in recorded(study.name)]
+        first = next((answer for answer in answers if answer != NO_ANSWER), NO_ANSWER)
+        rows.append([study.question, f"`python -m benchmarks {study.name}`", first,
                      f"[tables](benchmarks/results/README.md#{study.name})"])
     return markdown(rows, ["question", "command", "the answer in short", "all of it"])
 

@@ -41,7 +41,7 @@ class Study:
     place: int = 100                                        # among the questions: a learner asks the smallest first
     introduction: str = ""                                  # what stands above its recorded tables
     long: bool = False                                      # its tables stand in a file beside the records
-    answer: Callable[[list[Record]], str] = lambda lines: "see the tables"            # in one recorded figure
+    answer: Callable[[list[Record]], str] = lambda lines: tables.NO_ANSWER            # in one recorded figure
     parts: Mapping[str, Callable[[], str]] = field(default_factory=dict)    # of pages, besides its tables
 
     @property

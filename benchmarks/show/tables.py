@@ -12,6 +12,8 @@ from common.runtime.iteration import MODES
 from common.runtime.peaks import BURST, SUSTAINED
 from common.text import NOT_AVAILABLE, figures, number, ratio, table
 
+NO_ANSWER = "see the tables"           # of records that do not hold the figure which answers a study's question
+
 
 @dataclass(frozen=True)
 class Context:

@@ -239,7 +239,7 @@ def answer(lines: list[Record]) -> str:
                                                                  ("float16", ZEROS)))
     gains = [paired(before, other, BOTH) for other in others]
     if before is None or not before.at_power_cap(BOTH, "eager") or not all(gains):
-        return "see the tables"
+        return tables.NO_ANSWER
     bf16, zeros = (times[0] for times in gains if times)
     return f"BF16 is {bf16:.2f} times as fast as FP16, zeros are {zeros:.2f} times as fast as random numbers"
 

@@ -6,7 +6,7 @@ import statistics
 from benchmarks.measure.processes import in_turn
 from benchmarks.records.read import Run, extra, paired, runs
 from benchmarks.show.study import Options
-from benchmarks.studies.launches.ways import MAX_AUTOTUNE, NO_GRAPHS, ONE_BY_ONE
+from benchmarks.studies.launches.ways import COMPILED_STEP, MAX_AUTOTUNE, NO_GRAPHS, ONE_BY_ONE
 from common import steps
 from common.report.record import Record, status_record
 from common.report.result import Result
@@ -15,13 +15,12 @@ from common.runtime.iteration import BOTH, MODES
 from common.text import NOT_AVAILABLE, figures, ratio, table
 
 MODES_OF_IT = (NO_GRAPHS, MAX_AUTOTUNE)
-STEP = 3
 _TEMPLATE = re.compile(r"^triton_tem_")    # a matmul that Inductor wrote from its template, in place of cuBLAS's
 
 
 def measure(options: Options, name: str) -> list[Record]:
     """Time it beside the default in processes of their own, one after another; the records of all."""
-    words = [name, *options.argv, "--tokens", ",".join(map(str, options.autotuned)), "--steps", str(STEP),
+    words = [name, *options.argv, "--tokens", ",".join(map(str, options.autotuned)), "--steps", str(COMPILED_STEP),
              "--ways", ",".join([ONE_BY_ONE, *(way for way in MODES_OF_IT if way in options.ways)]),
              "--processes", "1", "--chart", ""]
     return in_turn([words] * options.processes, options.file, name, functools.partial(_died, options))
@@ -31,7 +30,7 @@ def _died(options: Options, place: int, records: list[Record], status: int) -> l
     """A record of a process that ended before it had any of them."""
     if any(run.variant.get("way") in MODES_OF_IT for run in runs(records)):
         return []
-    step = steps.load(STEP)
+    step = steps.load(COMPILED_STEP)
     result = Result(step.name, options.config, "float32", machine.facts(options.device), step.number, step.traits,
                     status="failed", reason=f"process {place + 1} ended with {status}", study="launches",
                     variant={"way": NO_GRAPHS})

@@ -6,7 +6,7 @@ Each change is tried once, in the forward alone.
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,10 +85,12 @@ def by_hand(call: Call, x: Tensor) -> Call:
     return replay_it
 
 
-def measure(session: Session, base: BlockConfig) -> None:
-    """Try every change on every way that has graphs, and write a record of each."""
+def measure(session: Session, base: BlockConfig, of_steps: Sequence[int], of_ways: Sequence[str]) -> None:
+    """Try every change on those of `ASKED` that are of these steps and ways, and write a record of each."""
     config = base.replace(batch_size=BATCH, seq_len=min(base.seq_len, SEQ_LEN))
     for number, way in ASKED:
+        if number not in of_steps or way not in of_ways:
+            continue
         step = steps.load(number)
         for change in CHANGES:
             session.say(Phase.CHECKING, f"step {number}, {way}: {change}")

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+LAUNCHED, KEPT, HOST = "graphs launched", "kept by graphs", "host"         # the metrics: calls, bytes, ms of one token
 _GRAPH = re.compile(r"^cu(da)?GraphLaunch")
 _KERNEL = re.compile(r"^cu(da)?LaunchKernel")
 _COPY = re.compile(r"Memcpy DtoD|copy", re.IGNORECASE)

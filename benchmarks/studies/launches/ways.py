@@ -15,7 +15,7 @@ from common.measure.cases import Case, Setting, step_case
 from common.measure.measurement import NOT_A_GPU
 from common.measure.subject import BlockSubject, Subject
 from common.report.result import Result
-from common.runtime import compiler, engine, replay
+from common.runtime import engine, replay
 from common.runtime.iteration import MODES
 
 ONE_BY_ONE, CALLABLES = "one by one", "make_graphed_callables"
@@ -24,7 +24,8 @@ BY_HAND = "captured by hand"               # the session's own second way of lau
 COMPILED = (REDUCE_OVERHEAD, NO_GRAPHS, MAX_AUTOTUNE)      # modes of torch.compile; its default is step 3, one by one
 OF_ITS_OWN = (CALLABLES, REDUCE_OVERHEAD, MAX_AUTOTUNE)    # a call that replays graphs without being asked
 WAYS = (ONE_BY_ONE, BY_HAND, CALLABLES, *COMPILED)
-STEPS = {2: (ONE_BY_ONE, CALLABLES), 3: (ONE_BY_ONE, *COMPILED), 4: (ONE_BY_ONE, CALLABLES)}
+COMPILED_STEP = 3
+STEPS = {2: (ONE_BY_ONE, CALLABLES), COMPILED_STEP: (ONE_BY_ONE, *COMPILED), 4: (ONE_BY_ONE, CALLABLES)}
 
 
 class Launched:
@@ -135,8 +136,3 @@ def record_graphs(subject: Subject) -> None:
         iteration.between()
     for tensor in subject.inputs:
         tensor.requires_grad_(False)               # as the forward alone will find it: else it is compiled once more
-
-
-def is_compiled(subject: Subject) -> bool:
-    """Whether another shape of its input would be compiled anew."""
-    return compiler.holds_compiled(subject.call)

@@ -19,7 +19,7 @@ from benchmarks.measure.options import count
 from benchmarks.records.read import Run, case, extra, info, metric, paired, read, runner, runs, values
 from benchmarks.show.charts import Charts, bars_chart
 from benchmarks.show.study import Options, Study, exit_status, open_session, register, show
-from benchmarks.show.tables import framed
+from benchmarks.show.tables import NO_ANSWER, framed
 from benchmarks.studies.startup.cells import Cell, Measured, Processes, every_cell, form_in_words, spread
 from benchmarks.studies.startup.keeping import COLD, NONE, WARM, WAYS
 from benchmarks.studies.startup.running import DYNAMIC, LENGTHS, PER_CALL, group, of_shapes
@@ -314,7 +314,7 @@ def answer(lines: list[Record]) -> str:
     cold, warm, by_layer = (seconds(of_cells, (way, layers, form, BOTH))
                             for way, form in ((COLD, WHOLE), (WARM, WHOLE), (COLD, BY_LAYER)))
     if not (cold and warm and by_layer):
-        return "see the tables"
+        return NO_ANSWER
     where = "" if runner(lines[0])["type"] == "cuda" else "on a CPU "
     return (f"{where}{layers} layers start in {figures(cold)} s, from a warm folder in {figures(warm)}, "
             f"by repeated layer in {figures(by_layer)}")

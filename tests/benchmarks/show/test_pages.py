@@ -1,10 +1,13 @@
 """The generated parts of the pages: what they tell of records, and that the pages hold what they give."""
+from types import SimpleNamespace
+
 import pytest
 
 from benchmarks import studies
 from benchmarks.records.read import BadRecords
 from benchmarks.show import pages
 from benchmarks.show import study as frame
+from benchmarks.show.tables import NO_ANSWER
 from common import steps
 from tests.helpers.made_records import FACTS, both, copied, made, write
 
@@ -95,6 +98,19 @@ def test_the_first_table_is_the_ladders_by_the_faster_launch(tmp_path, monkeypat
     assert cells(table) == [["0_baseline", "8.00", "24.00", "1.0", "", "n/a", "50", "n/a", "2e-07"],
                             ["2_sdpa", "3.00", "8.00", "3.0", "3.00 [3.00, 3.00]", "n/a", "50", "n/a",
                              "2e-07"]]
+
+
+@unit
+def test_a_question_is_answered_by_the_first_run_that_holds_the_answer(tmp_path, monkeypatch):
+    part = write(tmp_path / "part.jsonl", made("0_baseline", both([8.0] * 6, [8.0] * 6)))
+    whole = write(tmp_path / "whole.jsonl", made("2_sdpa", both([4.0] * 6, [4.0] * 6)))
+
+    def answer(lines):
+        return NO_ANSWER if "0_baseline" in str(lines) else "twice as fast"
+    study = SimpleNamespace(name="a", question="What?", answer=answer)
+    for paths, said in (([part, whole], "twice as fast"), ([part], NO_ANSWER)):
+        monkeypatch.setattr(pages, "recorded", lambda name, paths=paths: paths)
+        assert cells(pages.questions([study]))[0][2] == said
 
 
 @unit

@@ -1,4 +1,5 @@
 """Ways of launching: what is checked of a replay, what is counted, and what is said of both."""
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from torch.autograd import DeviceType
 from benchmarks import studies
 from benchmarks.records.read import read, runs
 from benchmarks.studies import launches
-from benchmarks.studies.launches import autotuned, changes, counting, ways
+from benchmarks.studies.launches import autotuned, changes, counting, tables, ways
 from common import BlockConfig, steps
 from common.measure.cases import Setting
 from common.outcome import Failed
@@ -71,10 +72,12 @@ def test_a_result_that_the_next_call_overwrites_is_copied_while_it_is_checked_an
     replaying(monkeypatch, one_memory)
     subject, result = prepared(ways.CALLABLES)
     assert result.errors["branch"][0] < 1e-6
-    for checked in (False, True):
-        subject.call.clones_output = checked or subject.call.clones_output
-        y, other = (subject.call(subject.inputs[0]) for _ in range(2))
-        assert (y.data_ptr() != other.data_ptr()) == checked
+    x = subject.inputs[0]
+    y, other = subject.call(x), subject.call(x)                             # as it is timed
+    assert y.data_ptr() == other.data_ptr()
+    subject.call.clones_output = True                                       # as it was checked
+    y, other = subject.call(x), subject.call(x)
+    assert y.data_ptr() != other.data_ptr()
     assert not subject.inputs[0].requires_grad
     assert subject.replay(FORWARD) == (None, "")
 
@@ -193,13 +196,16 @@ def test_what_became_of_each_change_is_recorded_and_shown(monkeypatch):
     session = SimpleNamespace(facts=GPU, study="launches", run="one", seed=0, device=torch.device("cuda"), lines=[],
                               say=lambda *what: None)
     session.write = session.lines.extend
-    changes.measure(session, CONFIG)
+    changes.measure(session, CONFIG, tuple(ways.STEPS), ways.WAYS)
     shown = STUDY.told(session.lines)
     assert f"step 3, reduce-overhead: {changes.IN_PLACE}: failed: it is wrong before anything was changed; " \
            f"{changes.ELSEWHERE}: follows, the first call takes 250 x" in shown
     session.device, session.lines[:] = CPU, []
-    changes.measure(session, CONFIG)
-    assert changes.IN_PLACE not in STUDY.told(session.lines)
+    changes.measure(session, CONFIG, tuple(ways.STEPS), ways.WAYS)
+    assert "n/a, what happens where parameters or inputs move: CUDA graphs need a GPU" in STUDY.told(session.lines)
+    session.lines[:] = []
+    changes.measure(session, CONFIG, (3,), (ways.ONE_BY_ONE, ways.NO_GRAPHS))
+    assert not session.lines                                                # none that has graphs was asked for
 
 
 @integration
@@ -248,10 +254,11 @@ def test_on_a_cpu_it_tells_the_hosts_share_and_what_is_missing(study_main, cheap
     assert "CUDA graphs need a GPU" in out and "within" not in out
     lines = read(path)
     assert STUDY.told(lines) in out
-    assert [launches.tokens_of(run) for run in runs(lines) if run.step == 2 and run.best(BOTH)] == [16, 32]
-    assert all(run.value(mode, launches.HOST, "eager") > 0 for run in runs(lines) if run.step == 2 and run.best(BOTH)
+    assert [tables.tokens_of(run) for run in runs(lines) if run.step == 2 and run.best(BOTH)] == [16, 32]
+    assert all(run.value(mode, counting.HOST, "eager") > 0 for run in runs(lines) if run.step == 2 and run.best(BOTH)
                for mode in MODES)
     assert set(STUDY.charts(lines)) == {"step-2", "step-3"}
+    assert re.fullmatch(r"on a CPU the host takes \d+ % of 16 tokens, \d+ % of 32", STUDY.answer(lines))
 
 
 @unit
@@ -306,7 +313,7 @@ def test_processes_are_shown_apart_and_paired_within():
     for number, ms in enumerate((5.0, 4.0)):
         lines += [*row(16, ways.ONE_BY_ONE, 10.0, 3, run=f"own {number}"),
                   *row(16, ways.NO_GRAPHS, ms, 3, run=f"own {number}")]
-    assert launches.by_key(lines)[3, ways.ONE_BY_ONE, 16].median(BOTH, "eager") == 8.0
+    assert tables.by_key(lines)[3, ways.ONE_BY_ONE, 16].median(BOTH, "eager") == 8.0
     shown = STUDY.told(lines)
     assert "process 2, B1 S16" in shown and "2.50 [2.50, 2.50]" in shown
     assert "max-autotune-no-cudagraphs, forward+backward: 2.00 to 2.50 times as fast as the default" in shown
@@ -328,10 +335,10 @@ def row(tokens, way, ms, number=4, host=None, kernels=None, graphs=0, kept=None,
     result = Result(name, config, "float32", GPU, step=number, study="launches", run=run, variant={"way": way},
                     traits=steps.load(number).traits, matmul="bfloat16")
     for mode in MODES:
-        lines.append(record(result, launches.LAUNCHED, "graphs", [graphs], mode, "eager", kernels=7, copy_ms=copy_ms,
+        lines.append(record(result, counting.LAUNCHED, "graphs", [graphs], mode, "eager", kernels=7, copy_ms=copy_ms,
                             skipped=[] if graphs or way == ways.ONE_BY_ONE else ["a device is missing"]))
         if kept is not None:
-            lines.append(record(result, launches.KEPT, "bytes", [kept], mode, "eager"))
+            lines.append(record(result, counting.KEPT, "bytes", [kept], mode, "eager"))
     return lines
 
 
@@ -342,10 +349,12 @@ def test_predicted_beside_measured():
              *row(64, ways.ONE_BY_ONE, (4.0, 4.0), host=1.0, kernels=4.0),
              *row(256, ways.ONE_BY_ONE, (9.0, 8.0), host=1.0, kernels=8.0),
              *row(1024, ways.ONE_BY_ONE, (16.0, 16.0), host=1.0, kernels=15.0)]
-    of_all = launches.by_key(lines)
-    assert launches.prediction(of_all[4, ways.ONE_BY_ONE, 16], BOTH) == (8.0, 1.5, 2.0, 4.0, 4.0)
-    assert launches.crossover(of_all, 4, BOTH) == 1024
-    assert launches.best_at(of_all, 4, 16, BOTH)[0] == ways.CALLABLES
+    of_all = tables.by_key(lines)
+    predicted = tables.prediction(of_all[4, ways.ONE_BY_ONE, 16], BOTH)
+    assert predicted == tables.Prediction(8.0, 1.5, 2.0, 4.0) and (predicted.expected, predicted.off) == (4.0, 0.0)
+    assert tables.predicted_crossover(of_all, 4, BOTH) == 64
+    assert tables.crossover(of_all, 4, BOTH) == 1024
+    assert tables.best_at(of_all, 4, 16, BOTH)[0] == ways.CALLABLES
     shown = STUDY.told(lines)
     assert "within 10 % on 6 of 8 points" in shown                          # 9 against 8 is off by an eighth
     assert f"{ways.CALLABLES} is 8.00 [8.00, 8.00] times as fast as one by one; predicted for an H200: 4" in shown
@@ -358,9 +367,18 @@ def test_predicted_beside_measured():
 def test_what_is_copied_is_told_as_a_share_of_a_call():
     lines = [*row(64, ways.ONE_BY_ONE, (8.0, 8.0), 3, host=1.0, kernels=8.0),
              *row(64, ways.REDUCE_OVERHEAD, 10.0, 3, graphs=1, copy_ms=0.9)]
-    assert launches.copied(launches.by_key(lines), 64) == pytest.approx(0.04)
+    assert tables.copied(tables.by_key(lines), 64) == pytest.approx(0.04)
     assert "64 tokens: to copy its input takes 4.0 % of a call by reduce-overhead" in STUDY.told(lines)
-    assert launches.copied(launches.by_key(lines[:1]), 64) is None
+    assert tables.copied(tables.by_key(lines[:1]), 64) is None
+
+
+@unit
+def test_what_another_process_timed_is_not_compared():
+    lines = [*row(16, ways.ONE_BY_ONE, 8.0, 3), *row(16, ways.REDUCE_OVERHEAD, 4.0, 3, run="two")]
+    of_all = tables.by_key(lines)
+    assert tables.median_of(of_all, 3, ways.REDUCE_OVERHEAD, 16, BOTH) == 4.0
+    assert tables.gain_of(of_all, 3, ways.REDUCE_OVERHEAD, 16, BOTH) is None
+    assert tables.best_at(of_all, 3, 16, BOTH)[0] == ways.ONE_BY_ONE
 
 
 @unit
