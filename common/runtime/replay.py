@@ -42,6 +42,7 @@ def capture(iteration: Iteration, stream: torch.cuda.Stream | None = None) -> tu
     torch.cuda.synchronize()
     iteration.between()
     graph = torch.cuda.CUDAGraph()
+    give_own_workspace()
     try:
         with torch.cuda.graph(graph, stream=stream):
             written = iteration.run()
@@ -49,6 +50,16 @@ def capture(iteration: Iteration, stream: torch.cuda.Stream | None = None) -> tu
         end_failed_capture()
         raise
     return graph.replay, written
+
+
+def give_own_workspace() -> None:
+    """Call it right before a capture, so that the graph gets a cuBLAS workspace from its own pool.
+
+    PyTorch keeps a workspace for each stream. A graph that was captured on the same stream before has it in its pool,
+    and whoever clears the workspaces frees it: torch.compile's graphs do. A later graph would go on writing there
+    (pytorch/pytorch issue 193402). What is in its own pool stays for as long as the graph does.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def end_failed_capture() -> None:

@@ -15,11 +15,14 @@ Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 import statistics
 from collections.abc import Sequence
 
+import torch
+
 from benchmarks.measure.options import count, numbers
+from benchmarks.records import RESULTS
 from benchmarks.records.read import runs
 from benchmarks.show.study import Options, Study, exit_status, open_session, register, show
 from benchmarks.studies.launches import autotuned, changes, counting, tables
-from benchmarks.studies.launches.counting import HOST, KEPT, LAUNCHED
+from benchmarks.studies.launches.counting import HOST, KEPT, LAUNCHED, OF_ONE_TOKEN
 from benchmarks.studies.launches.ways import BY_HAND, COMPILED_STEP, ONE_BY_ONE, STEPS, WAYS, LaunchedSubject, case_of
 from common.block.config import PRESETS, BlockConfig
 from common.command_line import SIZES, Parser, tell
@@ -70,6 +73,7 @@ def run(study: Study, options: Options) -> int:
         session = open_session(study, options)
         for group in study.groups(options):
             session.measure(group)
+            torch.compiler.reset()                         # its graphs would be freed amid the next group
         if not options.quick:
             changes.measure(session, options.config, options.steps, options.ways)
     lines = list(session.lines)
@@ -93,11 +97,13 @@ def counted(timed: Sequence[tuple[Result, Subject]], mode: str) -> list[Record]:
             one.between()
             lines.append(record(result, LAUNCHED, "graphs", [seen.graphs], mode, "eager", kernels=seen.kernels,
                                 copy_ms=seen.copy_ms, skipped=sorted(set(subject.skipped))))
+            if subject.way == ONE_BY_ONE:
+                lines.append(record(result, HOST, "ms", [counting.host_ms(one.run, one.between)], mode, "eager"))
             for launch, kept in (("eager", subject.kept.get("")), ("graph", subject.kept.get(mode))):
                 if kept is not None:
                     lines.append(record(result, KEPT, "bytes", [kept], mode, launch))
         elif not compiler.holds_compiled(subject.call):
-            lines.append(record(result, HOST, "ms", [of_one_token(subject, mode)], mode, "eager"))
+            lines.append(record(result, OF_ONE_TOKEN, "ms", [of_one_token(subject, mode)], mode, "eager"))
     return lines
 
 
@@ -160,4 +166,5 @@ launches do, and a graph is one."""
 
 register(Study("launches", __doc__, groups, text=tables.text, charts=tables.charts, answer=tables.answer, run=run,
                add_arguments=add_arguments, refine=refine, no_chart="nothing was timed forward+backward", place=9,
-               introduction=INTRODUCTION))
+               introduction=INTRODUCTION,
+               parts={"launches when": lambda: tables.when_to_use_one(RESULTS / "h200" / "launches-gpt2.jsonl")}))

@@ -2,6 +2,8 @@
 import contextlib
 import logging
 import re
+import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +12,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-LAUNCHED, KEPT, HOST = "graphs launched", "kept by graphs", "host"         # the metrics: calls, bytes, ms of one token
+LAUNCHED, KEPT = "graphs launched", "kept by graphs"       # the metrics: calls, bytes
+HOST, OF_ONE_TOKEN = "host in a row", "host"               # ms to launch on a GPU; ms of one token on a CPU
+ROWS, IN_A_ROW = 12, 6                     # of iterations whose launches are timed
 _GRAPH = re.compile(r"^cu(da)?GraphLaunch")
 _KERNEL = re.compile(r"^cu(da)?LaunchKernel")
 _COPY = re.compile(r"Memcpy DtoD|copy", re.IGNORECASE)
@@ -32,6 +36,25 @@ def count(run: Callable[[], object]) -> Launches:
         run()
         torch.cuda.synchronize()
     return of_events(profiler.events())
+
+
+def host_ms(run: Callable[[], object], between: Callable[[], None]) -> float:
+    """The host's median time to launch an iteration amid others, in ms. It never waits for the GPU meanwhile.
+
+    Behind a wait it would be slower: its caches are cold then. Few enough are launched in a row for the GPU's queue.
+    """
+    times = []
+    for _ in range(ROWS):
+        torch.cuda.synchronize()
+        for place in range(IN_A_ROW):
+            between()
+            start = time.perf_counter_ns()
+            run()
+            if place:
+                times.append((time.perf_counter_ns() - start) / 1e6)
+    torch.cuda.synchronize()
+    between()
+    return statistics.median(times)
 
 
 @contextlib.contextmanager

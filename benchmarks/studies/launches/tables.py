@@ -1,14 +1,16 @@
 """What `launches` shows, from records: times by tokens, predictions, counts, charts, the answer in short."""
 import functools
 import statistics
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from benchmarks.records.read import Run, extra, runs, values
+from benchmarks.records.read import Run, extra, read, runner, runs, values
 from benchmarks.show.charts import Charts, lines_chart
 from benchmarks.show.tables import NO_ANSWER, framed
 from benchmarks.studies.launches import autotuned, changes
-from benchmarks.studies.launches.counting import HOST, KEPT, LAUNCHED
+from benchmarks.studies.launches.counting import HOST, KEPT, LAUNCHED, OF_ONE_TOKEN
 from benchmarks.studies.launches.ways import (
     BY_HAND,
     COMPILED_STEP,
@@ -19,7 +21,6 @@ from benchmarks.studies.launches.ways import (
     WAYS,
 )
 from common.measure.measurement import NOT_A_GPU
-from common.report.metrics import ENQUEUE
 from common.report.record import Record
 from common.runtime import rounds
 from common.runtime.iteration import BOTH, FORWARD, MODES
@@ -112,7 +113,7 @@ def prediction(run: Run, mode: str) -> Prediction | None:
     if run.status != "ok":
         return None
     eager, graph = run.median(mode, "eager"), run.median(mode, "graph")
-    host, parts = run.figure(ENQUEUE, mode, "eager"), run.parts(mode)
+    host, parts = run.value(mode, HOST, "eager"), run.parts(mode)
     if not (eager and graph and host and parts):
         return None
     return Prediction(host, sum(parts.values()) - parts["idle"], graph, eager / graph)
@@ -135,6 +136,14 @@ def crossover(of_all: dict[Key, Run], number: int, mode: str) -> int | None:
             break
         smallest = tokens
     return smallest
+
+
+def where_it_pays(of_all: dict[Key, Run], number: int, mode: str) -> str:
+    """At which sizes a graph by hand buys more than that, in words."""
+    sizes, at = sizes_of(of_all), crossover(of_all, number, mode)
+    if at is None:
+        return f"at every size up to {sizes[-1]} tokens"
+    return f"below {at} tokens" if at > sizes[0] else "nowhere"
 
 
 def predicted_crossover(of_all: dict[Key, Run], number: int, mode: str) -> int | None:
@@ -203,7 +212,7 @@ def host_shares(of_all: dict[Key, Run], mode: str) -> list[tuple[int, int, float
     """(step, tokens, share of the time that one token takes too) of what was timed on a CPU."""
     shares = []
     for (number, _, tokens), run in of_all.items():
-        of_one, whole = run.value(mode, HOST, "eager"), run.median(mode, "eager")
+        of_one, whole = run.value(mode, OF_ONE_TOKEN, "eager"), run.median(mode, "eager")
         if of_one and whole:
             shares.append((number, tokens, of_one / whole))
     return shares
@@ -266,9 +275,9 @@ def findings(of_all: dict[Key, Run]) -> list[str]:
             hoped = f"; predicted for an H200: {PREDICTED['best at the fewest']:g}" if number == 4 else ""
             gained = "no way is faster than" if way == ONE_BY_ONE else f"{way} is {ratio(times)} times as fast as"
             found.append(f"step {number}, {BOTH}, {fewest} tokens: {gained} one by one{hoped}")
-            at = crossover(of_all, number, BOTH)
-            found.append(f"step {number}, {BOTH}: a graph buys no more than 5 % "
-                         + (f"from {at} tokens on" if at else "nowhere here"))
+        for mode in MODES:
+            if gain_of(of_all, number, BY_HAND, fewest, mode):
+                found.append(f"step {number}, {mode}: a graph buys more than 5 % {where_it_pays(of_all, number, mode)}")
     most = sizes_of(of_all)[-1]
     if (share := copied(of_all, most)) is not None:
         found.append(f"{FORWARD}, {most} tokens: to copy its input takes {100 * share:.1f} % of a call by "
@@ -331,6 +340,31 @@ def charts(lines: list[Record]) -> Charts:
             drawn[f"step-{number}"] = functools.partial(lines_chart, series, "tokens", "ms, forward+backward",
                                                         f"step {number}, by way of launching", marks)
     return drawn
+
+
+def when_to_use_one(path: Path) -> str:
+    """When to reach for a graph, in three sentences, from a GPU's records."""
+    lines = read(path)
+    of_all = by_key(lines)
+    fewest = sizes_of(of_all)[0]
+    gains = [gain_of(of_all, COMPILED_STEP, way, fewest, BOTH) for way in (BY_HAND, REDUCE_OVERHEAD)]
+    by_hand, by_tree = (f"{gain[0]:.1f}" if gain else NOT_AVAILABLE for gain in gains)
+    forward, both = (_where_it_pays(of_all, mode) for mode in MODES)
+    gpu = runner(lines[0])["name"]
+    sentences = [
+        "**When to reach for a graph.** Where the host takes longer to launch an iteration than the GPU to run it.",
+        f"At gpt2's width on the {gpu} a graph buys more than 5 %: {FORWARD} {forward}, {BOTH} {both}.",
+        f"Captured by hand it buys most, {by_hand} times for step {COMPILED_STEP} at {fewest} tokens, {BOTH}, but "
+        f'nothing may move in memory; `mode="{REDUCE_OVERHEAD}"` buys {by_tree} times and follows what moves.']
+    return textwrap.fill(" ".join(sentences), 120, break_on_hyphens=False)
+
+
+def _where_it_pays(of_all: dict[Key, Run], mode: str) -> str:
+    """Of all steps."""
+    steps_of: dict[str, list[str]] = {}
+    for number in STEPS:
+        steps_of.setdefault(where_it_pays(of_all, number, mode), []).append(str(number))
+    return ", ".join(f"{where} (step {', '.join(which)})" for where, which in steps_of.items())
 
 
 def answer(lines: list[Record]) -> str:

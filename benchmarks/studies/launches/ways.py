@@ -64,6 +64,7 @@ def build(number: int, way: str, config: BlockConfig, values: dict[str, Tensor],
 
 def captured(block: nn.Module, x: Tensor) -> None:
     """Replace its forward and backward by graphs, in place. Raises NotImplementedError with why that can't be."""
+    replay.give_own_workspace()
     try:
         torch.cuda.make_graphed_callables(cast(Any, block), (x,))
     except torch.OutOfMemoryError:
@@ -86,20 +87,21 @@ class LaunchedSubject(BlockSubject):
     def replay(self, mode: str, captured: Callable[[], None] = lambda: None) -> tuple[Callable | None, str]:
         if self.way in OF_ITS_OWN:
             return None, ""                            # there is nothing to be told: one row is all there is of it
-        before = reserved(self.inputs[0].device)
+        before = held_by_graphs(self.inputs[0].device)
         replayed = super().replay(mode, captured)
-        self.kept[mode] = max(0, reserved(self.inputs[0].device) - before)
+        self.kept[mode] = held_by_graphs(self.inputs[0].device) - before
         return replayed
 
 
-def reserved(device: torch.device) -> int:
-    """Bytes that PyTorch holds on a GPU, of which nothing is left over; 0 on a CPU."""
+def held_by_graphs(device: torch.device) -> int:
+    """Bytes of a GPU's memory in the pools of graphs: nothing else may use them while a graph lives; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize()
     gc.collect()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved(device)
+    torch.cuda.empty_cache()                           # those of graphs that are gone
+    segments = torch.cuda.memory_snapshot()
+    return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] != (0, 0))
 
 
 def case_of(number: int, way: str, config: BlockConfig, device: torch.device) -> Case:
@@ -112,7 +114,7 @@ def case_of(number: int, way: str, config: BlockConfig, device: torch.device) ->
     of_step = step_case(step, config, device, missing=missing, build=build_it)
 
     def prepare(setting: Setting, result: Result) -> Subject:
-        before = reserved(setting.device)
+        before = held_by_graphs(setting.device)
         with reasons() as skipped:
             checked = cast(BlockSubject, of_step.prepare(setting, result))
             fields = {each.name: getattr(checked, each.name) for each in dataclasses.fields(checked)}
@@ -121,7 +123,7 @@ def case_of(number: int, way: str, config: BlockConfig, device: torch.device) ->
             if way in OF_ITS_OWN:
                 record_graphs(subject)
         if way in OF_ITS_OWN:
-            subject.kept[""] = max(0, reserved(setting.device) - before - subject.own_bytes)
+            subject.kept[""] = held_by_graphs(setting.device) - before
         return subject
     return dataclasses.replace(of_step, prepare=prepare, variant={"way": way})
 

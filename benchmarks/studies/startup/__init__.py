@@ -12,6 +12,7 @@ interrupted goes on where it stopped. Exit status: 0 ok, 1 failed, 2 usage, 130 
 import dataclasses
 import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from benchmarks.show.charts import Charts, bars_chart
 from benchmarks.show.study import Options, Study, exit_status, open_session, register, show
 from benchmarks.show.tables import NO_ANSWER, framed
 from benchmarks.studies.startup.cells import Cell, Measured, Processes, every_cell, form_in_words, spread
-from benchmarks.studies.startup.keeping import COLD, NONE, WARM, WAYS
+from benchmarks.studies.startup.keeping import COLD, NONE, PACKAGE, WARM, WAYS
 from benchmarks.studies.startup.running import DYNAMIC, LENGTHS, PER_CALL, group, of_shapes
 from benchmarks.studies.startup.stack import BY_LAYER, WHOLE, kind_of
 from common import steps
@@ -61,13 +62,18 @@ def run(study: Study, options: Options) -> int:
         with tempfile.TemporaryDirectory(prefix="startup-", dir=options.folder) as folder:
             processes = Processes(Path(folder), options.config, options.device.type, options.seed,
                                   lambda detail: session.say(Phase.COMPILING, detail))
-            for cell in every:
-                if (cell.way, cell.layers, cell.form, cell.mode) not in finished:
-                    session.write(_records(cell, _measured(processes, cell, options), session, options, how))
-        if not options.quick:
-            if not any(metric(line) == GRAPHS for line in known):
-                _measure_shapes(session, options, how)
-            session.measure(group(options.config, options.layers))
+
+            def measure(cells: Sequence[Cell]) -> None:
+                for cell in cells:
+                    if (cell.way, cell.layers, cell.form, cell.mode) not in finished:
+                        session.write(_records(cell, _measured(processes, cell, options), session, options, how))
+            measure([cell for cell in every if cell.way != PACKAGE])
+            if not options.quick:
+                if not any(metric(line) == GRAPHS for line in known):
+                    _measure_shapes(session, options, how)
+                if not _timed(known):
+                    session.measure(group(options.config, options.layers))
+            measure([cell for cell in every if cell.way == PACKAGE])           # they take longest
         show(study, options, session, known + session.lines)
         if options.quick:
             tell(QUICK)
@@ -83,13 +89,21 @@ def way_of(session: Session, options: Options) -> dict[str, Any]:
 
 
 def recorded(path: str | None, name: str, how: dict[str, Any]) -> list[Record]:
-    """The records of cells and shapes that FILE holds of this machine, measured that way."""
+    """The records that FILE holds of this machine, measured that way: of cells and shapes, and of calls behind them."""
     if not path or not Path(path).exists() or not Path(path).stat().st_size:
         return []
     lines = [line for line in read(path) if runner(line)["name"] == name]
     ended = {(info(line)["run"], key_of(line)) for line in lines
              if metric(line) in (FIRST, GRAPHS) and extra(line).get("how") == how}
-    return [line for line in lines if (info(line)["run"], key_of(line)) in ended]
+    of_runs = {of_run for of_run, _ in ended}
+    return [line for line in lines
+            if (info(line)["run"], key_of(line)) in ended
+            or (is_of_calls(line) and info(line)["run"] in of_runs)]
+
+
+def is_of_calls(line: Record) -> bool:
+    """Whether it tells what a call takes once all is compiled."""
+    return case(line)["variant"].get("measured") == PER_CALL
 
 
 def key_of(line: Record) -> Key:
@@ -161,7 +175,7 @@ def text(lines: list[Record], width: int | None = None) -> str:
     blocks = [_times(of_cells, mode, width) for mode in MODES]
     blocks += [_kept(lines, of_cells, width), _shapes(lines, width), _per_call(lines, width),
                "\n".join(findings(lines)), _why_not(lines)]
-    return framed(lines, blocks, runs(line for line in lines if case(line)["variant"].get("measured") == PER_CALL))
+    return framed(lines, blocks, runs(filter(is_of_calls, lines)))
 
 
 def _forms(of_cells: dict[Key, Record]) -> list[tuple[int, str]]:
@@ -237,7 +251,7 @@ def _shapes(lines: list[Record], width: int | None) -> str:
 
 def _timed(lines: list[Record]) -> dict[tuple[str, str], Run]:
     """(name, form) -> what a call takes."""
-    timed = runs(line for line in lines if case(line)["variant"].get("measured") == PER_CALL)
+    timed = runs(filter(is_of_calls, lines))
     return {(run.case["name"], run.variant["form"]): run for run in timed}
 
 

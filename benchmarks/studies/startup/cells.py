@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.measure.processes import PATIENCE as TO_END
 from benchmarks.studies.startup import process
-from benchmarks.studies.startup.keeping import COLD, MEGA, NONE, OF_A_CACHE, PACKAGE, WARM, WAYS, why_not
+from benchmarks.studies.startup.keeping import COLD, MEGA, NONE, OF_A_CACHE, WARM, WAYS, why_not
 from benchmarks.studies.startup.process import Answer, Work
 from benchmarks.studies.startup.stack import BY_LAYER, WHOLE
 from common.block.config import BlockConfig
@@ -49,12 +49,11 @@ def form_in_words(layers: int, form: str) -> str:
 
 
 def every_cell(layers: int, quick: bool) -> list[Cell]:
-    """All of them, those that share what is kept side by side. A package takes longest: it comes last."""
+    """All of them, those that share what is kept side by side."""
     if quick:
         return [Cell(way, 1, WHOLE, BOTH) for way in (COLD, WARM)]
     forms = [(1, WHOLE), (layers, WHOLE), (layers, BY_LAYER)]
-    every = [Cell(way, count, form, mode) for count, form in forms for mode in MODES for way in WAYS]
-    return sorted(every, key=lambda cell: cell.way == PACKAGE)
+    return [Cell(way, count, form, mode) for count, form in forms for mode in MODES for way in WAYS]
 
 
 @dataclass

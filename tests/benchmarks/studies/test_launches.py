@@ -126,6 +126,7 @@ def test_graphs_are_really_launched_and_follow_their_input(number, way):
     config = BlockConfig(2, 128, 128, 4, amp_dtype=torch.float16)
     subject, result = prepared(way, number, config, torch.device("cuda"))
     assert result.errors["branch"][0] < result.errors["branch"][1]
+    assert subject.kept[""] > 0
     for mode, graphs in ((FORWARD, 1), (BOTH, 2)):
         one = subject.iteration(mode)
         for _ in range(3):
@@ -234,6 +235,14 @@ def test_calls_of_the_driver_are_told_apart():
 
 
 @unit
+def test_the_host_is_timed_amid_launches_and_not_behind_a_wait(monkeypatch):
+    waits, between, runs = [], [], []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(len(runs)))
+    assert counting.host_ms(lambda: runs.append(0), lambda: between.append(0)) > 0
+    assert waits == list(range(0, len(runs) + 1, counting.IN_A_ROW)) and len(between) == len(runs) + 1
+
+
+@unit
 def test_why_a_graph_was_skipped_is_read_from_the_log():
     log = torch._logging.getArtifactLogger("torch._inductor.cudagraph_utils", "cudagraphs")
     level, handlers = log.level, list(log.handlers)
@@ -255,8 +264,8 @@ def test_on_a_cpu_it_tells_the_hosts_share_and_what_is_missing(study_main, cheap
     lines = read(path)
     assert STUDY.told(lines) in out
     assert [tables.tokens_of(run) for run in runs(lines) if run.step == 2 and run.best(BOTH)] == [16, 32]
-    assert all(run.value(mode, counting.HOST, "eager") > 0 for run in runs(lines) if run.step == 2 and run.best(BOTH)
-               for mode in MODES)
+    timed = [run for run in runs(lines) if run.step == 2 and run.best(BOTH)]
+    assert all(run.value(mode, counting.OF_ONE_TOKEN, "eager") > 0 for run in timed for mode in MODES)
     assert set(STUDY.charts(lines)) == {"step-2", "step-3"}
     assert re.fullmatch(r"on a CPU the host takes \d+ % of 16 tokens, \d+ % of 32", STUDY.answer(lines))
 
@@ -330,13 +339,15 @@ def row(tokens, way, ms, number=4, host=None, kernels=None, graphs=0, kept=None,
     config = BlockConfig(tokens // 16, 16, 32, 4, amp_dtype=torch.float16)
     parts = {mode: {"GEMM": kernels, "idle": 1.0} for mode in MODES} if kernels else None
     name = {2: "2_sdpa", 3: "3_compile", 4: "4_transformer_engine"}[number]
-    lines = made(name, samples, facts=GPU, study="launches", config=config, variant={"way": way}, enqueue=host,
-                 parts=parts, run=run)
+    lines = made(name, samples, facts=GPU, study="launches", config=config, variant={"way": way}, parts=parts,
+                 run=run)
     result = Result(name, config, "float32", GPU, step=number, study="launches", run=run, variant={"way": way},
                     traits=steps.load(number).traits, matmul="bfloat16")
     for mode in MODES:
         lines.append(record(result, counting.LAUNCHED, "graphs", [graphs], mode, "eager", kernels=7, copy_ms=copy_ms,
                             skipped=[] if graphs or way == ways.ONE_BY_ONE else ["a device is missing"]))
+        if host is not None:
+            lines.append(record(result, counting.HOST, "ms", [host], mode, "eager"))
         if kept is not None:
             lines.append(record(result, counting.KEPT, "bytes", [kept], mode, "eager"))
     return lines
@@ -358,7 +369,7 @@ def test_predicted_beside_measured():
     shown = STUDY.told(lines)
     assert "within 10 % on 6 of 8 points" in shown                          # 9 against 8 is off by an eighth
     assert f"{ways.CALLABLES} is 8.00 [8.00, 8.00] times as fast as one by one; predicted for an H200: 4" in shown
-    assert "a graph buys no more than 5 % from 1024 tokens on" in shown
+    assert "step 4, forward+backward: a graph buys more than 5 % below 1024 tokens" in shown
     assert f"at 16 tokens {ways.CALLABLES} makes step 4 8.0 times as fast, from 1024 on nothing" == STUDY.answer(lines)
     assert "3.00" in next(line for line in shown.splitlines() if line.startswith(f"step 4, {ways.CALLABLES}, 16"))
 

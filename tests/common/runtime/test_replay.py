@@ -2,6 +2,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import types
 import weakref
 
@@ -522,3 +523,25 @@ def test_random_numbers_are_drawn_behind_a_capture_that_failed():
     with pytest.raises(RuntimeError):
         replay.capture(work)
     assert torch.randn(8, device="cuda").isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.integration
+def test_a_graph_lives_on_when_all_workspaces_are_cleared():
+    """The one captured before on its stream is gone by then, with all that it held."""
+    def captured():
+        x, w = torch.randn(128, 3072, device="cuda").half(), torch.randn(3072, 768, device="cuda").half()
+        one = iteration.of_call(lambda x: x @ w, [x], [], {}, FORWARD)
+        return one, *replay.capture(one)
+    before = captured()
+    work, replayed, written = captured()
+    del before
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    held = [torch.zeros(2**20, device="cuda") for _ in range(64)]
+    for _ in range(3):
+        replayed()
+    torch.cuda.synchronize()
+    assert oracle.relative_error(written[0], work.run()[0].double()) < 1e-3
+    assert all(not each.any() for each in held)
