@@ -86,7 +86,7 @@ def use_private_caches() -> None:
     """
     signals.end_in_order()
     caches = tempfile.mkdtemp(prefix="inductor-")          # mode 0700
-    atexit.register(_remove, caches)
+    atexit.register(remove_private_caches)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
     os.environ["TRITON_CACHE_DIR"] = os.path.join(caches, "triton")
     folder = _inductor_folder()
@@ -94,11 +94,12 @@ def use_private_caches() -> None:
         torch._inductor.config.cpp_cache_precompile_headers = False
 
 
-def _remove(folder: str) -> None:
-    """Remove it, at the end of the process. Who is told to end once more meanwhile ends a moment later.
+def remove_private_caches() -> None:
+    """At the end of the process. Who is told to end once more meanwhile ends a moment later.
 
     A compiler that was told to end with this process may still write into the folder while it is removed.
     """
+    folder = os.environ["TORCHINDUCTOR_CACHE_DIR"]
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     for _ in range(20):

@@ -105,7 +105,8 @@ def test_a_studys_flags_are_added_to_those_of_all(name):
     told = parser.format_help()
     for flag in ("--preset", "--device", "--rounds", "--quick", "--seed", "--json", "--chart"):
         assert told.count(f"  {flag} ") + told.count(f"  {flag}\n") == 1
-    chosen = options.parse(parser, ["--preset", "tiny", "--device", "cpu", "--quick"], study.refine)
+    needed = ["--ranks", "2"] if "--ranks" in told else []
+    chosen = options.parse(parser, ["--preset", "tiny", "--device", "cpu", "--quick", *needed], study.refine)
     assert chosen.rounds == 6
 
 

@@ -1,0 +1,116 @@
+"""Ranks as processes: who starts them, what a rank knows of itself, and how a rank that fails is told in one line."""
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from common import signals
+from common.block.steps import ROOT
+from common.outcome import EXIT, in_a_line
+from common.runtime import compiler
+
+FROM_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")     # what torchrun sets
+
+
+NO_FILE = "<N/A>"                      # of a failure's error file: the process has left none
+SECONDARY = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "remote process")
+PATIENCE = 3                           # seconds that a rank waits to be ended where another one seems to have failed
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the ranks this process is."""
+    rank: int
+    local: int                             # among those of this machine
+    ranks: int
+
+
+def place() -> Place | None:
+    """Of this process; None where nobody has started it as one of several."""
+    if any(name not in os.environ for name in FROM_LAUNCHER):
+        return None
+    return Place(*(int(os.environ[name]) for name in FROM_LAUNCHER[:3]))
+
+
+@contextlib.contextmanager
+def process_group(device: torch.device, timeout_s: int) -> Iterator[None]:
+    """All ranks in one group while it lasts: NCCL's on GPUs, Gloo's on CPUs."""
+    backend, of_device = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=of_device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """What a rank fails by goes where the launcher finds it. Then the process ends: the others wait for it in vain."""
+    compiler.use_private_caches()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end_quietly)
+    try:
+        yield
+    except Exception as error:
+        if any(words in str(error) for words in SECONDARY):        # it lost another rank, which is the cause
+            time.sleep(PATIENCE)
+        get_error_handler().record_exception(error)
+        print(f"distributed: rank {os.environ['RANK']}: {in_a_line(error)}", file=sys.stderr, flush=True)
+        compiler.remove_private_caches()
+        os._exit(EXIT["failed"])           # not by sys.exit: to leave the group in order would wait for the others
+
+
+def _end_quietly(number: int, _: object) -> None:
+    """The launcher ends the ranks that are left. It says why, for all of them."""
+    compiler.remove_private_caches()
+    os._exit(128 + number)
+
+
+def start(ranks: int, words: Sequence[str]) -> int:
+    """Run `python -m benchmarks distributed` with these words on so many ranks of this machine; the exit status.
+
+    It is that of the rank that failed first, which is told in a line.
+    """
+    with tempfile.TemporaryDirectory(prefix="distributed-") as folder:
+        quiet = {rank: Std.ALL for rank in range(1, ranks)}        # rank 0 speaks for all
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id="distributed", rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0", max_restarts=0, local_addr="localhost",
+            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=quiet))
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)          # what they say is said below
+        try:
+            elastic_launch(config, sys.executable)("-m", "benchmarks", "distributed", *words)
+        except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise signals.Terminated(error.sigval) from None
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            if failure.exitcode < 0 or failure.error_file != NO_FILE:      # else it has said why by itself
+                print(f"distributed: rank {rank} {in_words(failure)}", file=sys.stderr)
+            return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    return EXIT["ok"]
+
+
+def in_words(failure: ProcessFailure) -> str:
+    """How a rank ended."""
+    if failure.exitcode < 0:
+        return f"was ended by {signal.Signals(-failure.exitcode).name}"
+    told_by_it: Any = failure.message
+    message = told_by_it["message"] if isinstance(told_by_it, dict) else told_by_it
+    return f"failed: {message.strip().splitlines()[0]}"

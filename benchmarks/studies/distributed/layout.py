@@ -1,0 +1,84 @@
+"""How blocks are spread over ranks: the words of --parallel, the mesh they mean, and which of them can't be."""
+import re
+from dataclasses import dataclass
+
+from common.block.config import BlockConfig
+
+EXAMPLES = "fsdp, hsdp:2x2, tp:2, tp:2+sp, or fsdp:2,tp:2"
+_DATA = re.compile(r"fsdp(?::(\d+))?|hsdp:(\d+)x(\d+)")
+_TENSOR = re.compile(r"tp:(\d+)(\+sp)?")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks as a mesh [replicate, shard, tensor].
+
+    Parameters are sharded over `shard` and replicated over `replicate`, both with a batch of their own; `tensor` ranks
+    share a batch and split the matmuls. With `sequence` these split what is between the matmuls along S, too.
+    """
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    sequence: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.replicate * self.shard * self.tensor
+
+    @property
+    def batches(self) -> int:
+        """How many batches a step takes: one for each rank, but for those that share one."""
+        return self.replicate * self.shard
+
+    def batch_of(self, rank: int) -> int:
+        """Which of them is that rank's."""
+        return rank // self.tensor
+
+    def __str__(self) -> str:
+        words = []
+        if self.replicate > 1:
+            words.append(f"hsdp:{self.replicate}x{self.shard}")
+        elif self.shard > 1 or self.tensor == 1:
+            words.append(f"fsdp:{self.shard}")
+        if self.tensor > 1:
+            words.append(f"tp:{self.tensor}" + "+sp" * self.sequence)
+        return ",".join(words)
+
+    def check(self, config: BlockConfig) -> None:
+        """Raise ValueError where a block of that shape can't be split so."""
+        for what, size in (("num_heads", config.num_heads), ("ffn_hidden_size", config.ffn_hidden_size)):
+            if size % self.tensor:
+                raise ValueError(f"--parallel {self}: {what} {size} is not divisible by {self.tensor}, each rank needs "
+                                 f"as many; try tp:{_divisor(size, self.tensor)}")
+        if self.sequence and config.seq_len % self.tensor:
+            raise ValueError(f"--parallel {self}: seq_len {config.seq_len} is not divisible by {self.tensor}; try "
+                             f"--seq-len {config.seq_len + self.tensor - config.seq_len % self.tensor}")
+
+
+def parsed(text: str, ranks: int) -> Layout:
+    """"fsdp:2,tp:2" on so many ranks. Raises ValueError for other words, and where the ranks do not fit."""
+    data, tensor = None, None
+    for word in text.split(","):
+        if (found := _DATA.fullmatch(word.strip())) and data is None:
+            data = found
+        elif (found := _TENSOR.fullmatch(word.strip())) and tensor is None:
+            tensor = found
+        else:
+            raise ValueError(f"--parallel {text}: {word.strip() or 'nothing'!r} is no layout; give {EXAMPLES}")
+    given = [int(number) for number in (*(data.groups() if data else ()), tensor and tensor[1]) if number]
+    if min(given, default=1) < 1:
+        raise ValueError(f"--parallel {text}: give numbers from 1 on")
+    split = int(tensor[1]) if tensor else 1
+    replicate = int(data[2] or 1) if data else 1
+    shard = int(data[1] or data[3] or ranks // split) if data else 1       # a plain fsdp takes what is left
+    if ranks % split:
+        raise ValueError(f"--parallel {text}: {ranks} ranks are not divisible by tp:{split}")
+    layout = Layout(replicate, shard, split, bool(tensor and tensor[2]))
+    if layout.ranks != ranks:
+        raise ValueError(f"--parallel {text}: that is {layout.ranks} ranks, and there are {ranks}")
+    return layout
+
+
+def _divisor(size: int, most: int) -> int:
+    """The largest divisor of `size` that is no larger than `most`."""
+    return max(n for n in range(1, most + 1) if size % n == 0)

@@ -1,0 +1,103 @@
+"""Blocks of a step, one after the other, spread over ranks by torch.distributed's own means."""
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from benchmarks.studies.distributed.layout import Layout
+from common import parameters
+from common.block.config import BlockConfig
+from common.block.steps import Step
+
+AUTOCAST, POLICY = "autocast", "policy"                    # who casts to 16 bits: the block itself, or FSDP
+REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"  # the mesh's dimensions
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What FSDP is told. All of it is set explicitly: some defaults differ from version to version of torch."""
+    precision: str = AUTOCAST
+    reshard: bool = True                   # free the gathered parameters behind a layer's forward
+    prefetch: int = 1                      # layers whose parameters are gathered ahead, either way
+    reduce_dtype: torch.dtype = torch.float32              # that gradients are summed in
+    divide_by: float | None = None         # gradients are; None: by the number of batches, which gives their mean
+
+    def policy(self, config: BlockConfig, dtype: torch.dtype) -> MixedPrecisionPolicy:
+        """Of a layer with parameters of that dtype."""
+        cast_to = config.amp_dtype if self.precision == POLICY and dtype == torch.float32 else None
+        reduce_in = torch.float64 if dtype == torch.float64 else self.reduce_dtype
+        return MixedPrecisionPolicy(param_dtype=cast_to, reduce_dtype=reduce_in, output_dtype=None,
+                                    cast_forward_inputs=True)
+
+
+class Layer(nn.Module):
+    """A block, as FSDP takes it: the hooks of this one stand outside of what step 3 compiles. [B, S, E] -> the same."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+class Stack(nn.Module):
+    """Layers one after the other, [B, S, E] -> [B, S, E]."""
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return [cast(Layer, layer).block for layer in self.layers]
+
+
+def values_of(config: BlockConfig, layer: int, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The canonical parameters of a layer: each has values of its own."""
+    return {name: value.to(dtype) for name, value in parameters.seeded(config, seed + layer).items()}
+
+
+def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
+    """All ranks as [replicate, shard, tensor]. Every rank must call it."""
+    sizes = (layout.replicate, layout.shard, layout.tensor)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+
+
+def build(step: Step, config: BlockConfig, layers: int, layout: Layout, mesh: DeviceMesh, sharding: Sharding, seed: int,
+          dtype: torch.dtype, device: torch.device) -> Stack:
+    """So many blocks of a step on this rank. One is built and sharded after the other: whole they may not fit."""
+    of_data = mesh[REPLICATE, SHARD] if layout.replicate > 1 else mesh[SHARD]
+    policy = sharding.policy(config, dtype)
+    every = []
+    for number in range(layers):
+        layer: nn.Module = Layer(step.build(config, values_of(config, number, seed, dtype), device))
+        fully_shard(layer, mesh=of_data, reshard_after_forward=sharding.reshard, mp_policy=policy)
+        every.append(layer)
+    stack = Stack(every)
+    whole = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=policy.reduce_dtype, output_dtype=dtype,
+                                 cast_forward_inputs=True)
+    fully_shard(stack, mesh=of_data, reshard_after_forward=False, mp_policy=whole)         # it has none of its own
+    _set(stack, layout, sharding, device)
+    return stack
+
+
+def _set(stack: Stack, layout: Layout, sharding: Sharding, device: torch.device) -> None:
+    """Tell each layer what its gradients are divided by, and which layers to gather ahead."""
+    layers: list[FSDPModule] = [layer for layer in stack.layers if isinstance(layer, FSDPModule)]
+    for place, layer in enumerate(layers):
+        layer.set_force_sum_reduction_for_comms(device.type == "cpu")      # Gloo knows no other, and divides apart
+        if layout.shard > 1 or sharding.divide_by:                         # else torch 2.14 would divide twice
+            layer.set_gradient_divide_factor(sharding.divide_by or layout.batches)
+        if sharding.prefetch:
+            layer.set_modules_to_forward_prefetch(layers[place + 1:place + 1 + sharding.prefetch])
+            layer.set_modules_to_backward_prefetch(layers[max(0, place - sharding.prefetch):place][::-1])

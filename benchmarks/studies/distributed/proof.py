@@ -1,0 +1,185 @@
+"""What spread blocks must compute: one process in FP64 says it, on the same global batch.
+
+The loss is the mean of (y - target)^2 over the global batch. Each rank takes the mean of its own batch, so the mean of
+the ranks' losses and gradients is the whole one's.
+"""
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from benchmarks.studies.distributed.layout import Layout
+from benchmarks.studies.distributed.parallel import Stack, values_of
+from common import parameters
+from common.block import oracle
+from common.block.config import BlockConfig
+
+LOSS, BRANCH, INPUT, GRADIENT, UPDATE = "loss", "branch", "input gradient", "parameter gradient", "optimizer step"
+MEANING = 1e-12                            # what any of them may be off by in FP64, relative L2
+FP32_UPDATE = 1e-3                         # an update is a thousandth of its parameter, whose rounding it carries
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What one process computes in FP64."""
+    loss: float
+    branch: Tensor                         # y - x, [global B, S, E]
+    x_gradient: Tensor
+    gradients: list[dict[str, Tensor]]     # of each layer, by canonical name
+
+
+@dataclass
+class Found:
+    """The errors of a run."""
+    errors: dict[str, float] = field(default_factory=dict)
+    worst_parameter: str = ""
+
+    def see(self, what: str, error: float, name: str = "") -> None:
+        """Keep the worst of each kind."""
+        if error > self.errors.get(what, -1.0):
+            self.errors[what] = error
+            if what == GRADIENT:
+                self.worst_parameter = name
+
+
+def global_batch(config: BlockConfig, layout: Layout, seed: int) -> tuple[Tensor, Tensor]:
+    """(x, target), [batches * B, S, E] each, FP32 on the CPU: the same on every rank."""
+    generator = torch.Generator().manual_seed(seed + 1_000_000)
+    shape = layout.batches * config.batch_size, config.seq_len, config.hidden_size
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def own_part(whole: Tensor, config: BlockConfig, layout: Layout, rank: int) -> Tensor:
+    """The sequences of that rank's batch."""
+    first = layout.batch_of(rank) * config.batch_size
+    return whole[first:first + config.batch_size]
+
+
+def adamw(every: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """As it is used to train such blocks."""
+    return torch.optim.AdamW(every, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+
+def loss_of(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def truth_of(config: BlockConfig, layers: int, layout: Layout, seed: int, device: torch.device) -> Truth:
+    """One process in FP64."""
+    whole, target = (tensor.to(device, torch.float64) for tensor in global_batch(config, layout, seed))
+    x = whole.requires_grad_()
+    every = []
+    for number in range(layers):
+        values = values_of(config, number, seed, torch.float64)
+        every.append({name: value.to(device).requires_grad_() for name, value in values.items()})
+    y = x
+    for values in every:
+        y = oracle.block(y, values, config)
+    loss = loss_of(y, target)
+    loss.backward()
+    gradients = [{name: _there(value.grad) for name, value in values.items()} for values in every]
+    return Truth(loss.item(), y.detach() - x.detach(), _there(x.grad), gradients)
+
+
+def found_by(stack: Stack, config: BlockConfig, layout: Layout, seed: int, dtype: torch.dtype, device: torch.device,
+             truth: Truth | None) -> Found:
+    """The errors of one forward, backward and optimizer step of spread blocks; rank 0, which has the truth, knows them.
+
+    Every rank must call it.
+    """
+    rank = dist.get_rank()
+    batch = [own_part(whole, config, layout, rank).to(device, dtype) for whole in global_batch(config, layout, seed)]
+    x, target = batch[0].requires_grad_(), batch[1]
+    y = stack(x)
+    loss = loss_of(y, target)
+    loss.backward()
+    found = Found()
+    mean = loss.detach().double() / dist.get_world_size()
+    dist.all_reduce(mean)
+    if truth:
+        found.see(LOSS, abs(mean.item() - truth.loss) / truth.loss)
+    _compare_batches(found, x, y, config, layout, truth)
+    gradients = _compare_gradients(found, stack, truth)
+    _compare_update(found, stack, gradients)
+    return found
+
+
+def _compare_gradients(found: Found, stack: Stack, truth: Truth | None) -> list[dict[str, Tensor]]:
+    """Those of every layer, whole and in FP64, by canonical name."""
+    every: list[dict[str, Tensor]] = []
+    for number, block in enumerate(stack.blocks):
+        every.append({})
+        for name, value in parameters.gradients(block).items():
+            gradient = None if value is None else full(value)
+            if gradient is not None:
+                every[-1][name] = gradient
+            if truth:
+                error = oracle.relative_error(gradient, truth.gradients[number][name])
+                found.see(GRADIENT, error, f"layer {number}, {name}")
+    return every
+
+
+def _compare_update(found: Found, stack: Stack, gradients: list[dict[str, Tensor]]) -> None:
+    """One step of AdamW on shards against one in FP64 on whole parameters and the same gradients.
+
+    They are those that were found: AdamW divides a gradient by its own size, so of one that is mere rounding, as the
+    keys' bias has, no two runs make the same.
+    """
+    before = [whole_of(parameters.named(block)) for block in stack.blocks]
+    adamw(list(stack.parameters())).step()
+    for block, old, of_layer in zip(stack.blocks, before, gradients, strict=True):
+        new = whole_of(parameters.named(block))
+        for name, gradient in of_layer.items():
+            expected = old[name].clone()
+            expected.grad = gradient
+            adamw([expected]).step()
+            found.see(UPDATE, oracle.relative_error(new[name] - old[name], expected.detach() - old[name]))
+
+
+def _compare_batches(found: Found, x: Tensor, y: Tensor, config: BlockConfig, layout: Layout, truth: Truth | None
+                     ) -> None:
+    """Outputs and input gradients of all ranks, those that share a batch too, on rank 0."""
+    gradient = _there(x.grad).double() / layout.batches
+    gathered = [_on_first(each) for each in (y.detach().double() - x.detach().double(), gradient)]
+    if not truth:
+        return
+    for rank, (branch, of_input) in enumerate(zip(*gathered, strict=True)):
+        found.see(INPUT, oracle.relative_error(of_input, own_part(truth.x_gradient, config, layout, rank)))
+        found.see(BRANCH, oracle.relative_error(branch, own_part(truth.branch, config, layout, rank)))
+
+
+def _on_first(own: Tensor) -> list[Tensor]:
+    """All ranks' on rank 0, nothing on the others."""
+    is_first = dist.get_rank() == 0
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())] if is_first else None
+    dist.gather(own.contiguous(), parts)
+    return parts or []
+
+
+def full(value: Tensor) -> Tensor:
+    """The whole tensor of which each rank holds a shard. Every rank must call it."""
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.detach().double()
+
+
+def whole_of(named: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
+    """Copies in FP64."""
+    return {name: full(parameter).clone() for name, parameter in named.items()}
+
+
+def gates(kind: str, layers: int) -> dict[str, float]:
+    """What each may be off by where matmuls multiply in `kind`. Every layer rounds by itself: errors add as squares do.
+    """
+    if kind == "float64":
+        return dict.fromkeys((LOSS, BRANCH, INPUT, GRADIENT, UPDATE), MEANING)
+    branch, gradient = (gate * math.sqrt(layers) for gate in oracle.GATES[kind])
+    return {LOSS: branch, BRANCH: branch, INPUT: gradient, GRADIENT: gradient, UPDATE: FP32_UPDATE}
+
+
+def _there(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor

@@ -1,0 +1,214 @@
+"""Spread blocks are the whole ones: what the words of a layout mean, what the proof finds, how a rank's end is told."""
+import contextlib
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks import studies
+from benchmarks.records.read import read, runs
+from benchmarks.studies.distributed import launching, parallel, proof
+from benchmarks.studies.distributed.layout import Layout, parsed
+from common import BlockConfig, steps
+from common.block.steps import ROOT
+from tests.helpers.ranks import on_ranks
+
+unit, integration = pytest.mark.unit, pytest.mark.integration
+STUDY = studies.load("distributed")
+CPU = torch.device("cpu")
+CONFIG = BlockConfig(2, 16, 32, 4, amp_dtype=None)
+LAYERS = 2
+
+
+# ------------------------------------------------------------------------------------------------------------- layouts
+
+
+@unit
+@pytest.mark.parametrize("text, ranks, layout, told", [
+    ("fsdp", 4, Layout(1, 4, 1), "fsdp:4"), ("fsdp:2", 2, Layout(1, 2, 1), "fsdp:2"), ("fsdp", 1, Layout(), "fsdp:1"),
+    ("hsdp:2x4", 8, Layout(2, 4, 1), "hsdp:2x4"), ("tp:2", 2, Layout(1, 1, 2), "tp:2"),
+    ("tp:4+sp", 4, Layout(1, 1, 4, True), "tp:4+sp"), ("fsdp, tp:2", 8, Layout(1, 4, 2), "fsdp:4,tp:2"),
+    ("tp:2+sp,fsdp:2", 4, Layout(1, 2, 2, True), "fsdp:2,tp:2+sp")])
+def test_a_layout_is_read_and_told(text, ranks, layout, told):
+    assert parsed(text, ranks) == layout and str(layout) == told and parsed(told, ranks) == layout
+
+
+@unit
+@pytest.mark.parametrize("text, ranks, said", [
+    ("ddp", 2, "'ddp' is no layout; give fsdp, hsdp:2x2"), ("", 2, "'nothing' is no layout"),
+    ("fsdp,fsdp", 2, "no layout"), ("fsdp:3", 2, "that is 3 ranks, and there are 2"), ("tp:0", 2, "numbers from 1 on"),
+    ("hsdp:2x0", 2, "numbers from 1 on"), ("fsdp,tp:3", 4, "4 ranks are not divisible by tp:3"),
+    ("tp:2", 4, "that is 2 ranks, and there are 4")])
+def test_a_wrong_layout_is_a_line(text, ranks, said):
+    with pytest.raises(ValueError, match=said):
+        parsed(text, ranks)
+
+
+@unit
+@pytest.mark.parametrize("layout, changes, said", [
+    (Layout(tensor=3), {}, "num_heads 4 is not divisible by 3, .* try tp:2"),
+    (Layout(tensor=4), {"ffn_hidden_size": 66}, "ffn_hidden_size 66 is not divisible by 4"),
+    (Layout(tensor=4, sequence=True), {"seq_len": 18}, "seq_len 18 .* try --seq-len 20")])
+def test_a_shape_that_can_not_be_split_is_a_line(layout, changes, said):
+    with pytest.raises(ValueError, match=said):
+        layout.check(CONFIG.replace(**changes))
+
+
+@unit
+def test_who_shares_a_batch():
+    layout = Layout(2, 2, 2)
+    assert [layout.batch_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3] and layout.batches == 4
+    x, _ = proof.global_batch(CONFIG, layout, 0)
+    assert torch.equal(proof.own_part(x, CONFIG, layout, 5), x[4:6])
+
+
+# --------------------------------------------------------------------------------------------------------------- proof
+
+
+def found_at(layout, sharding, dtype=torch.float64, number=2, config=CONFIG):
+    """The errors of spread blocks, on the ranks that there are."""
+    mesh = parallel.mesh_of(layout, CPU)
+    truth = proof.truth_of(config, LAYERS, layout, 0, CPU) if torch.distributed.get_rank() == 0 else None
+    stack = parallel.build(steps.load(number), config, LAYERS, layout, mesh, sharding, 0, dtype, CPU)
+    return proof.found_by(stack, config, layout, 0, dtype, CPU, truth)
+
+
+def every_right_one(rank):
+    """Layout and settings -> errors."""
+    found = {}
+    for words in ("fsdp", "hsdp:2x1"):
+        found[words] = found_at(parsed(words, 2), parallel.Sharding()).errors
+    settings = {"kept": parallel.Sharding(reshard=False), "not ahead": parallel.Sharding(prefetch=0)}
+    for name, sharding in settings.items():
+        found[name] = found_at(parsed("fsdp", 2), sharding).errors
+    return found
+
+
+@integration
+def test_spread_blocks_are_the_whole_ones():
+    for what, errors in on_ranks(2, every_right_one).items():
+        assert set(errors) == set(proof.gates("float64", 1)) and max(errors.values()) < proof.MEANING, (what, errors)
+
+
+def _summed(rank):
+    """Its gradients are the sum over the batches, not their mean."""
+    return parallel.Sharding(divide_by=1.0), contextlib.nullcontext()
+
+
+def _dropped(rank):
+    """Every rank takes the first one's batch."""
+    own_part = proof.own_part
+    return parallel.Sharding(), mock.patch.object(
+        proof, "own_part", lambda whole, config, layout, of: own_part(whole, config, layout, 0 if rank else of))
+
+
+def _seeded(rank):
+    """One rank begins with other parameters."""
+    values_of = parallel.values_of
+    return parallel.Sharding(), mock.patch.object(
+        parallel, "values_of", lambda config, layer, seed, dtype: values_of(config, layer, seed + rank, dtype))
+
+
+def _scaled(rank):
+    """The loss is summed over the ranks."""
+    loss_of = proof.loss_of
+
+    def summed(y, target):
+        return loss_of(y, target) * (2 if len(y) == CONFIG.batch_size else 1)          # the truth's batch is global
+    return parallel.Sharding(), mock.patch.object(proof, "loss_of", summed)
+
+
+def _not_reduced(rank):
+    """Each rank keeps its own gradients."""
+    as_it_is = parallel._set
+
+    def unsynchronized(stack, *others):
+        as_it_is(stack, *others)
+        stack.set_requires_gradient_sync(False)
+    return parallel.Sharding(), mock.patch.object(parallel, "_set", unsynchronized)
+
+
+def _stepped_alone(rank):
+    """One rank's optimizer never moves its shards."""
+    adamw = proof.adamw
+
+    def lazy(every):
+        return SimpleNamespace(step=lambda: None) if rank and len(every) > 1 else adamw(every)
+    return parallel.Sharding(), mock.patch.object(proof, "adamw", lazy)
+
+
+MUTANTS = {_summed: proof.GRADIENT, _dropped: proof.GRADIENT, _seeded: proof.BRANCH, _scaled: proof.LOSS,
+           _not_reduced: proof.GRADIENT, _stepped_alone: proof.UPDATE}
+
+
+def every_mutant(rank):
+    """Name -> errors."""
+    found = {}
+    for mutant in MUTANTS:
+        sharding, patched = mutant(rank)
+        with patched:
+            found[mutant.__name__] = found_at(parsed("fsdp", 2), sharding).errors
+    return found
+
+
+@integration
+def test_each_mutant_is_caught():
+    found = on_ranks(2, every_mutant)
+    for mutant, what in MUTANTS.items():
+        error = found[mutant.__name__][what]
+        assert not error <= 1e-6, (mutant.__doc__, found[mutant.__name__])
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+@unit
+@pytest.mark.parametrize("argv", [["distributed", "--ranks", "2", "--step", "0"], ["--step", "0", "--ranks=4"]])
+def test_a_rank_is_not_told_how_many_there_are(argv):
+    from_study = sys.modules[STUDY.run.__module__]
+    assert from_study.words_of_rank(argv) == ["--step", "0"]
+
+
+@unit
+def test_how_a_rank_ended_is_told():
+    assert launching.in_words(SimpleNamespace(exitcode=-9, message="")) == "was ended by SIGKILL"
+    said = {"message": "ValueError: one\ntwo", "extraInfo": {}}
+    assert launching.in_words(SimpleNamespace(exitcode=1, message=said)) == "failed: ValueError: one"
+
+
+@unit
+@pytest.mark.parametrize("words, said", [
+    ([], "give --ranks N, or start it by torchrun"), (["--ranks", "2", "--parallel", "tp:3"], "not divisible by tp:3"),
+    (["--ranks", "3", "--parallel", "tp:3"], "num_heads 4 is not divisible by 3"),
+    (["--ranks", "0"], "whole number from 1"), (["--ranks", "2", "--timeout", "0"], "--timeout 0")])
+def test_a_mistake_is_one_line_before_any_process_starts(study_main, monkeypatch, words, said):
+    monkeypatch.setattr(launching, "start", lambda *_: pytest.fail("it started"))
+    status, _, err = study_main("distributed", "--preset", "tiny", "--device", "cpu", *words)
+    assert status == 2 and said in err and len(err.splitlines()) == 1, err
+
+
+@unit
+def test_a_rank_among_others_that_were_started(study_main, monkeypatch):
+    for name, value in zip(launching.FROM_LAUNCHER, ("1", "1", "4", "localhost", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert launching.place() == launching.Place(1, 1, 4)
+    status, _, err = study_main("distributed", "--preset", "tiny", "--device", "cpu", "--ranks", "2")
+    assert status == 2 and "the launcher has started 4" in err
+
+
+@integration
+def test_the_command_from_words_to_table(tmp_path):
+    path = tmp_path / "distributed.jsonl"
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "distributed", "--ranks", "2", "--preset", "tiny", "--layers", "2",
+         "--device", "cpu", "--json", path], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
+    assert ended.returncode == 0, ended.stderr
+    lines = read(path)
+    assert [run.status for run in runs(lines)] == ["ok", "ok"]
+    assert STUDY.told(lines) in ended.stdout and "step 2, 2 layers, fsdp:2, float64" in ended.stdout
+    assert STUDY.answer(lines).startswith("in FP64 spread and whole agree to ")
