@@ -2,12 +2,15 @@
 
     python -m benchmarks distributed --ranks 2 --parallel fsdp --preset tiny
     torchrun --standalone --nproc-per-node 2 -m benchmarks distributed --parallel fsdp --preset tiny
+    python -m benchmarks distributed --simulate 8,64,1024 --layers 32 --parallel fsdp
 
 A stack of a step's blocks is spread by FSDP2 (fsdp, and hsdp on two dimensions) and by tensor parallelism (tp, with
 sequence parallelism tp:2+sp), all of it torch.distributed's own. Each run is first checked in FP64 at a tiny shape, and
 then in its own precision at the shape asked for: the loss, the output, the gradients of the input and of every
 parameter, and one step of AdamW, each against one process in FP64 on the same global batch. batch_size is that of one
-rank. Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted; of a rank that fails, that rank's.
+rank. What a step moves and what a rank keeps is counted, and must equal a closed formula to the byte; --simulate counts
+it for thousands of ranks in one process.
+Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted; where a rank fails, that rank's.
 """
 import math
 from collections.abc import Sequence
@@ -15,30 +18,34 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.measure.options import count
-from benchmarks.records.read import Run, extra, runs, values
+from benchmarks.measure.options import count, numbers
+from benchmarks.records.read import Run, extra, info, metric, runs, values
 from benchmarks.show.study import Options, Study, exit_status, open_session, register, show
 from benchmarks.show.tables import NO_ANSWER, framed
-from benchmarks.studies.distributed import launching, proof
+from benchmarks.studies.distributed import account, launching, proof, simulate
+from benchmarks.studies.distributed.account import Moved
 from benchmarks.studies.distributed.layout import EXAMPLES, Layout, parsed
-from benchmarks.studies.distributed.parallel import AUTOCAST, POLICY, Sharding, build, mesh_of
+from benchmarks.studies.distributed.parallel import AUTOCAST, POLICY, Sharding, build, mesh_of, seeded
 from benchmarks.studies.distributed.proof import BRANCH, GRADIENT, INPUT, LOSS, UPDATE
 from common import steps
 from common.block.config import PRESETS, BlockConfig, dtype_name
 from common.command_line import Parser
 from common.measure.session import Session
 from common.measure.subject import require
-from common.outcome import EXIT, judged
+from common.outcome import EXIT, Failed
 from common.phases import Phase
-from common.report.record import Record, check_records
+from common.report.record import Record, check_records, record
 from common.report.result import Result
 from common.runtime import exclusive
+from common.runtime.iteration import BOTH
 from common.text import NOT_AVAILABLE, table
 
 LAYERS = 4
 ERRORS = (LOSS, BRANCH, INPUT, GRADIENT, UPDATE)
 SMALL = PRESETS["tiny"].replace(amp_dtype=None)            # at which FP64 is asked what the layout means
 MEANING = "float64"
+SIMULATED = "simulated: in one process, on tensors without data; nothing was sent"
+MOVED, KEPT = "moved", "kept"                              # the metrics: bytes of a kind of collective, bytes of a rank
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
@@ -46,6 +53,8 @@ MEANING = "float64"
 
 def run(study: Study, options: Options) -> int:
     """As one of several ranks, or by starting them."""
+    if options.simulate:
+        return run_simulated(study, options)
     own = launching.place()
     if own is None:
         with exclusive.alone(options.device, study.name):
@@ -55,6 +64,34 @@ def run(study: Study, options: Options) -> int:
             torch.cuda.set_device(own.local)
         with launching.process_group(options.device, options.timeout):
             return run_as_rank(study, options, own)
+
+
+def run_simulated(study: Study, options: Options) -> int:
+    """The account of each number of ranks; the exit status."""
+    session = open_session(study, options)
+    for layout in options.layouts:
+        session.say(Phase.COUNTING, str(layout))
+        result = result_of(options, options.config, torch.float32, layout, session)
+        result.variant["simulated"] = True
+        seen = simulate.seen_at(steps.load(options.step), options.config, options.layers, layout, options.sharding)
+        lines: list[Record] = []
+        try:
+            lines = account_records(result, seen.moved, seen.state_bytes, options, layout, torch.float32)
+        except Failed as error:
+            result.status, result.reason = "failed", str(error)
+        session.write([*check_records(result), *lines])
+    show(study, options, session)
+    return exit_status(info(line)["status"] for line in session.lines)
+
+
+def result_of(options: Options, config: BlockConfig, dtype: torch.dtype, layout: Layout, session: Session | None
+              ) -> Result:
+    """An empty one, of such blocks."""
+    step = steps.load(options.step)
+    return Result(step.name, config, dtype_name(dtype), session.facts if session else {}, step.number, step.traits,
+                  study="distributed", run=session.run if session else "",
+                  matmul=step.traits.arithmetic(config, dtype, options.device).matmul,
+                  variant={"parallel": str(layout), "layers": options.layers, "precision": options.sharding.precision})
 
 
 def words_of_rank(argv: Sequence[str]) -> list[str]:
@@ -76,10 +113,10 @@ def run_as_rank(study: Study, options: Options, own: launching.Place) -> int:
     for config, dtype in ((meaning_of(options.layout), torch.float64), (options.config, torch.float32)):
         if session:
             session.say(Phase.CHECKING, f"{options.layout} in {dtype_name(dtype)}")
-        result = checked(options, config, dtype, mesh, session)
+        result, lines = checked(options, config, dtype, mesh, session)
         statuses.append(result.status)
         if session:
-            session.write(check_records(result))
+            session.write([*check_records(result), *lines])
     if session is None:
         return EXIT["ok"]
     show(study, options, session)
@@ -93,23 +130,49 @@ def meaning_of(layout: Layout) -> BlockConfig:
 
 
 def checked(options: Options, config: BlockConfig, dtype: torch.dtype, mesh: DeviceMesh, session: Session | None
-            ) -> Result:
-    """What became of one forward, backward and optimizer step of spread blocks. Every rank must call it."""
-    step, layout, sharding, layers = steps.load(options.step), options.layout, options.sharding, options.layers
-    result = Result(step.name, config, dtype_name(dtype), session.facts if session else {}, step.number, step.traits,
-                    study="distributed", run=session.run if session else "",
-                    matmul=step.traits.arithmetic(config, dtype, options.device).matmul,
-                    variant={"parallel": str(layout), "layers": layers, "precision": sharding.precision})
-    with judged(result, lambda error: "out of memory: give a smaller shape"):
+            ) -> tuple[Result, list[Record]]:
+    """What became of one forward, backward and optimizer step of spread blocks, and the account. All ranks call it."""
+    lines: list[Record] = []
+    layout, sharding, layers = options.layout, options.sharding, options.layers
+    result = result_of(options, config, dtype, layout, session)
+    try:                                                   # what one rank alone meets ends the run: others wait for it
         truth = proof.truth_of(config, layers, layout, options.seed, options.device) if session else None
-        stack = build(step, config, layers, layout, mesh, sharding, options.seed, dtype, options.device)
+        make = seeded(steps.load(options.step), config, options.seed, dtype, options.device)
+        stack = build(make, config, layers, layout, mesh, sharding, dtype)
         found = proof.found_by(stack, config, layout, options.seed, dtype, options.device, truth)
+        if not session:
+            return result, lines
         result.worst_parameter = found.worst_parameter
         allowed = proof.gates(result.matmul, layers)
         result.errors |= {what: (error, allowed.get(what)) for what, error in found.errors.items()}
         for what, (error, gate) in result.errors.items():
             require(what, error, gate)
-    return result
+        lines = account_records(result, found.moved, found.state_bytes, options, layout, dtype)
+    except Failed as error:
+        result.status, result.reason = "failed", str(error)
+    except NotImplementedError as error:
+        result.status, result.reason = "skipped", str(error)
+    return result, lines
+
+
+def account_records(result: Result, counted: dict[str, Moved], state_bytes: int, options: Options, layout: Layout,
+                    dtype: torch.dtype) -> list[Record]:
+    """What was moved and what is kept, beside the formula. Raises Failed where they differ."""
+    assert result.config
+    expected = account.expected(result.config, options.layers, layout, options.sharding, dtype)
+    lines = []
+    for kind in dict.fromkeys([*expected, *counted]):
+        moved, formula = counted.get(kind, Moved()), expected.get(kind, Moved())
+        if moved != formula:
+            raise Failed(f"{kind}: {moved.calls} calls of {moved.bytes:,} bytes were counted, the formula gives "
+                         f"{formula.calls} of {formula.bytes:,}")
+        lines.append(record(result, MOVED, "bytes", [moved.bytes], BOTH, kind=kind, calls=moved.calls,
+                            formula=formula.bytes))
+    kept = account.expected_state(result.config, options.layers, layout, dtype)
+    if state_bytes != kept:
+        raise Failed(f"{account.STATE} take {state_bytes:,} bytes, the formula gives {kept:,}")
+    lines.append(record(result, KEPT, "bytes", [state_bytes], BOTH, formula=kept))
+    return lines
 
 
 # ------------------------------------------------------------------------------------------------------- what it shows
@@ -120,15 +183,36 @@ def text(lines: list[Record], width: int | None = None) -> str:
     every = runs(lines)
     rows = []
     for of_case in every:
-        variant = of_case.variant
-        words = [f"step {of_case.step}", f"{variant['layers']} layers", variant["parallel"], _precision(of_case)]
-        rows.append([", ".join(words), *(_error(of_case, each) for each in ERRORS), of_case.status])
+        if of_case.variant.get("simulated"):
+            continue
+        rows.append([_words(of_case), *(_error(of_case, each) for each in ERRORS), of_case.status])
     worst = [f"{_precision(of_case)}: the worst parameter gradient is of {name}"
              for of_case in every if (name := _worst_parameter(of_case))]
     reasons = [f"{of_case.variant['parallel']}, {of_case.status}: {of_case.info['reason']}"
                for of_case in every if of_case.info["reason"]]
-    return framed(lines, [table(rows, ["against one process in FP64", *ERRORS, "status"], width), "\n".join(worst),
-                          "\n".join(reasons)], [])
+    proved = table(rows, ["against one process in FP64", *ERRORS, "status"], width) if rows else ""
+    simulated = SIMULATED if len(rows) < len(every) else ""
+    return framed(lines, [proved, "\n".join(worst), _account(every, width), simulated, "\n".join(reasons)], [])
+
+
+def _account(every: Sequence[Run], width: int | None) -> str:
+    """What each of them moves and keeps."""
+    rows = []
+    for of_case in every:
+        for line in of_case.lines:
+            if metric(line) in (MOVED, KEPT):
+                told, counted = extra(line), values(line)[0]
+                what = told.get("kind", account.STATE)
+                rows.append([f"{_words(of_case)}: {what}", str(told.get("calls", "")), f"{counted:,.0f}",
+                             f"{told['formula']:,}"])
+    return table(rows, ["a step of one rank", "calls", "bytes", "by formula"], width) if rows else ""
+
+
+def _words(run: Run) -> str:
+    """Which blocks they are."""
+    variant = run.variant
+    words = [f"step {run.step}", f"{variant['layers']} layers", variant["parallel"], _precision(run)]
+    return ", ".join([*words, "simulated"] if variant.get("simulated") else words)
 
 
 def _precision(run: Run) -> str:
@@ -166,6 +250,8 @@ def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("--parallel", default="fsdp", metavar="LAYOUT", help=f"how to spread it: {EXAMPLES} (default: fsdp)")
     add("--ranks", type=count, metavar="N", help="start so many processes on this machine, one a GPU where it has them")
+    add("--simulate", type=numbers, metavar="N,...",
+        help="count in this process what the first of so many ranks would move; nothing is sent")
     add("--step", type=int, default=2, choices=range(5), help="whose blocks (default: 2)")
     add("--layers", type=count, default=LAYERS, metavar="N", help=f"of the stack (default: {LAYERS})")
     add("--precision", choices=(AUTOCAST, POLICY), default=AUTOCAST,
@@ -175,6 +261,10 @@ def add_arguments(parser: Parser) -> None:
 
 def refine(options: Options) -> None:
     """Raise ValueError for ranks and layouts that can't be, before anything is started."""
+    options.sharding = Sharding(options.precision)
+    options.config = options.config.replace(dropout=0.0)
+    if options.simulate:
+        return _refine_simulated(options)
     own = launching.place()
     if own and options.ranks and own.ranks != options.ranks:
         raise ValueError(f"--ranks {options.ranks}: the launcher has started {own.ranks}; leave it out")
@@ -189,8 +279,19 @@ def refine(options: Options) -> None:
         raise ValueError(f"--timeout {options.timeout}: give seconds from 1 on")
     options.layout = parsed(options.parallel, ranks)
     options.layout.check(options.config)
-    options.config = options.config.replace(dropout=0.0)
-    options.sharding = Sharding(options.precision)
+
+
+def _refine_simulated(options: Options) -> None:
+    """Raise ValueError for what can't be simulated."""
+    if options.ranks:
+        raise ValueError("--simulate and --ranks: give one of them; a simulation starts no ranks")
+    traits = steps.load(options.step).traits
+    if traits.fp8:
+        raise ValueError(f"--step {options.step} --simulate: Transformer Engine's modules need data; its parameters "
+                         "are those of step 2")
+    options.layouts = [parsed(options.parallel, ranks) for ranks in options.simulate]
+    for layout in options.layouts:
+        layout.check(options.config)
 
 
 register(Study("distributed", __doc__, lambda options: [], text=text, run=run, add_arguments=add_arguments,

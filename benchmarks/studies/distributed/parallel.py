@@ -1,5 +1,5 @@
 """Blocks of a step, one after the other, spread over ranks by torch.distributed's own means."""
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,6 +15,7 @@ from common.block.steps import Step
 
 AUTOCAST, POLICY = "autocast", "policy"                    # who casts to 16 bits: the block itself, or FSDP
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"  # the mesh's dimensions
+Make = Callable[[int], nn.Module]                          # the number of a layer -> its block
 
 
 @dataclass(frozen=True)
@@ -73,29 +74,34 @@ def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
 
 
-def build(step: Step, config: BlockConfig, layers: int, layout: Layout, mesh: DeviceMesh, sharding: Sharding, seed: int,
-          dtype: torch.dtype, device: torch.device) -> Stack:
-    """So many blocks of a step on this rank. One is built and sharded after the other: whole they may not fit."""
+def seeded(step: Step, config: BlockConfig, seed: int, dtype: torch.dtype, device: torch.device) -> Make:
+    """Makes the blocks of a step, each with values of its own."""
+    return lambda layer: step.build(config, values_of(config, layer, seed, dtype), device)
+
+
+def build(make: Make, config: BlockConfig, layers: int, layout: Layout, mesh: DeviceMesh, sharding: Sharding,
+          dtype: torch.dtype) -> Stack:
+    """So many blocks on this rank. One is made and sharded after the other: whole they may not fit."""
     of_data = mesh[REPLICATE, SHARD] if layout.replicate > 1 else mesh[SHARD]
     policy = sharding.policy(config, dtype)
     every = []
     for number in range(layers):
-        layer: nn.Module = Layer(step.build(config, values_of(config, number, seed, dtype), device))
+        layer: nn.Module = Layer(make(number))
         fully_shard(layer, mesh=of_data, reshard_after_forward=sharding.reshard, mp_policy=policy)
         every.append(layer)
     stack = Stack(every)
     whole = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=policy.reduce_dtype, output_dtype=dtype,
                                  cast_forward_inputs=True)
     fully_shard(stack, mesh=of_data, reshard_after_forward=False, mp_policy=whole)         # it has none of its own
-    _set(stack, layout, sharding, device)
+    _set(stack, layout, sharding, mesh.device_type)
     return stack
 
 
-def _set(stack: Stack, layout: Layout, sharding: Sharding, device: torch.device) -> None:
+def _set(stack: Stack, layout: Layout, sharding: Sharding, device_type: str) -> None:
     """Tell each layer what its gradients are divided by, and which layers to gather ahead."""
     layers: list[FSDPModule] = [layer for layer in stack.layers if isinstance(layer, FSDPModule)]
     for place, layer in enumerate(layers):
-        layer.set_force_sum_reduction_for_comms(device.type == "cpu")      # Gloo knows no other, and divides apart
+        layer.set_force_sum_reduction_for_comms(device_type == "cpu")      # Gloo knows no other, and divides apart
         if layout.shard > 1 or sharding.divide_by:                         # else torch 2.14 would divide twice
             layer.set_gradient_divide_factor(sharding.divide_by or layout.batches)
         if sharding.prefetch:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from benchmarks.studies.distributed.account import Counting, Moved, state_of
 from benchmarks.studies.distributed.layout import Layout
 from benchmarks.studies.distributed.parallel import Stack, values_of
 from common import parameters
@@ -34,9 +35,11 @@ class Truth:
 
 @dataclass
 class Found:
-    """The errors of a run."""
+    """The errors of a run, what its forward and backward moved, and the bytes that this rank keeps."""
     errors: dict[str, float] = field(default_factory=dict)
     worst_parameter: str = ""
+    moved: dict[str, Moved] = field(default_factory=dict)
+    state_bytes: int = 0
 
     def see(self, what: str, error: float, name: str = "") -> None:
         """Keep the worst of each kind."""
@@ -94,10 +97,11 @@ def found_by(stack: Stack, config: BlockConfig, layout: Layout, seed: int, dtype
     rank = dist.get_rank()
     batch = [own_part(whole, config, layout, rank).to(device, dtype) for whole in global_batch(config, layout, seed)]
     x, target = batch[0].requires_grad_(), batch[1]
-    y = stack(x)
-    loss = loss_of(y, target)
-    loss.backward()
-    found = Found()
+    with Counting() as counting:
+        y = stack(x)
+        loss = loss_of(y, target)
+        loss.backward()
+    found = Found(moved=counting.moved)
     mean = loss.detach().double() / dist.get_world_size()
     dist.all_reduce(mean)
     if truth:
@@ -130,7 +134,9 @@ def _compare_update(found: Found, stack: Stack, gradients: list[dict[str, Tensor
     keys' bias has, no two runs make the same.
     """
     before = [whole_of(parameters.named(block)) for block in stack.blocks]
-    adamw(list(stack.parameters())).step()
+    optimizer = adamw(list(stack.parameters()))
+    optimizer.step()
+    found.state_bytes = state_of(stack, optimizer)
     for block, old, of_layer in zip(stack.blocks, before, gradients, strict=True):
         new = whole_of(parameters.named(block))
         for name, gradient in of_layer.items():

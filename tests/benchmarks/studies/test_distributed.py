@@ -11,9 +11,10 @@ import torch
 
 from benchmarks import studies
 from benchmarks.records.read import read, runs
-from benchmarks.studies.distributed import launching, parallel, proof
+from benchmarks.studies.distributed import account, launching, parallel, proof, simulate
 from benchmarks.studies.distributed.layout import Layout, parsed
 from common import BlockConfig, steps
+from common.block.config import PRESETS
 from common.block.steps import ROOT
 from tests.helpers.ranks import on_ranks
 
@@ -73,7 +74,8 @@ def found_at(layout, sharding, dtype=torch.float64, number=2, config=CONFIG):
     """The errors of spread blocks, on the ranks that there are."""
     mesh = parallel.mesh_of(layout, CPU)
     truth = proof.truth_of(config, LAYERS, layout, 0, CPU) if torch.distributed.get_rank() == 0 else None
-    stack = parallel.build(steps.load(number), config, LAYERS, layout, mesh, sharding, 0, dtype, CPU)
+    stack = parallel.build(parallel.seeded(steps.load(number), config, 0, dtype, CPU), config, LAYERS, layout, mesh,
+                           sharding, dtype)
     return proof.found_by(stack, config, layout, 0, dtype, CPU, truth)
 
 
@@ -137,7 +139,10 @@ def _stepped_alone(rank):
     adamw = proof.adamw
 
     def lazy(every):
-        return SimpleNamespace(step=lambda: None) if rank and len(every) > 1 else adamw(every)
+        optimizer = adamw(every)
+        if rank and len(every) > 1:                        # no step in FP64 of what was gathered
+            optimizer.param_groups[0]["lr"] = 0.0
+        return optimizer
     return parallel.Sharding(), mock.patch.object(proof, "adamw", lazy)
 
 
@@ -163,6 +168,38 @@ def test_each_mutant_is_caught():
         assert not error <= 1e-6, (mutant.__doc__, found[mutant.__name__])
 
 
+# ------------------------------------------------------------------------------------------------------------- account
+
+
+@unit
+@pytest.mark.parametrize("words, ranks", [
+    *(("fsdp", ranks) for ranks in (1, 2, 4, 7, 8, 48, 64, 1024)), ("hsdp:2x1", 2), ("hsdp:2x4", 8), ("hsdp:8x6", 48)])
+@pytest.mark.parametrize("sharding", [parallel.Sharding(), parallel.Sharding(parallel.POLICY, reshard=False)])
+def test_what_is_moved_is_what_the_formula_gives(words, ranks, sharding):
+    """To the byte: 96 rows in 7 shards are padded to 98."""
+    config, layout = CONFIG.replace(amp_dtype=torch.bfloat16), parsed(words, ranks)
+    seen = simulate.seen_at(steps.load(2), config, LAYERS, layout, sharding)
+    assert seen.moved == account.expected(config, LAYERS, layout, sharding, torch.float32)
+    assert seen.state_bytes == account.expected_state(config, LAYERS, layout, torch.float32)
+
+
+@unit
+def test_the_formula_at_a_published_size():
+    """Four blocks of te-tutorial in 16 bits: twice 2 bytes of each parameter are gathered, 4 are reduced."""
+    config, layout = PRESETS["te-tutorial"].replace(amp_dtype=torch.bfloat16), parsed("fsdp", 64)
+    moved = account.expected(config, 4, layout, parallel.Sharding(parallel.POLICY), torch.float32)
+    assert moved == {account.GATHER: account.Moved(8, 4 * 2 * 2 * 201_379_840),
+                     account.SCATTER: account.Moved(4, 4 * 4 * 201_379_840)}
+
+
+@unit
+def test_an_account_that_is_off_fails(study_main, monkeypatch):
+    expected = account.expected
+    monkeypatch.setattr(account, "expected", lambda *a: expected(*a) | {account.REDUCE: account.Moved(1, 8)})
+    status, out, _ = study_main("distributed", "--preset", "tiny", "--simulate", "4", "--device", "cpu")
+    assert status == 1 and "all-reduce: 0 calls of 0 bytes were counted, the formula gives 1 of 8" in out
+
+
 # --------------------------------------------------------------------------------------------------------- the command
 
 
@@ -184,6 +221,9 @@ def test_how_a_rank_ended_is_told():
 @pytest.mark.parametrize("words, said", [
     ([], "give --ranks N, or start it by torchrun"), (["--ranks", "2", "--parallel", "tp:3"], "not divisible by tp:3"),
     (["--ranks", "3", "--parallel", "tp:3"], "num_heads 4 is not divisible by 3"),
+    (["--simulate", "4", "--ranks", "2"], "give one of them"),
+    (["--simulate", "4", "--step", "4"], "its parameters are those of step 2"),
+    (["--simulate", "8,4", "--parallel", "hsdp:2x4"], "that is 8 ranks, and there are 4"),
     (["--ranks", "0"], "whole number from 1"), (["--ranks", "2", "--timeout", "0"], "--timeout 0")])
 def test_a_mistake_is_one_line_before_any_process_starts(study_main, monkeypatch, words, said):
     monkeypatch.setattr(launching, "start", lambda *_: pytest.fail("it started"))
@@ -198,6 +238,15 @@ def test_a_rank_among_others_that_were_started(study_main, monkeypatch):
     assert launching.place() == launching.Place(1, 1, 4)
     status, _, err = study_main("distributed", "--preset", "tiny", "--device", "cpu", "--ranks", "2")
     assert status == 2 and "the launcher has started 4" in err
+
+
+@unit
+def test_a_simulation_is_shown_as_one(study_main, tmp_path):
+    path = tmp_path / "simulated.jsonl"
+    words = ["--preset", "tiny", "--simulate", "8,64", "--device", "cpu", "--json", path]
+    status, out, _ = study_main("distributed", *words)
+    assert status == 0 and "fsdp:64" in out and "nothing was sent" in out and "against one process" not in out
+    assert STUDY.told(read(path)) in out
 
 
 @integration
