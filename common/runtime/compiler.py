@@ -9,6 +9,7 @@ import signal
 import stat
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -100,8 +101,9 @@ def remove_private_caches() -> None:
     A compiler that was told to end with this process may still write into the folder while it is removed.
     """
     folder = os.environ["TORCHINDUCTOR_CACHE_DIR"]
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    if threading.current_thread() is threading.main_thread():              # Python lets no other set them
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
     for _ in range(20):
         shutil.rmtree(folder, ignore_errors=True)
         if not os.path.exists(folder):

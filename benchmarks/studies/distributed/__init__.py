@@ -27,6 +27,7 @@ from benchmarks.studies.distributed.account import Moved
 from benchmarks.studies.distributed.layout import EXAMPLES, Layout, parsed
 from benchmarks.studies.distributed.parallel import AUTOCAST, POLICY, Sharding, build, mesh_of, seeded
 from benchmarks.studies.distributed.proof import BRANCH, GRADIENT, INPUT, LOSS, UPDATE
+from benchmarks.studies.distributed.watch import Watch
 from common import steps
 from common.block.config import PRESETS, BlockConfig, dtype_name
 from common.command_line import Parser
@@ -62,8 +63,8 @@ def run(study: Study, options: Options) -> int:
     with launching.told():
         if options.device.type == "cuda":
             torch.cuda.set_device(own.local)
-        with launching.process_group(options.device, options.timeout):
-            return run_as_rank(study, options, own)
+        with launching.process_group(options.device, options.timeout) as watch:
+            return run_as_rank(study, options, own, watch)
 
 
 def run_simulated(study: Study, options: Options) -> int:
@@ -105,7 +106,7 @@ def words_of_rank(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def run_as_rank(study: Study, options: Options, own: launching.Place) -> int:
+def run_as_rank(study: Study, options: Options, own: launching.Place, watch: Watch) -> int:
     """Check the layout in FP64, then in its own precision. Rank 0 records and shows it; the exit status."""
     mesh = mesh_of(options.layout, options.device)
     session = open_session(study, options) if own.rank == 0 else None
@@ -113,7 +114,7 @@ def run_as_rank(study: Study, options: Options, own: launching.Place) -> int:
     for config, dtype in ((meaning_of(options.layout), torch.float64), (options.config, torch.float32)):
         if session:
             session.say(Phase.CHECKING, f"{options.layout} in {dtype_name(dtype)}")
-        result, lines = checked(options, config, dtype, mesh, session)
+        result, lines = checked(options, config, dtype, mesh, watch, session)
         statuses.append(result.status)
         if session:
             session.write([*check_records(result), *lines])
@@ -129,17 +130,19 @@ def meaning_of(layout: Layout) -> BlockConfig:
     return SMALL.replace(num_heads=heads, hidden_size=16 * heads, ffn_hidden_size=None)
 
 
-def checked(options: Options, config: BlockConfig, dtype: torch.dtype, mesh: DeviceMesh, session: Session | None
-            ) -> tuple[Result, list[Record]]:
+def checked(options: Options, config: BlockConfig, dtype: torch.dtype, mesh: DeviceMesh, watch: Watch,
+            session: Session | None) -> tuple[Result, list[Record]]:
     """What became of one forward, backward and optimizer step of spread blocks, and the account. All ranks call it."""
     lines: list[Record] = []
     layout, sharding, layers = options.layout, options.sharding, options.layers
     result = result_of(options, config, dtype, layout, session)
     try:                                                   # what one rank alone meets ends the run: others wait for it
         truth = proof.truth_of(config, layers, layout, options.seed, options.device) if session else None
+        watch.reached("building")
         make = seeded(steps.load(options.step), config, options.seed, dtype, options.device)
         stack = build(make, config, layers, layout, mesh, sharding, dtype)
-        found = proof.found_by(stack, config, layout, options.seed, dtype, options.device, truth)
+        found = proof.found_by(stack, config, layout, options.seed, dtype, options.device, truth,
+                               watch.reached)
         if not session:
             return result, lines
         result.worst_parameter = found.worst_parameter

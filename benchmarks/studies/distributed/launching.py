@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,17 +17,24 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from benchmarks.studies.distributed import watch
+from benchmarks.studies.distributed.watch import Watch
 from common import signals
 from common.block.steps import ROOT
-from common.outcome import EXIT, in_a_line
+from common.outcome import EXIT, in_a_line, is_out_of_memory
 from common.runtime import compiler
 
 FROM_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")     # what torchrun sets
-
-
+OURS = "DISTRIBUTED_HAS_LAUNCHER"      # set for ranks that `start` has started
+PROGRAM = ("-m", "benchmarks", "distributed")
+OF_HUNG = "Hung: "                     # begins what its error file says
 NO_FILE = "<N/A>"                      # of a failure's error file: the process has left none
 SECONDARY = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "remote process")
 PATIENCE = 3                           # seconds that a rank waits to be ended where another one seems to have failed
+
+
+class Hung(Exception):
+    """A rank holds up the others; which one, and where."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +53,13 @@ def place() -> Place | None:
 
 
 @contextlib.contextmanager
-def process_group(device: torch.device, timeout_s: int) -> Iterator[None]:
+def process_group(device: torch.device, timeout_s: int) -> Iterator[Watch]:
     """All ranks in one group while it lasts: NCCL's on GPUs, Gloo's on CPUs."""
     backend, of_device = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=of_device)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + watch.GRACE), device_id=of_device)
+    with Watch(dist.get_rank(), dist.get_world_size(), timeout_s, _hung).watching() as watched:
+        yield watched
+    dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -67,10 +73,21 @@ def told() -> Iterator[None]:
     except Exception as error:
         if any(words in str(error) for words in SECONDARY):        # it lost another rank, which is the cause
             time.sleep(PATIENCE)
-        get_error_handler().record_exception(error)
-        print(f"distributed: rank {os.environ['RANK']}: {in_a_line(error)}", file=sys.stderr, flush=True)
-        compiler.remove_private_caches()
-        os._exit(EXIT["failed"])           # not by sys.exit: to leave the group in order would wait for the others
+        end(error)
+
+
+def end(error: Exception) -> NoReturn:
+    """Of this rank, at once: to leave the group in order would wait for the others."""
+    get_error_handler().record_exception(error)
+    said = str(error) if isinstance(error, Hung) else f"rank {os.environ['RANK']} failed: {in_a_line(error)}"
+    if OURS not in os.environ:                             # else the launcher says it
+        print(f"distributed: {said}", file=sys.stderr, flush=True)
+    compiler.remove_private_caches()
+    os._exit(EXIT["oom" if is_out_of_memory(error) else "failed"])
+
+
+def _hung(reason: str) -> None:
+    end(Hung(reason))
 
 
 def _end_quietly(number: int, _: object) -> None:
@@ -90,27 +107,30 @@ def start(ranks: int, words: Sequence[str]) -> int:
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id="distributed", rdzv_backend="c10d",
             rdzv_endpoint="localhost:0", max_restarts=0, local_addr="localhost",
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=quiet))
+        os.environ[OURS] = "1"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)          # what they say is said below
         try:
-            elastic_launch(config, sys.executable)("-m", "benchmarks", "distributed", *words)
+            elastic_launch(config, sys.executable)(*PROGRAM, *words)
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise signals.Terminated(error.sigval) from None
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            if failure.exitcode < 0 or failure.error_file != NO_FILE:      # else it has said why by itself
-                print(f"distributed: rank {rank} {in_words(failure)}", file=sys.stderr)
+            if rank or failure.exitcode < 0 or failure.error_file != NO_FILE:      # else rank 0 has shown why
+                print(f"distributed: {in_words(rank, failure)}", file=sys.stderr)
             return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return EXIT["ok"]
 
 
-def in_words(failure: ProcessFailure) -> str:
+def in_words(rank: int, failure: ProcessFailure) -> str:
     """How a rank ended."""
     if failure.exitcode < 0:
-        return f"was ended by {signal.Signals(-failure.exitcode).name}"
+        return f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}"
+    if failure.error_file == NO_FILE:
+        return f"rank {rank} ended with status {failure.exitcode}"
     told_by_it: Any = failure.message
-    message = told_by_it["message"] if isinstance(told_by_it, dict) else told_by_it
-    return f"failed: {message.strip().splitlines()[0]}"
+    message = (told_by_it["message"] if isinstance(told_by_it, dict) else told_by_it).strip().splitlines()[0]
+    return message.removeprefix(OF_HUNG) if message.startswith(OF_HUNG) else f"rank {rank} failed: {message}"

@@ -1,8 +1,11 @@
 """Spread blocks are the whole ones: what the words of a layout mean, what the proof finds, how a rank's end is told."""
 import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
+import threading
+import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,7 +14,7 @@ import torch
 
 from benchmarks import studies
 from benchmarks.records.read import read, runs
-from benchmarks.studies.distributed import account, launching, parallel, proof, simulate
+from benchmarks.studies.distributed import account, launching, parallel, proof, simulate, watch
 from benchmarks.studies.distributed.layout import Layout, parsed
 from common import BlockConfig, steps
 from common.block.config import PRESETS
@@ -212,9 +215,13 @@ def test_a_rank_is_not_told_how_many_there_are(argv):
 
 @unit
 def test_how_a_rank_ended_is_told():
-    assert launching.in_words(SimpleNamespace(exitcode=-9, message="")) == "was ended by SIGKILL"
+    def failure(exitcode, message="", error_file="error.json"):
+        return SimpleNamespace(exitcode=exitcode, message=message, error_file=error_file)
+    assert launching.in_words(2, failure(-9)) == "rank 2 was ended by SIGKILL"
+    assert launching.in_words(2, failure(2, error_file=launching.NO_FILE)) == "rank 2 ended with status 2"
     said = {"message": "ValueError: one\ntwo", "extraInfo": {}}
-    assert launching.in_words(SimpleNamespace(exitcode=1, message=said)) == "failed: ValueError: one"
+    assert launching.in_words(2, failure(1, said)) == "rank 2 failed: ValueError: one"
+    assert launching.in_words(2, failure(1, "Hung: rank 1 hangs")) == "rank 1 hangs"
 
 
 @unit
@@ -261,3 +268,76 @@ def test_the_command_from_words_to_table(tmp_path):
     assert [run.status for run in runs(lines)] == ["ok", "ok"]
     assert STUDY.told(lines) in ended.stdout and "step 2, 2 layers, fsdp:2, float64" in ended.stdout
     assert STUDY.answer(lines).startswith("in FP64 spread and whole agree to ")
+
+
+# ------------------------------------------------------------------------------------------------------------- failure
+
+
+FAULTY = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+from benchmarks.studies.distributed import launching, proof, watch
+watch.DEADLOCK = 3
+import torch, torch.distributed as dist
+launching.PROGRAM = (__file__, "distributed")
+whole = proof.loss_of
+def broken(y, target):
+    if os.environ["RANK"] == "1" and len(y) == 2:
+        {fault}
+    return whole(y, target)
+proof.loss_of = broken
+from benchmarks.__main__ import main
+sys.exit(main())
+"""
+FAULTS = {"raise ValueError('planned')": (1, "distributed: rank 1 failed: ValueError: planned"),
+          "os.kill(os.getpid(), signal.SIGKILL)": (137, "distributed: rank 1 was ended by SIGKILL"),
+          "dist.all_reduce(torch.ones(3))": (1, "distributed: all wait for each other, rank"),
+          "time.sleep(1000)": (1, "distributed: rank 1 hangs in 'forward' at faulty.py:11; "
+                                  "the others have waited for it for 5 s")}
+
+
+@integration
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rank_that_fails_ends_the_run_in_a_line(fault, tmp_path):
+    """It raises, is killed, takes part in something else, or hangs. What was recorded before stays whole."""
+    script, path = tmp_path / "faulty.py", tmp_path / "records.jsonl"
+    script.write_text(FAULTY.format(root=str(ROOT), fault=fault))
+    words = ["--ranks", "2", "--preset", "tiny", "--layers", "1", "--device", "cpu", "--timeout", "5", "--json", path]
+    began = time.monotonic()
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, script, "distributed", *words], cwd=tmp_path, env=environment, check=False,
+                           capture_output=True, text=True, timeout=100)
+    status, said = FAULTS[fault]
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (status, 1), ended.stderr
+    assert ended.stderr.startswith(said), ended.stderr
+    assert time.monotonic() - began < 60 and path.read_text() == ""
+
+
+@unit
+@pytest.mark.parametrize("words, said", [
+    ({0: watch.Word(3, "forward", ""), 1: watch.Word(3, "forward", "mine.py:7")},
+     "rank 1 hangs in 'forward' at mine.py:7; the others have waited for it for 5 s"),
+    ({0: watch.Word(4, "backward", ""), 1: watch.Word(3, "forward", ""), 2: watch.Word(4, "backward", "")},
+     "rank 1 hangs in 'forward'; the others have waited for it for 5 s"),
+    ({0: watch.Word(4, "backward", ""), 1: watch.Word(4, "backward", "")},
+     "all ranks are in 'backward', for 5 s now; a longer --timeout lets them go on")])
+def test_who_holds_up_the_others(words, said):
+    assert watch.verdict(words, 5.0) == said
+
+
+@unit
+def test_who_waits_for_whom():
+    long = watch.DEADLOCK + 1.0
+    words = {rank: watch.Word(4, "backward", "", "all_gather", long) for rank in (0, 2)}
+    words[1] = watch.Word(3, "forward", "", "all_reduce", long)
+    assert watch.deadlock(words, 3) == ("all wait for each other, rank 1 in all_reduce of 'forward'; "
+                                        "ranks 0, 2 in all_gather of 'backward': their collectives do not match")
+    assert not watch.deadlock(words, 4)
+    for busy in ({"line": "mine.py:3"}, {"idle_s": 1.0}):
+        assert not watch.deadlock(words | {2: dataclasses.replace(words[2], **busy)}, 3)
+
+
+@unit
+def test_where_a_rank_is():
+    line, waits_in = watch.where(threading.get_ident())
+    assert line.startswith("watch.py:") and waits_in == ""
