@@ -9,11 +9,12 @@ sequence parallelism tp:2+sp), all of it torch.distributed's own. Each run is fi
 then in its own precision at the shape asked for: the loss, the output, the gradients of the input and of every
 parameter, and one step of AdamW, each against one process in FP64 on the same global batch. batch_size is that of one
 rank. What a step moves and what a rank keeps is counted, and must equal a closed formula to the byte; --simulate counts
-it for thousands of ranks in one process.
+it for thousands of ranks in one process. With --checkpoint it trains some steps, saves each, and the next run goes on.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted; where a rank fails, that rank's.
 """
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +23,7 @@ from benchmarks.measure.options import count, numbers
 from benchmarks.records.read import Run, extra, info, metric, runs, values
 from benchmarks.show.study import Options, Study, exit_status, open_session, register, show
 from benchmarks.show.tables import NO_ANSWER, framed
-from benchmarks.studies.distributed import account, launching, proof, simulate
+from benchmarks.studies.distributed import account, checkpoints, launching, proof, simulate
 from benchmarks.studies.distributed.account import Moved
 from benchmarks.studies.distributed.layout import EXAMPLES, Layout, parsed
 from benchmarks.studies.distributed.parallel import AUTOCAST, POLICY, Sharding, build, mesh_of, seeded
@@ -41,7 +42,8 @@ from common.runtime import exclusive
 from common.runtime.iteration import BOTH
 from common.text import NOT_AVAILABLE, table
 
-LAYERS = 4
+LAYERS, STEPS = 4, 4
+LOSSES = "loss"                                            # the metric: of each training step
 ERRORS = (LOSS, BRANCH, INPUT, GRADIENT, UPDATE)
 SMALL = PRESETS["tiny"].replace(amp_dtype=None)            # at which FP64 is asked what the layout means
 MEANING = "float64"
@@ -118,10 +120,41 @@ def run_as_rank(study: Study, options: Options, own: launching.Place, watch: Wat
         statuses.append(result.status)
         if session:
             session.write([*check_records(result), *lines])
+    if options.checkpoint:
+        result, lines = trained(options, mesh, watch, session)
+        statuses.append(result.status)
+        if session:
+            session.write(lines)
     if session is None:
         return EXIT["ok"]
     show(study, options, session)
     return exit_status(statuses)
+
+
+def trained(options: Options, mesh: DeviceMesh, watch: Watch, session: Session | None) -> tuple[Result, list[Record]]:
+    """A few steps, from the newest checkpoint on, with one behind each. Every rank must call it."""
+    layout, config = options.layout, options.config
+    result = result_of(options, config, torch.float32, layout, session)
+    make = seeded(steps.load(options.step), config, options.seed, torch.float32, options.device)
+    stack = build(make, config, options.layers, layout, mesh, options.sharding, torch.float32)
+    optimizer = proof.adamw(list(stack.parameters()))
+    found = checkpoints.latest(options.checkpoint, options.about)
+    begun = 0
+    losses = []
+    try:
+        if found:
+            watch.reached("loading")
+            begun, path = found
+            checkpoints.load(path, stack, optimizer)
+        for step, loss in checkpoints.trained(stack, optimizer, config, layout, options.seed, begun + 1, options.steps):
+            watch.reached(f"step {step}")
+            losses.append(loss)
+            checkpoints.save(options.checkpoint, step, stack, optimizer, options.about)
+    except Failed as error:
+        result.status, result.reason = "failed", str(error)
+    if not session:
+        return result, []
+    return result, [record(result, LOSSES, "", losses, BOTH, begun=begun)]
 
 
 def meaning_of(layout: Layout) -> BlockConfig:
@@ -195,7 +228,21 @@ def text(lines: list[Record], width: int | None = None) -> str:
                for of_case in every if of_case.info["reason"]]
     proved = table(rows, ["against one process in FP64", *ERRORS, "status"], width) if rows else ""
     simulated = SIMULATED if len(rows) < len(every) else ""
-    return framed(lines, [proved, "\n".join(worst), _account(every, width), simulated, "\n".join(reasons)], [])
+    blocks = [proved, "\n".join(worst), _account(every, width), _training(every), simulated, "\n".join(reasons)]
+    return framed(lines, blocks, [])
+
+
+def _training(every: Sequence[Run]) -> str:
+    """The losses of the steps."""
+    said = []
+    for of_case in every:
+        line = of_case.find(BOTH, LOSSES)
+        if line:
+            begun, losses = extra(line)["begun"], values(line)
+            resumed = f"resumed behind step {begun}" if begun else "from the beginning"
+            each = ", ".join(f"{number}: {loss:.6f}" for number, loss in enumerate(losses, start=begun + 1))
+            said.append(f"training {resumed}, the loss of each step: {each or 'there was nothing left to do'}")
+    return "\n".join(said)
 
 
 def _account(every: Sequence[Run], width: int | None) -> str:
@@ -259,6 +306,8 @@ def add_arguments(parser: Parser) -> None:
     add("--layers", type=count, default=LAYERS, metavar="N", help=f"of the stack (default: {LAYERS})")
     add("--precision", choices=(AUTOCAST, POLICY), default=AUTOCAST,
         help="who casts to 16 bits: the block's own autocast, or FSDP's policy, LayerNorm and residual too")
+    add("--checkpoint", metavar="DIR", help="train some steps, save each in there, and go on from the newest")
+    add("--steps", type=count, default=STEPS, metavar="N", help=f"to train up to, with --checkpoint (default: {STEPS})")
     add("--timeout", type=int, default=300, metavar="S", help="seconds that a collective may wait (default: 300)")
 
 
@@ -282,6 +331,10 @@ def refine(options: Options) -> None:
         raise ValueError(f"--timeout {options.timeout}: give seconds from 1 on")
     options.layout = parsed(options.parallel, ranks)
     options.layout.check(options.config)
+    if options.checkpoint:
+        options.checkpoint = str(Path(options.checkpoint).resolve())
+        options.about = checkpoints.about(options.config, options.layers, options.step, options.layout, options.seed)
+        checkpoints.latest(options.checkpoint, options.about)
 
 
 def _refine_simulated(options: Options) -> None:

@@ -71,6 +71,13 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
 
 
+def mean_over_ranks(loss: Tensor) -> float:
+    """Of the ranks' losses: that over the global batch. Every rank must call it."""
+    mean = loss.detach().double() / dist.get_world_size()
+    dist.all_reduce(mean)
+    return mean.item()
+
+
 def truth_of(config: BlockConfig, layers: int, layout: Layout, seed: int, device: torch.device) -> Truth:
     """One process in FP64."""
     whole, target = (tensor.to(device, torch.float64) for tensor in global_batch(config, layout, seed))
@@ -104,10 +111,9 @@ def found_by(stack: Stack, config: BlockConfig, layout: Layout, seed: int, dtype
     loss.backward()
     reached("comparing")
     found = Found()
-    mean = loss.detach().double() / dist.get_world_size()
-    dist.all_reduce(mean)
+    mean = mean_over_ranks(loss)
     if truth:
-        found.see(LOSS, abs(mean.item() - truth.loss) / truth.loss)
+        found.see(LOSS, abs(mean - truth.loss) / truth.loss)
     _compare_batches(found, x, y, config, layout, truth)
     gradients = _compare_gradients(found, stack, truth)
     reached("optimizer step")

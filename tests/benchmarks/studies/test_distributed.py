@@ -1,6 +1,7 @@
 """Spread blocks are the whole ones: what the words of a layout mean, what the proof finds, how a rank's end is told."""
 import contextlib
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import torch
 
 from benchmarks import studies
 from benchmarks.records.read import read, runs
-from benchmarks.studies.distributed import account, launching, parallel, proof, simulate, watch
+from benchmarks.studies.distributed import account, checkpoints, launching, parallel, proof, simulate, watch
 from benchmarks.studies.distributed.layout import Layout, parsed
 from common import BlockConfig, steps
+from common.block import oracle
 from common.block.config import PRESETS
 from common.block.steps import ROOT
+from common.outcome import Failed
 from tests.helpers.ranks import on_ranks
 
 unit, integration = pytest.mark.unit, pytest.mark.integration
@@ -201,6 +204,96 @@ def test_an_account_that_is_off_fails(study_main, monkeypatch):
     monkeypatch.setattr(account, "expected", lambda *a: expected(*a) | {account.REDUCE: account.Moved(1, 8)})
     status, out, _ = study_main("distributed", "--preset", "tiny", "--simulate", "4", "--device", "cpu")
     assert status == 1 and "all-reduce: 0 calls of 0 bytes were counted, the formula gives 1 of 8" in out
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+OWN = checkpoints.about(CONFIG, LAYERS, 2, Layout(shard=2), 0)
+
+
+def stack_on(words):
+    """(layout, a stack on the ranks that there are, its optimizer)."""
+    layout = parsed(words, 2)
+    stack = parallel.build(parallel.seeded(steps.load(2), CONFIG, 0, torch.float32, CPU), CONFIG, LAYERS, layout,
+                           parallel.mesh_of(layout, CPU), parallel.Sharding(), torch.float32)
+    return layout, stack, proof.adamw(list(stack.parameters()))
+
+
+def resumed(rank, folder):
+    """Words of a layout -> how far the third step's parameters are from those of who never stopped, relatively."""
+    def train(layout, stack, optimizer, first, last):
+        list(checkpoints.trained(stack, optimizer, CONFIG, layout, 0, first, last))
+        return [proof.full(parameter) for parameter in stack.parameters()]
+    layout, stack, optimizer = stack_on("fsdp")
+    train(layout, stack, optimizer, 1, 2)
+    checkpoints.save(folder, 2, stack, optimizer, OWN)
+    whole = train(layout, stack, optimizer, 3, 3)
+    found = {}
+    _, path = checkpoints.latest(folder, OWN)
+    for words in ("fsdp", "hsdp:2x1"):
+        layout, stack, optimizer = stack_on(words)
+        checkpoints.load(path, stack, optimizer)
+        parts = zip(train(layout, stack, optimizer, 3, 3), whole, strict=True)
+        found[words] = max(oracle.relative_error(one, other) for one, other in parts)
+
+    load = checkpoints.dcp.load
+
+    def stale(state, **where):
+        shards = [account.own(parameter) for parameter in state["model"].values()]
+        kept = [shard.clone() for shard in shards]
+        load(state, **where)
+        with torch.no_grad():
+            for shard, before in zip(shards, kept, strict=True) if rank else ():
+                shard.copy_(before)
+    _, stack, optimizer = stack_on("fsdp")
+    with mock.patch.object(checkpoints.dcp, "load", stale):
+        try:
+            checkpoints.load(path, stack, optimizer)
+        except Failed as error:
+            found["stale"] = str(error)
+    return found
+
+
+@integration
+def test_a_checkpoint_resumes_bitwise_and_on_other_meshes_and_a_stale_shard_is_found(tmp_path):
+    found = on_ranks(2, resumed, str(tmp_path / "kept"))
+    assert found["fsdp"] == 0.0 and found["hsdp:2x1"] < 1e-6
+    assert "is not what was saved" in found["stale"]
+
+
+def made_checkpoint(folder, steps, own=OWN, complete=True):
+    path = folder / f"step-{steps}"
+    path.mkdir(parents=True)
+    (path / checkpoints.ABOUT).write_text(json.dumps({"about": own, "norms": {}}))
+    if complete:
+        (path / checkpoints.COMPLETE).touch()
+    return path
+
+
+@unit
+def test_the_newest_whole_checkpoint_is_found(tmp_path):
+    assert checkpoints.latest(str(tmp_path / "new"), OWN) is None
+    made_checkpoint(tmp_path, 9), made_checkpoint(tmp_path, 10), made_checkpoint(tmp_path, 11, complete=False)
+    assert checkpoints.latest(str(tmp_path), OWN) == (10, tmp_path / "step-10")
+
+
+@unit
+@pytest.mark.parametrize("name, text, said", [
+    ("notes.txt", "", "it holds something else"), ("step-3/about.json", "{", "can't be read"),
+    ("step-3/about.json", json.dumps({"about": OWN | {"seed": 7}}), "it is of seed 7, not 0"),
+    ("step-3/about.json", "[]", "can't be read")])
+def test_a_foreign_checkpoint_is_a_line(study_main, monkeypatch, tmp_path, name, text, said):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text)
+    if "/" in name:
+        ((tmp_path / name).parent / checkpoints.COMPLETE).touch()
+    with pytest.raises(ValueError, match=said):
+        checkpoints.latest(str(tmp_path), OWN)
+    monkeypatch.setattr(launching, "start", lambda *_: pytest.fail("it started"))
+    words = ["--preset", "tiny", "--device", "cpu", "--ranks", "2", "--checkpoint", tmp_path]
+    status, _, err = study_main("distributed", *words)
+    assert status == 2 and len(err.splitlines()) == 1 and "--checkpoint" in err
 
 
 # --------------------------------------------------------------------------------------------------------- the command
