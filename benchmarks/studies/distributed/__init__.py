@@ -12,6 +12,7 @@ rank. What a step moves and what a rank keeps is counted, and must equal a close
 it for thousands of ranks in one process. With --checkpoint it trains some steps, saves each, and the next run goes on.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted; where a rank fails, that rank's.
 """
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,18 +21,18 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.measure.options import count, numbers
-from benchmarks.records.read import Run, extra, info, metric, runs, values
+from benchmarks.records import RESULTS
+from benchmarks.records.read import info, read, runs
 from benchmarks.show.study import Options, Study, exit_status, open_session, register, show
-from benchmarks.show.tables import NO_ANSWER, framed
-from benchmarks.studies.distributed import account, checkpoints, launching, proof, simulate
-from benchmarks.studies.distributed.account import Moved
+from benchmarks.studies.distributed import account, checkpoints, launching, proof, published, ring, simulate, tables
+from benchmarks.studies.distributed.account import GATHER, SCATTER, Moved
 from benchmarks.studies.distributed.layout import EXAMPLES, Layout, parsed
 from benchmarks.studies.distributed.parallel import AUTOCAST, POLICY, Sharding, build, mesh_of, seeded
-from benchmarks.studies.distributed.proof import BRANCH, GRADIENT, INPUT, LOSS, UPDATE
+from benchmarks.studies.distributed.tables import KEPT, LOSSES, MODEL, MOVED
 from benchmarks.studies.distributed.watch import Watch
 from common import steps
 from common.block.config import PRESETS, BlockConfig, dtype_name
-from common.command_line import Parser
+from common.command_line import Parser, tell
 from common.measure.session import Session
 from common.measure.subject import require
 from common.outcome import EXIT, Failed
@@ -39,16 +40,10 @@ from common.phases import Phase
 from common.report.record import Record, check_records, record
 from common.report.result import Result
 from common.runtime import exclusive
-from common.runtime.iteration import BOTH
-from common.text import NOT_AVAILABLE, table
+from common.runtime.iteration import BOTH, FORWARD
 
 LAYERS, STEPS = 4, 4
-LOSSES = "loss"                                            # the metric: of each training step
-ERRORS = (LOSS, BRANCH, INPUT, GRADIENT, UPDATE)
 SMALL = PRESETS["tiny"].replace(amp_dtype=None)            # at which FP64 is asked what the layout means
-MEANING = "float64"
-SIMULATED = "simulated: in one process, on tensors without data; nothing was sent"
-MOVED, KEPT = "moved", "kept"                              # the metrics: bytes of a kind of collective, bytes of a rank
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
@@ -80,11 +75,42 @@ def run_simulated(study: Study, options: Options) -> int:
         lines: list[Record] = []
         try:
             lines = account_records(result, seen.moved, seen.state_bytes, options, layout, torch.float32)
+            lines += modelled(result, options, layout)
         except Failed as error:
             result.status, result.reason = "failed", str(error)
         session.write([*check_records(result), *lines])
     show(study, options, session)
+    if options.published:
+        tell("\n" + published.text())
     return exit_status(info(line)["status"] for line in session.lines)
+
+
+def modelled(result: Result, options: Options, layout: Layout) -> list[Record]:
+    """Seconds of a step by the ring's model, from what one H200 was recorded to take; nothing without such a record."""
+    assert result.config
+    recorded_at = recorded_block(result)
+    if recorded_at is None:
+        return []
+    forward, backward = recorded_at
+    of_shards = dataclasses.replace(layout, replicate=1)
+    moved = account.expected(result.config, 1, of_shards, options.sharding, torch.float32)
+    gathered = moved[GATHER].bytes / moved[GATHER].calls if GATHER in moved else 0.0
+    reduced = moved[SCATTER].bytes if SCATTER in moved else 0.0
+    layer = ring.of_layout(forward, backward, gathered, reduced, layout.shard, layout.replicate)
+    return [record(result, MODEL, "s", [ring.total(layer, options.layers)], BOTH,
+                   compute=options.layers * (forward + backward), gather=layer.gather, reduce=layer.reduce)]
+
+
+def recorded_block(result: Result) -> tuple[float, float] | None:
+    """Seconds of (forward, backward) of that block on one H200, by its faster launch; None without a record."""
+    for path in sorted((RESULTS / "h200").glob("ladder-*.jsonl")):
+        for run in runs(read(path)):
+            same = run.shape == str(result.config) and run.case["name"] == result.name
+            if same and run.info["parameter_dtype"] == "float32":
+                forward, both = run.best_ms(FORWARD), run.best_ms(BOTH)
+                if forward and both:
+                    return forward / 1e3, (both - forward) / 1e3
+    return None
 
 
 def result_of(options: Options, config: BlockConfig, dtype: torch.dtype, layout: Layout, session: Session | None
@@ -211,87 +237,6 @@ def account_records(result: Result, counted: dict[str, Moved], state_bytes: int,
     return lines
 
 
-# ------------------------------------------------------------------------------------------------------- what it shows
-
-
-def text(lines: list[Record], width: int | None = None) -> str:
-    """Everything the command prints, from records."""
-    every = runs(lines)
-    rows = []
-    for of_case in every:
-        if of_case.variant.get("simulated"):
-            continue
-        rows.append([_words(of_case), *(_error(of_case, each) for each in ERRORS), of_case.status])
-    worst = [f"{_precision(of_case)}: the worst parameter gradient is of {name}"
-             for of_case in every if (name := _worst_parameter(of_case))]
-    reasons = [f"{of_case.variant['parallel']}, {of_case.status}: {of_case.info['reason']}"
-               for of_case in every if of_case.info["reason"]]
-    proved = table(rows, ["against one process in FP64", *ERRORS, "status"], width) if rows else ""
-    simulated = SIMULATED if len(rows) < len(every) else ""
-    blocks = [proved, "\n".join(worst), _account(every, width), _training(every), simulated, "\n".join(reasons)]
-    return framed(lines, blocks, [])
-
-
-def _training(every: Sequence[Run]) -> str:
-    """The losses of the steps."""
-    said = []
-    for of_case in every:
-        line = of_case.find(BOTH, LOSSES)
-        if line:
-            begun, losses = extra(line)["begun"], values(line)
-            resumed = f"resumed behind step {begun}" if begun else "from the beginning"
-            each = ", ".join(f"{number}: {loss:.6f}" for number, loss in enumerate(losses, start=begun + 1))
-            said.append(f"training {resumed}, the loss of each step: {each or 'there was nothing left to do'}")
-    return "\n".join(said)
-
-
-def _account(every: Sequence[Run], width: int | None) -> str:
-    """What each of them moves and keeps."""
-    rows = []
-    for of_case in every:
-        for line in of_case.lines:
-            if metric(line) in (MOVED, KEPT):
-                told, counted = extra(line), values(line)[0]
-                what = told.get("kind", account.STATE)
-                rows.append([f"{_words(of_case)}: {what}", str(told.get("calls", "")), f"{counted:,.0f}",
-                             f"{told['formula']:,}"])
-    return table(rows, ["a step of one rank", "calls", "bytes", "by formula"], width) if rows else ""
-
-
-def _words(run: Run) -> str:
-    """Which blocks they are."""
-    variant = run.variant
-    words = [f"step {run.step}", f"{variant['layers']} layers", variant["parallel"], _precision(run)]
-    return ", ".join([*words, "simulated"] if variant.get("simulated") else words)
-
-
-def _precision(run: Run) -> str:
-    """FP64, or what 16 bits are cast to and by whom."""
-    matmul = run.lines[0]["benchmark"]["dtype"]
-    return matmul if run.info["parameter_dtype"] == MEANING else f"{matmul} by {run.variant['precision']}"
-
-
-def _error(run: Run, what: str) -> str:
-    """"6e-16 of 1e-12": the error, and its gate."""
-    line = run.find("check", f"{what} error")
-    if not line:
-        return NOT_AVAILABLE
-    gate = extra(line)["gate"]
-    return f"{values(line)[0]:.0e}" + (f" of {gate:.0e}" if gate else "")
-
-
-def _worst_parameter(run: Run) -> str:
-    line = run.find("check", f"{GRADIENT} error")
-    return extra(line)["worst"] if line else ""
-
-
-def answer(lines: list[Record]) -> str:
-    """How far off the worst of it is in FP64."""
-    errors = [values(line)[0] for run in runs(lines) for what in (LOSS, BRANCH, INPUT, GRADIENT)
-              if run.info["parameter_dtype"] == MEANING and (line := run.find("check", f"{what} error"))]
-    return f"in FP64 spread and whole agree to {max(errors):.0e}" if errors else NO_ANSWER
-
-
 # ------------------------------------------------------------------------------------------------------------ its flags
 
 
@@ -302,6 +247,7 @@ def add_arguments(parser: Parser) -> None:
     add("--ranks", type=count, metavar="N", help="start so many processes on this machine, one a GPU where it has them")
     add("--simulate", type=numbers, metavar="N,...",
         help="count in this process what the first of so many ranks would move; nothing is sent")
+    add("--published", action="store_true", help="with --simulate: the model beside what others have published")
     add("--step", type=int, default=2, choices=range(5), help="whose blocks (default: 2)")
     add("--layers", type=count, default=LAYERS, metavar="N", help=f"of the stack (default: {LAYERS})")
     add("--precision", choices=(AUTOCAST, POLICY), default=AUTOCAST,
@@ -317,6 +263,8 @@ def refine(options: Options) -> None:
     options.config = options.config.replace(dropout=0.0)
     if options.simulate:
         return _refine_simulated(options)
+    if options.published:
+        raise ValueError("--published: it belongs to --simulate, whose model it judges")
     own = launching.place()
     if own and options.ranks and own.ranks != options.ranks:
         raise ValueError(f"--ranks {options.ranks}: the launcher has started {own.ranks}; leave it out")
@@ -350,5 +298,5 @@ def _refine_simulated(options: Options) -> None:
         layout.check(options.config)
 
 
-register(Study("distributed", __doc__, lambda options: [], text=text, run=run, add_arguments=add_arguments,
-               refine=refine, answer=answer, place=11))
+register(Study("distributed", __doc__, lambda options: [], text=tables.text, run=run, add_arguments=add_arguments,
+               refine=refine, answer=tables.answer, place=11))

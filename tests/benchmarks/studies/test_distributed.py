@@ -15,7 +15,18 @@ import torch
 
 from benchmarks import studies
 from benchmarks.records.read import read, runs
-from benchmarks.studies.distributed import account, checkpoints, launching, parallel, proof, simulate, watch
+from benchmarks.studies.distributed import (
+    account,
+    checkpoints,
+    launching,
+    parallel,
+    proof,
+    published,
+    ring,
+    simulate,
+    tables,
+    watch,
+)
 from benchmarks.studies.distributed.layout import Layout, parsed
 from common import BlockConfig, steps
 from common.block import oracle
@@ -179,7 +190,7 @@ def test_each_mutant_is_caught():
 
 @unit
 @pytest.mark.parametrize("words, ranks", [
-    *(("fsdp", ranks) for ranks in (1, 2, 4, 7, 8, 48, 64, 1024)), ("hsdp:2x1", 2), ("hsdp:2x4", 8), ("hsdp:8x6", 48)])
+    *(("fsdp", ranks) for ranks in (1, 2, 4, 7, 8, 48, 64)), ("hsdp:2x1", 2), ("hsdp:2x4", 8), ("hsdp:8x6", 48)])
 @pytest.mark.parametrize("sharding", [parallel.Sharding(), parallel.Sharding(parallel.POLICY, reshard=False)])
 def test_what_is_moved_is_what_the_formula_gives(words, ranks, sharding):
     """To the byte: 96 rows in 7 shards are padded to 98."""
@@ -187,6 +198,13 @@ def test_what_is_moved_is_what_the_formula_gives(words, ranks, sharding):
     seen = simulate.seen_at(steps.load(2), config, LAYERS, layout, sharding)
     assert seen.moved == account.expected(config, LAYERS, layout, sharding, torch.float32)
     assert seen.state_bytes == account.expected_state(config, LAYERS, layout, torch.float32)
+
+
+@unit
+def test_what_is_moved_at_a_thousand_ranks():
+    layout = parsed("fsdp", 1024)
+    seen = simulate.seen_at(steps.load(2), CONFIG, 1, layout, parallel.Sharding())
+    assert seen.moved == account.expected(CONFIG, 1, layout, parallel.Sharding(), torch.float32)
 
 
 @unit
@@ -204,6 +222,43 @@ def test_an_account_that_is_off_fails(study_main, monkeypatch):
     monkeypatch.setattr(account, "expected", lambda *a: expected(*a) | {account.REDUCE: account.Moved(1, 8)})
     status, out, _ = study_main("distributed", "--preset", "tiny", "--simulate", "4", "--device", "cpu")
     assert status == 1 and "all-reduce: 0 calls of 0 bytes were counted, the formula gives 1 of 8" in out
+
+
+# -------------------------------------------------------------------------------------------------------- model of time
+
+
+@unit
+def test_a_ring_takes_what_its_formula_says():
+    assert ring.seconds(1e9, 1) == 0.0
+    assert ring.seconds(ring.BUS, 8) == pytest.approx(7 / 8 + ring.BASE_S + 7 * ring.NVLINK_S)
+    assert ring.seconds(0.0, 16) == pytest.approx(ring.BASE_S + 13 * ring.NVLINK_S + 2 * ring.NETWORK_S)
+
+
+@unit
+def test_what_hides_behind_compute_costs_nothing_but_at_the_ends():
+    hidden = ring.Layer(forward=1.0, backward=2.0, gather=0.1, reduce=0.2)
+    assert ring.total(hidden, 10) == pytest.approx(10 * 3.0 + 2 * 0.1 + 0.2)
+    exposed = ring.Layer(forward=1.0, backward=2.0, gather=3.0, reduce=0.5)
+    assert ring.total(exposed, 10) == pytest.approx(3 + 9 * 3 + 1 + 3 + 9 * 3.5 + 2 + 0.5)
+    forward, backward = ring.compute_of(ring.total(hidden, 10), 10, 0.1, 0.2)
+    assert (forward, backward) == pytest.approx((1.0, 2.0))
+
+
+@unit
+def test_the_model_stands_beside_every_published_point_with_its_miss():
+    points = list(published.points())
+    assert len(points) == sum(len(series.rates) - 1 for series in published.SERIES)
+    assert all(0.9 < point.published < 1.01 and 0.99 < point.predicted <= 1.0 for point in points)
+    shown = published.text()
+    assert published.NO_COMMUNICATION in shown and f"{len(points)} points" in shown
+    assert f"{max((point.miss for point in points), key=abs):+.3f} at the worst" in shown
+
+
+@unit
+def test_a_block_that_was_recorded_has_a_modelled_step(study_main):
+    words = ["--simulate", "8", "--layers", "2", "--preset", "te-tutorial", "--device", "cpu", "--published"]
+    status, out, _ = study_main("distributed", *words)
+    assert status == 0 and out.count(published.NO_COMMUNICATION) == 2 and tables.FROM_ONE in out, out
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
@@ -322,6 +377,7 @@ def test_how_a_rank_ended_is_told():
     ([], "give --ranks N, or start it by torchrun"), (["--ranks", "2", "--parallel", "tp:3"], "not divisible by tp:3"),
     (["--ranks", "3", "--parallel", "tp:3"], "num_heads 4 is not divisible by 3"),
     (["--simulate", "4", "--ranks", "2"], "give one of them"),
+    (["--ranks", "2", "--published"], "belongs to --simulate"),
     (["--simulate", "4", "--step", "4"], "its parameters are those of step 2"),
     (["--simulate", "8,4", "--parallel", "hsdp:2x4"], "that is 8 ranks, and there are 4"),
     (["--ranks", "0"], "whole number from 1"), (["--ranks", "2", "--timeout", "0"], "--timeout 0")])
@@ -382,8 +438,7 @@ proof.loss_of = broken
 from benchmarks.__main__ import main
 sys.exit(main())
 """
-FAULTS = {"raise ValueError('planned')": (1, "distributed: rank 1 failed: ValueError: planned"),
-          "os.kill(os.getpid(), signal.SIGKILL)": (137, "distributed: rank 1 was ended by SIGKILL"),
+FAULTS = {"os.kill(os.getpid(), signal.SIGKILL)": (137, "distributed: rank 1 was ended by SIGKILL"),
           "dist.all_reduce(torch.ones(3))": (1, "distributed: all wait for each other, rank"),
           "time.sleep(1000)": (1, "distributed: rank 1 hangs in 'forward' at faulty.py:11; "
                                   "the others have waited for it for 5 s")}
@@ -392,7 +447,7 @@ FAULTS = {"raise ValueError('planned')": (1, "distributed: rank 1 failed: ValueE
 @integration
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_rank_that_fails_ends_the_run_in_a_line(fault, tmp_path):
-    """It raises, is killed, takes part in something else, or hangs. What was recorded before stays whole."""
+    """It is killed, takes part in something else, or hangs. What was recorded before stays whole."""
     script, path = tmp_path / "faulty.py", tmp_path / "records.jsonl"
     script.write_text(FAULTY.format(root=str(ROOT), fault=fault))
     words = ["--ranks", "2", "--preset", "tiny", "--layers", "1", "--device", "cpu", "--timeout", "5", "--json", path]
@@ -404,6 +459,22 @@ def test_a_rank_that_fails_ends_the_run_in_a_line(fault, tmp_path):
     assert (ended.returncode, len(ended.stderr.splitlines())) == (status, 1), ended.stderr
     assert ended.stderr.startswith(said), ended.stderr
     assert time.monotonic() - began < 60 and path.read_text() == ""
+
+
+@unit
+def test_what_a_rank_raises_goes_where_its_launcher_finds_it(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(launching.compiler, "use_private_caches", lambda: None)
+    monkeypatch.setattr(launching.compiler, "remove_private_caches", lambda: None)
+    monkeypatch.setattr(launching.signal, "signal", lambda *_: None)
+    ended = []
+    monkeypatch.setattr(launching.os, "_exit", ended.append)
+    with launching.told():
+        raise ValueError("planned")
+    assert ended == [1] and "ValueError: planned" in path.read_text()
+    assert capsys.readouterr().err == "distributed: rank 3 failed: ValueError: planned\n"
 
 
 @unit
