@@ -4,12 +4,12 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks distributed --parallel fsdp --preset tiny
     python -m benchmarks distributed --simulate 8,64,1024 --layers 32 --parallel fsdp
 
-A stack of a step's blocks is spread by FSDP2 (fsdp, and hsdp on two dimensions) and by tensor parallelism (tp, with
-sequence parallelism tp:2+sp), all of it torch.distributed's own. Each run is first checked in FP64 at a tiny shape, and
-then in its own precision at the shape asked for: the loss, the output, the gradients of the input and of every
-parameter, and one step of AdamW, each against one process in FP64 on the same global batch. batch_size is that of one
-rank. What a step moves and what a rank keeps is counted, and must equal a closed formula to the byte; --simulate counts
-it for thousands of ranks in one process. With --checkpoint it trains some steps, saves each, and the next run goes on.
+A stack of a step's blocks is spread by FSDP2: fsdp, and hsdp on two dimensions. batch_size is that of one rank. Each
+run is first checked in FP64 at a tiny shape, and then in its own precision at the shape asked for: loss, output, the
+gradients of the input and of every parameter, and one step of AdamW, each against one process in FP64 on the same
+global batch. What a step moves and what a rank keeps is counted, and must equal a closed formula to the byte;
+--simulate counts it for thousands of ranks in one process. With --checkpoint it trains some steps and saves each, and
+the next run goes on.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted; where a rank fails, that rank's.
 """
 import dataclasses
@@ -278,7 +278,7 @@ def refine(options: Options) -> None:
     if options.timeout < 1:
         raise ValueError(f"--timeout {options.timeout}: give seconds from 1 on")
     options.layout = parsed(options.parallel, ranks)
-    options.layout.check(options.config)
+    options.layout.check()
     if options.checkpoint:
         options.checkpoint = str(Path(options.checkpoint).resolve())
         options.about = checkpoints.about(options.config, options.layers, options.step, options.layout, options.seed)
@@ -295,7 +295,7 @@ def _refine_simulated(options: Options) -> None:
                          "are those of step 2")
     options.layouts = [parsed(options.parallel, ranks) for ranks in options.simulate]
     for layout in options.layouts:
-        layout.check(options.config)
+        layout.check()
 
 
 register(Study("distributed", __doc__, lambda options: [], text=tables.text, run=run, add_arguments=add_arguments,

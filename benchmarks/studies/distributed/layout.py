@@ -2,9 +2,7 @@
 import re
 from dataclasses import dataclass
 
-from common.block.config import BlockConfig
-
-EXAMPLES = "fsdp, hsdp:2x2, tp:2, tp:2+sp, or fsdp:2,tp:2"
+EXAMPLES = "fsdp, fsdp:4, or hsdp:2x2"
 _DATA = re.compile(r"fsdp(?::(\d+))?|hsdp:(\d+)x(\d+)")
 _TENSOR = re.compile(r"tp:(\d+)(\+sp)?")
 
@@ -44,15 +42,10 @@ class Layout:
             words.append(f"tp:{self.tensor}" + "+sp" * self.sequence)
         return ",".join(words)
 
-    def check(self, config: BlockConfig) -> None:
-        """Raise ValueError where a block of that shape can't be split so."""
-        for what, size in (("num_heads", config.num_heads), ("ffn_hidden_size", config.ffn_hidden_size)):
-            if size % self.tensor:
-                raise ValueError(f"--parallel {self}: {what} {size} is not divisible by {self.tensor}, each rank needs "
-                                 f"as many; try tp:{_divisor(size, self.tensor)}")
-        if self.sequence and config.seq_len % self.tensor:
-            raise ValueError(f"--parallel {self}: seq_len {config.seq_len} is not divisible by {self.tensor}; try "
-                             f"--seq-len {config.seq_len + self.tensor - config.seq_len % self.tensor}")
+    def check(self) -> None:
+        """Raise ValueError where blocks can't be spread so."""
+        if self.tensor > 1:
+            raise ValueError(f"--parallel {self}: tensor parallelism is not built yet; give fsdp, or hsdp:2x2")
 
 
 def parsed(text: str, ranks: int) -> Layout:
@@ -77,8 +70,3 @@ def parsed(text: str, ranks: int) -> Layout:
     if layout.ranks != ranks:
         raise ValueError(f"--parallel {text}: that is {layout.ranks} ranks, and there are {ranks}")
     return layout
-
-
-def _divisor(size: int, most: int) -> int:
-    """The largest divisor of `size` that is no larger than `most`."""
-    return max(n for n in range(1, most + 1) if size % n == 0)
