@@ -78,6 +78,9 @@ def compiled_for_good(*blocks: Callable) -> Iterator[None]:
             raise
 
 
+_private_caches: list[str] = []            # the folders of this process
+
+
 def use_private_caches() -> None:
     """Point Inductor and Triton at a new, empty folder that this process removes when it ends.
 
@@ -87,7 +90,9 @@ def use_private_caches() -> None:
     """
     signals.end_in_order()
     caches = tempfile.mkdtemp(prefix="inductor-")          # mode 0700
-    atexit.register(remove_private_caches)
+    if not _private_caches:
+        atexit.register(remove_private_caches)
+    _private_caches.append(caches)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
     os.environ["TRITON_CACHE_DIR"] = os.path.join(caches, "triton")
     folder = _inductor_folder()
@@ -100,13 +105,13 @@ def remove_private_caches() -> None:
 
     A compiler that was told to end with this process may still write into the folder while it is removed.
     """
-    folder = os.environ["TORCHINDUCTOR_CACHE_DIR"]
     if threading.current_thread() is threading.main_thread():              # Python lets no other set them
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     for _ in range(20):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not os.path.exists(folder):
+        for folder in _private_caches:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not any(map(os.path.exists, _private_caches)):
             break
         time.sleep(0.1)
 

@@ -31,7 +31,7 @@ from benchmarks.studies.distributed.parallel import AUTOCAST, POLICY, Sharding, 
 from benchmarks.studies.distributed.tables import KEPT, LOSSES, MODEL, MOVED
 from benchmarks.studies.distributed.watch import Watch
 from common import steps
-from common.block.config import PRESETS, BlockConfig, dtype_name
+from common.block.config import DTYPES, PRESETS, BlockConfig, dtype_name
 from common.command_line import Parser, tell
 from common.measure.session import Session
 from common.measure.subject import require
@@ -43,6 +43,7 @@ from common.runtime import exclusive
 from common.runtime.iteration import BOTH, FORWARD
 
 LAYERS, STEPS = 4, 4
+REDUCED_IN = {name: DTYPES[name] for name in ("float32", "bfloat16")}
 SMALL = PRESETS["tiny"].replace(amp_dtype=None)            # at which FP64 is asked what the layout means
 
 
@@ -120,7 +121,7 @@ def result_of(options: Options, config: BlockConfig, dtype: torch.dtype, layout:
     return Result(step.name, config, dtype_name(dtype), session.facts if session else {}, step.number, step.traits,
                   study="distributed", run=session.run if session else "",
                   matmul=step.traits.arithmetic(config, dtype, options.device).matmul,
-                  variant={"parallel": str(layout), "layers": options.layers, "precision": options.sharding.precision})
+                  variant={"parallel": str(layout), "layers": options.layers} | options.sharding.told)
 
 
 def words_of_rank(argv: Sequence[str]) -> list[str]:
@@ -201,7 +202,7 @@ def checked(options: Options, config: BlockConfig, dtype: torch.dtype, mesh: Dev
         make = seeded(steps.load(options.step), config, options.seed, dtype, options.device)
         stack = build(make, config, layers, layout, mesh, sharding, dtype)
         found = proof.found_by(stack, config, layout, options.seed, dtype, options.device, truth,
-                               watch.reached)
+                               watch.reached, (sharding.divide_by or layout.batches) / layout.batches)
         if not session:
             return result, lines
         result.worst_parameter = found.worst_parameter
@@ -254,12 +255,24 @@ def add_arguments(parser: Parser) -> None:
         help="who casts to 16 bits: the block's own autocast, or FSDP's policy, LayerNorm and residual too")
     add("--checkpoint", metavar="DIR", help="train some steps, save each in there, and go on from the newest")
     add("--steps", type=count, default=STEPS, metavar="N", help=f"to train up to, with --checkpoint (default: {STEPS})")
+    add("--keep-gathered", action="store_true",
+        help="keep gathered parameters for the backward: reshard_after_forward=False")
+    add("--prefetch", type=int, default=Sharding.prefetch, metavar="N",
+        help=f"layers to gather ahead, 0 for none (default: {Sharding.prefetch})")
+    add("--reduce-dtype", choices=REDUCED_IN, default="float32", help="that gradients are reduced in (default: it)")
+    add("--divide-by", type=float, metavar="X",
+        help="what reduced gradients are divided by (default: the number of batches, which gives their mean)")
     add("--timeout", type=int, default=300, metavar="S", help="seconds that a collective may wait (default: 300)")
 
 
 def refine(options: Options) -> None:
     """Raise ValueError for ranks and layouts that can't be, before anything is started."""
-    options.sharding = Sharding(options.precision)
+    if options.prefetch < 0:
+        raise ValueError(f"--prefetch {options.prefetch}: give 0 or more layers")
+    if options.divide_by is not None and not 0 < options.divide_by < math.inf:
+        raise ValueError(f"--divide-by {options.divide_by}: give a number above 0")
+    options.sharding = Sharding(options.precision, not options.keep_gathered, options.prefetch,
+                                REDUCED_IN[options.reduce_dtype], options.divide_by)
     options.config = options.config.replace(dropout=0.0)
     if options.simulate:
         return _refine_simulated(options)

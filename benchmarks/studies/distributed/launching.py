@@ -110,7 +110,9 @@ def start(ranks: int, words: Sequence[str]) -> int:
         os.environ[OURS] = "1"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)          # what they say is said below
+        for name in logging.root.manager.loggerDict:               # each has a level of its own
+            if name.startswith("torch.distributed.elastic"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)         # what they say is said below
         try:
             elastic_launch(config, sys.executable)(*PROGRAM, *words)
         except SignalException as error:

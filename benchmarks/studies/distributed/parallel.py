@@ -1,7 +1,7 @@
 """Blocks of a step, one after the other, spread over ranks by torch.distributed's own means."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from benchmarks.studies.distributed.layout import Layout
 from common import parameters
-from common.block.config import BlockConfig
+from common.block.config import BlockConfig, dtype_name
 from common.block.steps import Step
 
 AUTOCAST, POLICY = "autocast", "policy"                    # who casts to 16 bits: the block itself, or FSDP
@@ -26,6 +26,21 @@ class Sharding:
     prefetch: int = 1                      # layers whose parameters are gathered ahead, either way
     reduce_dtype: torch.dtype = torch.float32              # that gradients are summed in
     divide_by: float | None = None         # gradients are; None: by the number of batches, which gives their mean
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Of a record's variant: who casts, and what is not as it is by default."""
+        usual = Sharding()
+        words: dict[str, Any] = {"precision": self.precision}
+        if self.reshard != usual.reshard:
+            words["gathered"] = "kept"
+        if self.prefetch != usual.prefetch:
+            words["prefetch"] = self.prefetch
+        if self.reduce_dtype != usual.reduce_dtype:
+            words["reduced in"] = dtype_name(self.reduce_dtype)
+        if self.divide_by:
+            words["divided by"] = self.divide_by
+        return words
 
     def policy(self, config: BlockConfig, dtype: torch.dtype) -> MixedPrecisionPolicy:
         """Of a layer with parameters of that dtype."""

@@ -96,10 +96,11 @@ def truth_of(config: BlockConfig, layers: int, layout: Layout, seed: int, device
 
 
 def found_by(stack: Stack, config: BlockConfig, layout: Layout, seed: int, dtype: torch.dtype, device: torch.device,
-             truth: Truth | None, reached: Callable[[str], None] = lambda phase: None) -> Found:
+             truth: Truth | None, reached: Callable[[str], None] = lambda phase: None, divided: float = 1.0) -> Found:
     """The errors of one forward, backward and optimizer step of spread blocks; rank 0, which has the truth, knows them.
 
-    Every rank must call it. `reached` hears of each phase.
+    Every rank must call it. `reached` hears of each phase. `divided` is how many times smaller than the mean over the
+    batches the gradients were asked to be.
     """
     rank = dist.get_rank()
     batch = [own_part(whole, config, layout, rank).to(device, dtype) for whole in global_batch(config, layout, seed)]
@@ -115,7 +116,7 @@ def found_by(stack: Stack, config: BlockConfig, layout: Layout, seed: int, dtype
     if truth:
         found.see(LOSS, abs(mean - truth.loss) / truth.loss)
     _compare_batches(found, x, y, config, layout, truth)
-    gradients = _compare_gradients(found, stack, truth)
+    gradients = _compare_gradients(found, stack, truth, divided)
     reached("optimizer step")
     _compare_update(found, stack, gradients)
     reached("counting")
@@ -126,7 +127,7 @@ def found_by(stack: Stack, config: BlockConfig, layout: Layout, seed: int, dtype
     return found
 
 
-def _compare_gradients(found: Found, stack: Stack, truth: Truth | None) -> list[dict[str, Tensor]]:
+def _compare_gradients(found: Found, stack: Stack, truth: Truth | None, divided: float) -> list[dict[str, Tensor]]:
     """Those of every layer, whole and in FP64, by canonical name."""
     every: list[dict[str, Tensor]] = []
     for number, block in enumerate(stack.blocks):
@@ -136,7 +137,7 @@ def _compare_gradients(found: Found, stack: Stack, truth: Truth | None) -> list[
             if gradient is not None:
                 every[-1][name] = gradient
             if truth:
-                error = oracle.relative_error(gradient, truth.gradients[number][name])
+                error = oracle.relative_error(gradient, truth.gradients[number][name] / divided)
                 found.see(GRADIENT, error, f"layer {number}, {name}")
     return every
 

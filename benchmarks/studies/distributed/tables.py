@@ -80,6 +80,8 @@ def _words(run: Run) -> str:
     """Which blocks they are."""
     variant = run.variant
     words = [f"step {run.step}", f"{variant['layers']} layers", variant["parallel"], _precision(run)]
+    words += [f"{name} {variant[name]}" for name in ("gathered", "prefetch", "reduced in", "divided by")
+              if name in variant]
     return ", ".join([*words, "simulated"] if variant.get("simulated") else words)
 
 

@@ -18,6 +18,7 @@ from benchmarks.records.read import read, runs
 from benchmarks.studies.distributed import (
     account,
     checkpoints,
+    exposed,
     launching,
     parallel,
     proof,
@@ -83,13 +84,13 @@ def test_who_shares_a_batch():
 # --------------------------------------------------------------------------------------------------------------- proof
 
 
-def found_at(layout, sharding, dtype=torch.float64, number=2, config=CONFIG):
+def found_at(layout, sharding, dtype=torch.float64, number=2, config=CONFIG, divided=1.0):
     """The errors of spread blocks, on the ranks that there are."""
     mesh = parallel.mesh_of(layout, CPU)
     truth = proof.truth_of(config, LAYERS, layout, 0, CPU) if torch.distributed.get_rank() == 0 else None
     stack = parallel.build(parallel.seeded(steps.load(number), config, 0, dtype, CPU), config, LAYERS, layout, mesh,
                            sharding, dtype)
-    return proof.found_by(stack, config, layout, 0, dtype, CPU, truth)
+    return proof.found_by(stack, config, layout, 0, dtype, CPU, truth, divided=divided)
 
 
 def every_right_one(rank):
@@ -97,9 +98,10 @@ def every_right_one(rank):
     found = {}
     for words in ("fsdp", "hsdp:2x1"):
         found[words] = found_at(parsed(words, 2), parallel.Sharding()).errors
-    settings = {"kept": parallel.Sharding(reshard=False), "not ahead": parallel.Sharding(prefetch=0)}
+    settings = {"kept": parallel.Sharding(reshard=False), "not ahead": parallel.Sharding(prefetch=0),
+                "summed": parallel.Sharding(divide_by=1.0)}
     for name, sharding in settings.items():
-        found[name] = found_at(parsed("fsdp", 2), sharding).errors
+        found[name] = found_at(parsed("fsdp", 2), sharding, divided=(sharding.divide_by or 2) / 2).errors
     return found
 
 
@@ -376,11 +378,20 @@ def test_how_a_rank_ended_is_told():
     (["--ranks", "2", "--published"], "belongs to --simulate"),
     (["--simulate", "4", "--step", "4"], "its parameters are those of step 2"),
     (["--simulate", "8,4", "--parallel", "hsdp:2x4"], "that is 8 ranks, and there are 4"),
+    (["--ranks", "2", "--prefetch", "-1"], "--prefetch -1"), (["--ranks", "2", "--divide-by", "0"], "--divide-by 0"),
     (["--ranks", "0"], "whole number from 1"), (["--ranks", "2", "--timeout", "0"], "--timeout 0")])
 def test_a_mistake_is_one_line_before_any_process_starts(study_main, monkeypatch, words, said):
     monkeypatch.setattr(launching, "start", lambda *_: pytest.fail("it started"))
     status, _, err = study_main("distributed", "--preset", "tiny", "--device", "cpu", *words)
     assert status == 2 and said in err and len(err.splitlines()) == 1, err
+
+
+@unit
+def test_what_is_not_usual_is_told():
+    sharding = parallel.Sharding(parallel.POLICY, False, 2, torch.bfloat16, 1.0)
+    assert sharding.told == {"precision": "policy", "gathered": "kept", "prefetch": 2, "reduced in": "bfloat16",
+                             "divided by": 1.0}
+    assert parallel.Sharding().told == {"precision": "autocast"}
 
 
 @unit
@@ -501,3 +512,20 @@ def test_who_waits_for_whom():
 def test_where_a_rank_is():
     line, waits_in = watch.where(threading.get_ident())
     assert line.startswith("watch.py:") and waits_in == ""
+
+
+# -------------------------------------------------------------------------------------------------------------- overlap
+
+
+@unit
+@pytest.mark.parametrize("communication, computation, left", [
+    ([], [(0, 9)], 0), ([(0, 4)], [], 4), ([(0, 4)], [(0, 4)], 0), ([(2, 6)], [(0, 3), (5, 9)], 2),
+    ([(0, 4), (2, 6)], [], 6), ([(0, 10)], [(1, 3), (2, 5), (7, 8)], 5), ([(3, 3)], [], 0)])
+def test_what_is_exposed_is_what_no_compute_covers(communication, computation, left):
+    assert exposed.exposed(communication, computation) == left
+
+
+@unit
+def test_times_side_by_side_count_once():
+    assert exposed.merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+    assert exposed.length([(0, 2), (1, 3)]) == 3
