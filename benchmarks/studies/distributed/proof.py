@@ -121,7 +121,8 @@ def found_by(stack: Stack, config: BlockConfig, layout: Layout, seed: int, dtype
     _compare_update(found, stack, gradients)
     reached("counting")
     stack.zero_grad(set_to_none=True)
-    with Counting() as counting:                           # apart: torch.compile does nothing in such a mode
+    # Apart, and as it is uncompiled: torch.compile refuses such a mode.
+    with torch.compiler.set_stance("force_eager"), Counting() as counting:
         loss_of(stack(x), target).backward()
     found.moved = counting.moved
     return found

@@ -102,6 +102,10 @@ def every_right_one(rank):
                 "summed": parallel.Sharding(divide_by=1.0)}
     for name, sharding in settings.items():
         found[name] = found_at(parsed("fsdp", 2), sharding, divided=(sharding.divide_by or 2) / 2).errors
+    compile_it = torch.nn.Module.compile
+    with mock.patch.object(torch.nn.Module, "compile", lambda block, **how: compile_it(block, backend="eager", **how)):
+        found["compiled"] = found_at(parsed("fsdp", 2), parallel.Sharding(), number=3).errors
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     return found
 
 
