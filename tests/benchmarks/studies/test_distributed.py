@@ -436,9 +436,7 @@ def test_the_command_from_words_to_table(tmp_path):
 FAULTY = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
-from benchmarks.studies.distributed import launching, proof, watch
-watch.DEADLOCK = 3
-import torch, torch.distributed as dist
+from benchmarks.studies.distributed import launching, proof
 launching.PROGRAM = (__file__, "distributed")
 whole = proof.loss_of
 def broken(y, target):
@@ -450,15 +448,14 @@ from benchmarks.__main__ import main
 sys.exit(main())
 """
 FAULTS = {"os.kill(os.getpid(), signal.SIGKILL)": (137, "distributed: rank 1 was ended by SIGKILL"),
-          "dist.all_reduce(torch.ones(3))": (1, "distributed: all wait for each other, rank"),
-          "time.sleep(1000)": (1, "distributed: rank 1 hangs in 'forward' at faulty.py:11; "
+          "time.sleep(1000)": (1, "distributed: rank 1 hangs in 'forward' at faulty.py:9; "
                                   "the others have waited for it for 5 s")}
 
 
 @integration
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_rank_that_fails_ends_the_run_in_a_line(fault, tmp_path):
-    """It is killed, takes part in something else, or hangs. What was recorded before stays whole."""
+    """It is killed, or hangs. What was recorded before stays whole."""
     script, path = tmp_path / "faulty.py", tmp_path / "records.jsonl"
     script.write_text(FAULTY.format(root=str(ROOT), fault=fault))
     words = ["--ranks", "2", "--preset", "tiny", "--layers", "1", "--device", "cpu", "--timeout", "5", "--json", path]
