@@ -27,14 +27,14 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        B, S, E = x.shape
+        B, S, _ = x.shape
         qkv = self.qkv(x).view(B, S, 3, self.num_heads, -1)       # [B, S, 3, H, D]
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                      # [B, H, S, D] each
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # [B, H, S, S]
         future = torch.ones(S, S, dtype=torch.bool, device=x.device).triu(1)
         weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
         y = F.dropout(weights, self.dropout, self.training) @ v   # [B, H, S, D]
-        return self.proj(y.transpose(1, 2).reshape(B, S, E))
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):

@@ -31,13 +31,13 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        B, S, E = x.shape
+        B, S, _ = x.shape
         qkv = self.qkv(x).view(B, S, 3, self.num_heads, -1)       # [B, S, 3, H, D]
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                      # [B, H, S, D] each
         dropout = self.dropout if self.training else 0.0
         with sdpa_kernel(BACKENDS, set_priority=True):
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return self.proj(y.transpose(1, 2).reshape(B, S, E))
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):

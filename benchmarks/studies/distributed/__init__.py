@@ -4,7 +4,8 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks distributed --parallel fsdp --preset tiny
     python -m benchmarks distributed --simulate 8,64,1024 --layers 32 --parallel fsdp
 
-A stack of a step's blocks is spread by FSDP2: fsdp, and hsdp on two dimensions. batch_size is that of one rank. Each
+A stack of a step's blocks is spread by FSDP2 (fsdp, and hsdp on two dimensions), by tensor parallelism (tp:2, and with
+sequence parallelism tp:2+sp), or by fsdp and tp. batch_size is that of one rank, or of those that share a batch. Each
 run is first checked in FP64 at a tiny shape, and then in its own precision at the shape asked for: loss, output, the
 gradients of the input and of every parameter, and one step of AdamW, each against one process in FP64 on the same
 global batch. What a step moves and what a rank keeps is counted, and must equal a closed formula to the byte;
@@ -199,7 +200,7 @@ def checked(options: Options, config: BlockConfig, dtype: torch.dtype, mesh: Dev
     try:                                                   # what one rank alone meets ends the run: others wait for it
         truth = proof.truth_of(config, layers, layout, options.seed, options.device) if session else None
         watch.reached("building")
-        make = seeded(steps.load(options.step), config, options.seed, dtype, options.device)
+        make = seeded(steps.load(options.step), config, options.seed, dtype, options.device, layout.tensor)
         stack = build(make, config, layers, layout, mesh, sharding, dtype)
         found = proof.found_by(stack, config, layout, options.seed, dtype, options.device, truth,
                                watch.reached, (sharding.divide_by or layout.batches) / layout.batches)
@@ -291,7 +292,7 @@ def refine(options: Options) -> None:
     if options.timeout < 1:
         raise ValueError(f"--timeout {options.timeout}: give seconds from 1 on")
     options.layout = parsed(options.parallel, ranks)
-    options.layout.check()
+    options.layout.check(options.config, steps.load(options.step))
     if options.checkpoint:
         options.checkpoint = str(Path(options.checkpoint).resolve())
         options.about = checkpoints.about(options.config, options.layers, options.step, options.layout, options.seed)
@@ -308,7 +309,7 @@ def _refine_simulated(options: Options) -> None:
                          "are those of step 2")
     options.layouts = [parsed(options.parallel, ranks) for ranks in options.simulate]
     for layout in options.layouts:
-        layout.check()
+        layout.check(options.config, steps.load(options.step))
 
 
 register(Study("distributed", __doc__, lambda options: [], text=tables.text, run=run, add_arguments=add_arguments,

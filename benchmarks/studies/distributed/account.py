@@ -4,7 +4,7 @@ The bytes of a collective are those of its whole tensor: what an all-gather give
 ring of N each rank sends (N - 1) / N of them, and twice that for an all-reduce.
 """
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.studies.distributed.layout import Layout
-from benchmarks.studies.distributed.parallel import Sharding
+from benchmarks.studies.distributed.parallel import BY_COLUMNS, BY_ROWS, Sharding
 from common import parameters
 from common.block.config import BlockConfig
 
@@ -63,33 +63,64 @@ def bytes_of(argument: Any) -> int:
 
 def expected(config: BlockConfig, layers: int, layout: Layout, sharding: Sharding, dtype: torch.dtype
              ) -> dict[str, Moved]:
-    """What FSDP must move for so many layers with parameters of that dtype.
+    """What so many layers with parameters of that dtype must move.
 
-    Each layer's parameters are gathered for the forward, and once more for the backward where they were freed between.
-    Its gradients are reduced once. Shards are equal: rows are padded to a multiple of the ranks.
+    FSDP gathers each layer's parameters for the forward, and once more for the backward where they were freed between.
+    It reduces its gradients once. Shards are equal: rows are padded to a multiple of the ranks.
     """
-    padded = sum(sizes_of(config, layout.shard)) * layout.shard
+    moved: dict[str, Moved] = {}
+
+    def add(kind: str, calls: int, size: int) -> None:
+        moved[kind] = moved.get(kind, Moved()) + Moved(calls, calls * size)
+    padded = sum(sizes_of(config, layout)) * layout.shard
     policy = sharding.policy(config, dtype)
     gathered_in, reduced_in = policy.param_dtype or dtype, policy.reduce_dtype or dtype
-    moved = {}
     if layout.shard > 1:
-        gathers = layers * (2 if sharding.reshard else 1)
-        moved[GATHER] = Moved(gathers, gathers * padded * gathered_in.itemsize)
-        moved[SCATTER] = Moved(layers, layers * padded * reduced_in.itemsize)
+        add(GATHER, layers * (2 if sharding.reshard else 1), padded * gathered_in.itemsize)
+        add(SCATTER, layers, padded * reduced_in.itemsize)
     if layout.replicate > 1:
-        moved[REDUCE] = Moved(layers, layers * padded // layout.shard * reduced_in.itemsize)
+        add(REDUCE, layers, padded // layout.shard * reduced_in.itemsize)
+    if layout.tensor > 1:
+        _add_tensor(add, config, layers, layout, sharding, dtype)
     return moved
 
 
-def sizes_of(config: BlockConfig, ranks: int) -> Iterator[int]:
-    """How many elements of each parameter one rank has, padding included: rows are dealt out."""
-    for rows, *others in parameters.shapes(config).values():
-        yield math.ceil(rows / ranks) * math.prod(others)
+def _add_tensor(add: Callable[[str, int, int], None], config: BlockConfig, layers: int, layout: Layout,
+                sharding: Sharding, dtype: torch.dtype) -> None:
+    """Of tensor parallelism: both halves of a block begin and end with a collective, forward and backward.
+
+    What goes in is LayerNorm's output, what comes out a matmul's. Under autocast the latter is in 16 bits.
+    """
+    cast_to = sharding.policy(config, dtype).param_dtype or dtype
+    multiplied_in = config.amp_dtype if config.amp_dtype and dtype == torch.float32 else dtype
+    elements = config.tokens * config.hidden_size
+    into, out_of = elements * cast_to.itemsize, elements * multiplied_in.itemsize
+    if not layout.sequence:
+        add(REDUCE, 2 * layers, out_of)                    # forward: partial sums behind each half
+        add(REDUCE, 2 * layers, into)                      # backward: partial gradients before it
+        return
+    for kind, size in ((GATHER, into), (SCATTER, out_of), (GATHER, out_of), (SCATTER, into)):
+        add(kind, 2 * layers, size)
+    add(GATHER, 1, elements * cast_to.itemsize)            # the stack's output, and the gradient of its input
+    add(GATHER, 1, elements * dtype.itemsize)
+    norms = [shape for name, shape in parameters.shapes(config).items() if name.startswith("ln_")]
+    for shape in norms:                                    # each rank has seen a part of S
+        add(REDUCE, layers, math.prod(shape) * cast_to.itemsize)
+
+
+def sizes_of(config: BlockConfig, layout: Layout) -> Iterator[int]:
+    """How many elements of each parameter one rank has, padding included: rows are dealt out over the shards."""
+    for name, (rows, *others) in parameters.shapes(config).items():
+        if name in BY_ROWS:
+            rows //= layout.tensor
+        elif name in BY_COLUMNS:
+            others = [others[0] // layout.tensor]
+        yield math.ceil(rows / layout.shard) * math.prod(others)
 
 
 def expected_state(config: BlockConfig, layers: int, layout: Layout, dtype: torch.dtype) -> int:
     """Bytes that the first rank keeps."""
-    return layers * sum(sizes_of(config, layout.shard)) * dtype.itemsize * COPIES
+    return layers * sum(sizes_of(config, layout)) * dtype.itemsize * COPIES
 
 
 def state_of(stack: nn.Module, optimizer: torch.optim.Optimizer) -> int:

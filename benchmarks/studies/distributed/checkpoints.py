@@ -32,7 +32,8 @@ def about(config: BlockConfig, layers: int, number: int, layout: Layout, seed: i
     """What two runs must have in common for one to go on with the other. The mesh is no part of it."""
     shape = config.replace(batch_size=config.batch_size * layout.batches)
     return {"blocks": f"step {number}, {layers} layers", "global shape": str(shape), "seed": seed,
-            "autocast": str(config.amp_dtype)}
+            "autocast": str(config.amp_dtype),
+            "ranks that split a layer": layout.tensor}     # its rows are dealt out to them
 
 
 def latest(folder: str, wanted: About) -> tuple[int, Path] | None:

@@ -65,6 +65,7 @@ def process_group(device: torch.device, timeout_s: int) -> Iterator[Watch]:
 @contextlib.contextmanager
 def told() -> Iterator[None]:
     """What a rank fails by goes where the launcher finds it. Then the process ends: the others wait for it in vain."""
+    hush()
     compiler.use_private_caches()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end_quietly)
@@ -88,6 +89,11 @@ def end(error: Exception) -> NoReturn:
 
 def _hung(reason: str) -> None:
     end(Hung(reason))
+
+
+def hush() -> None:
+    """Of what torch.distributed warns of, what no reader can act on."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)   # gathers, to compare
 
 
 def _end_quietly(number: int, _: object) -> None:

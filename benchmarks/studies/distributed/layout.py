@@ -2,7 +2,10 @@
 import re
 from dataclasses import dataclass
 
-EXAMPLES = "fsdp, fsdp:4, or hsdp:2x2"
+from common.block.config import BlockConfig
+from common.block.steps import Step
+
+EXAMPLES = "fsdp, hsdp:2x2, tp:2, tp:2+sp, or fsdp:2,tp:2"
 _DATA = re.compile(r"fsdp(?::(\d+))?|hsdp:(\d+)x(\d+)")
 _TENSOR = re.compile(r"tp:(\d+)(\+sp)?")
 
@@ -42,10 +45,20 @@ class Layout:
             words.append(f"tp:{self.tensor}" + "+sp" * self.sequence)
         return ",".join(words)
 
-    def check(self) -> None:
-        """Raise ValueError where blocks can't be spread so."""
-        if self.tensor > 1:
-            raise ValueError(f"--parallel {self}: tensor parallelism is not built yet; give fsdp, or hsdp:2x2")
+    def check(self, config: BlockConfig, step: Step) -> None:
+        """Raise ValueError where blocks of that step and shape can't be spread so."""
+        if self.tensor > 1 and step.traits.fp8:
+            raise ValueError(f"--parallel {self}: {step.name} is split by Transformer Engine's own means, which is not "
+                             "built yet; give fsdp or hsdp, or another step")
+        if self.tensor > 1 and self.replicate > 1:
+            raise ValueError(f"--parallel {self}: hsdp and tp together are not built; give fsdp with tp")
+        for what, size in (("num_heads", config.num_heads), ("ffn_hidden_size", config.ffn_hidden_size)):
+            if size % self.tensor:
+                fits = max(n for n in range(1, self.tensor) if size % n == 0)
+                raise ValueError(f"--parallel {self}: {what} {size} is not divisible by {self.tensor}; try tp:{fits}")
+        if self.sequence and config.seq_len % self.tensor:
+            raise ValueError(f"--parallel {self}: seq_len {config.seq_len} is not divisible by {self.tensor}; try "
+                             f"--seq-len {config.seq_len + self.tensor - config.seq_len % self.tensor}")
 
 
 def parsed(text: str, ranks: int) -> Layout:

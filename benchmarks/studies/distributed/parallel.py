@@ -7,12 +7,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from benchmarks.studies.distributed.layout import Layout
 from common import parameters
 from common.block.config import BlockConfig, dtype_name
 from common.block.steps import Step
 
+BY_ROWS = ("attn.qkv.weight", "attn.qkv.bias", "mlp.fc.weight", "mlp.fc.bias")       # how tensor parallelism deals out
+BY_COLUMNS = ("attn.proj.weight", "mlp.proj.weight")
+FUSED = ("attn.qkv.weight", "attn.qkv.bias")
 AUTOCAST, POLICY = "autocast", "policy"                    # who casts to 16 bits: the block itself, or FSDP
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"  # the mesh's dimensions
 Make = Callable[[int], nn.Module]                          # the number of a layer -> its block
@@ -62,20 +74,58 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers one after the other, [B, S, E] -> [B, S, E]."""
+    """Layers one after the other, [B, S, E] -> [B, S, E]; with `sequence`, a mesh, each rank has a part of S inside."""
 
-    def __init__(self, layers: Sequence[nn.Module]):
+    def __init__(self, layers: Sequence[nn.Module], sequence: DeviceMesh | None = None):
         super().__init__()
         self.layers = nn.ModuleList(layers)
+        self.sequence = sequence
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self._turned(x, Replicate(), Shard(1))
         for layer in self.layers:
             x = layer(x)
-        return x
+        return self._turned(x, Shard(1), Replicate()).clone()              # FSDP's hooks take no view
+
+    def _turned(self, x: Tensor, held: Placement, wanted: Placement) -> Tensor:
+        if self.sequence is None:
+            return x
+        spread = DTensor.from_local(x, self.sequence, [held], run_check=False)
+        return spread.redistribute(placements=[wanted]).to_local()
 
     @property
     def blocks(self) -> list[nn.Module]:
         return [cast(Layer, layer).block for layer in self.layers]
+
+
+def dealt(values: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
+    """The rows [Q | K | V] of the fused projection as [Q_r | K_r | V_r] of one rank after the other.
+
+    Each rank gets as many rows in a row. Of [Q | K | V] itself two ranks would have Q and half of K, and the rest.
+    """
+    return {name: value.unflatten(0, (3, ranks, -1)).transpose(0, 1).flatten(0, 2) if name in FUSED else value
+            for name, value in values.items()}
+
+
+def gathered(name: str, whole: Tensor, ranks: int) -> Tensor:
+    """The rows of a parameter or its gradient in canonical order again."""
+    return whole.unflatten(0, (ranks, 3, -1)).transpose(0, 1).flatten(0, 2) if name in FUSED else whole
+
+
+def split(block: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+    """Deal out a block's heads and its MLP's hidden units over the ranks of `mesh`, in place.
+
+    With `sequence` what is between the matmuls is dealt out along S too, [B, S / ranks, E] on each rank.
+    """
+    into = RowwiseParallel(output_layouts=Shard(1)) if sequence else RowwiseParallel()
+    plan: dict[str, ParallelStyle] = {"attn.qkv": ColwiseParallel(), "attn.proj": into, "mlp.fc": ColwiseParallel(),
+                                      "mlp.proj": into}
+    if sequence:
+        whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        plan |= {"ln_1": SequenceParallel(), "ln_2": SequenceParallel(), "attn": whole, "mlp": whole}
+    parallelize_module(block, mesh, plan)
+    attention: Any = block.attn
+    attention.num_heads //= mesh.size()
 
 
 def values_of(config: BlockConfig, layer: int, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -89,9 +139,10 @@ def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
 
 
-def seeded(step: Step, config: BlockConfig, seed: int, dtype: torch.dtype, device: torch.device) -> Make:
-    """Makes the blocks of a step, each with values of its own."""
-    return lambda layer: step.build(config, values_of(config, layer, seed, dtype), device)
+def seeded(step: Step, config: BlockConfig, seed: int, dtype: torch.dtype, device: torch.device, ranks: int = 1
+           ) -> Make:
+    """Makes the blocks of a step, each with values of its own, for so many ranks that split it."""
+    return lambda layer: step.build(config, dealt(values_of(config, layer, seed, dtype), ranks), device)
 
 
 def build(make: Make, config: BlockConfig, layers: int, layout: Layout, mesh: DeviceMesh, sharding: Sharding,
@@ -101,10 +152,13 @@ def build(make: Make, config: BlockConfig, layers: int, layout: Layout, mesh: De
     policy = sharding.policy(config, dtype)
     every = []
     for number in range(layers):
-        layer: nn.Module = Layer(make(number))
+        block = make(number)
+        if layout.tensor > 1:
+            split(block, mesh[TENSOR], layout.sequence)
+        layer: nn.Module = Layer(block)
         fully_shard(layer, mesh=of_data, reshard_after_forward=sharding.reshard, mp_policy=policy)
         every.append(layer)
-    stack = Stack(every)
+    stack = Stack(every, mesh[TENSOR] if layout.sequence else None)
     whole = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=policy.reduce_dtype, output_dtype=dtype,
                                  cast_forward_inputs=True)
     fully_shard(stack, mesh=of_data, reshard_after_forward=False, mp_policy=whole)         # it has none of its own

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.studies.distributed.account import Counting, Moved, state_of
 from benchmarks.studies.distributed.layout import Layout
-from benchmarks.studies.distributed.parallel import Stack, values_of
+from benchmarks.studies.distributed.parallel import Stack, gathered, values_of
 from common import parameters
 from common.block import oracle
 from common.block.config import BlockConfig
@@ -116,9 +116,9 @@ def found_by(stack: Stack, config: BlockConfig, layout: Layout, seed: int, dtype
     if truth:
         found.see(LOSS, abs(mean - truth.loss) / truth.loss)
     _compare_batches(found, x, y, config, layout, truth)
-    gradients = _compare_gradients(found, stack, truth, divided)
+    gradients = _compare_gradients(found, stack, layout, truth, divided)
     reached("optimizer step")
-    _compare_update(found, stack, gradients)
+    _compare_update(found, stack, layout, gradients)
     reached("counting")
     stack.zero_grad(set_to_none=True)
     # Apart, and as it is uncompiled: torch.compile refuses such a mode.
@@ -128,13 +128,14 @@ def found_by(stack: Stack, config: BlockConfig, layout: Layout, seed: int, dtype
     return found
 
 
-def _compare_gradients(found: Found, stack: Stack, truth: Truth | None, divided: float) -> list[dict[str, Tensor]]:
+def _compare_gradients(found: Found, stack: Stack, layout: Layout, truth: Truth | None, divided: float
+                       ) -> list[dict[str, Tensor]]:
     """Those of every layer, whole and in FP64, by canonical name."""
     every: list[dict[str, Tensor]] = []
     for number, block in enumerate(stack.blocks):
         every.append({})
         for name, value in parameters.gradients(block).items():
-            gradient = None if value is None else full(value)
+            gradient = None if value is None else gathered(name, full(value), layout.tensor)
             if gradient is not None:
                 every[-1][name] = gradient
             if truth:
@@ -143,18 +144,18 @@ def _compare_gradients(found: Found, stack: Stack, truth: Truth | None, divided:
     return every
 
 
-def _compare_update(found: Found, stack: Stack, gradients: list[dict[str, Tensor]]) -> None:
+def _compare_update(found: Found, stack: Stack, layout: Layout, gradients: list[dict[str, Tensor]]) -> None:
     """One step of AdamW on shards against one in FP64 on whole parameters and the same gradients.
 
     They are those that were found: AdamW divides a gradient by its own size, so of one that is mere rounding, as the
     keys' bias has, no two runs make the same.
     """
-    before = [whole_of(parameters.named(block)) for block in stack.blocks]
+    before = [whole_of(block, layout) for block in stack.blocks]
     optimizer = adamw(list(stack.parameters()))
     optimizer.step()
     found.state_bytes = state_of(stack, optimizer)
     for block, old, of_layer in zip(stack.blocks, before, gradients, strict=True):
-        new = whole_of(parameters.named(block))
+        new = whole_of(block, layout)
         for name, gradient in of_layer.items():
             expected = old[name].clone()
             expected.grad = gradient
@@ -188,9 +189,10 @@ def full(value: Tensor) -> Tensor:
     return whole.detach().double()
 
 
-def whole_of(named: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
-    """Copies in FP64."""
-    return {name: full(parameter).clone() for name, parameter in named.items()}
+def whole_of(block: nn.Module, layout: Layout) -> dict[str, Tensor]:
+    """Copies of its parameters in FP64, by canonical name."""
+    return {name: gathered(name, full(parameter), layout.tensor).clone()
+            for name, parameter in parameters.named(block).items()}
 
 
 def gates(kind: str, layers: int) -> dict[str, float]:

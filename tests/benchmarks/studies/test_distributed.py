@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from benchmarks import studies
 from benchmarks.records.read import read, runs
@@ -58,7 +59,7 @@ def test_a_layout_is_read_and_told(text, ranks, layout, told):
 
 @unit
 @pytest.mark.parametrize("text, ranks, said", [
-    ("ddp", 2, "'ddp' is no layout; give fsdp, fsdp:4"), ("", 2, "'nothing' is no layout"),
+    ("ddp", 2, "'ddp' is no layout; give fsdp, hsdp:2x2"), ("", 2, "'nothing' is no layout"),
     ("fsdp,fsdp", 2, "no layout"), ("fsdp:3", 2, "that is 3 ranks, and there are 2"), ("tp:0", 2, "numbers from 1 on"),
     ("hsdp:2x0", 2, "numbers from 1 on"), ("fsdp,tp:3", 4, "4 ranks are not divisible by tp:3"),
     ("tp:2", 4, "that is 2 ranks, and there are 4")])
@@ -68,9 +69,15 @@ def test_a_wrong_layout_is_a_line(text, ranks, said):
 
 
 @unit
-def test_what_is_not_built_is_a_line():
-    with pytest.raises(ValueError, match="tensor parallelism is not built yet"):
-        Layout(tensor=2).check()
+@pytest.mark.parametrize("layout, changes, number, said", [
+    (Layout(tensor=3), {}, 2, "num_heads 4 is not divisible by 3; try tp:2"),
+    (Layout(tensor=4), {"ffn_hidden_size": 66}, 2, "ffn_hidden_size 66 is not divisible by 4"),
+    (Layout(tensor=4, sequence=True), {"seq_len": 18}, 2, "seq_len 18 .* try --seq-len 20"),
+    (Layout(tensor=2), {}, 4, "4_transformer_engine is split by Transformer Engine's own means"),
+    (Layout(2, 1, 2), {}, 2, "hsdp and tp together are not built")])
+def test_blocks_that_can_not_be_split_are_a_line(layout, changes, number, said):
+    with pytest.raises(ValueError, match=said):
+        layout.check(CONFIG.replace(**changes), steps.load(number))
 
 
 @unit
@@ -88,15 +95,15 @@ def found_at(layout, sharding, dtype=torch.float64, number=2, config=CONFIG, div
     """The errors of spread blocks, on the ranks that there are."""
     mesh = parallel.mesh_of(layout, CPU)
     truth = proof.truth_of(config, LAYERS, layout, 0, CPU) if torch.distributed.get_rank() == 0 else None
-    stack = parallel.build(parallel.seeded(steps.load(number), config, 0, dtype, CPU), config, LAYERS, layout, mesh,
-                           sharding, dtype)
+    make = parallel.seeded(steps.load(number), config, 0, dtype, CPU, layout.tensor)
+    stack = parallel.build(make, config, LAYERS, layout, mesh, sharding, dtype)
     return proof.found_by(stack, config, layout, 0, dtype, CPU, truth, divided=divided)
 
 
 def every_right_one(rank):
     """Layout and settings -> errors."""
     found = {}
-    for words in ("fsdp", "hsdp:2x1"):
+    for words in ("fsdp", "hsdp:2x1", "tp:2", "tp:2+sp"):
         found[words] = found_at(parsed(words, 2), parallel.Sharding()).errors
     settings = {"kept": parallel.Sharding(reshard=False), "not ahead": parallel.Sharding(prefetch=0),
                 "summed": parallel.Sharding(divide_by=1.0)}
@@ -165,7 +172,33 @@ def _stepped_alone(rank):
     return parallel.Sharding(), mock.patch.object(proof, "adamw", lazy)
 
 
-MUTANTS = {_summed: proof.GRADIENT, _dropped: proof.GRADIENT, _seeded: proof.BRANCH, _scaled: proof.LOSS,
+def _not_dealt(rank):
+    """The rows of [Q | K | V] are split as they are."""
+    return parallel.Sharding(), mock.patch.object(parallel, "dealt", lambda values, ranks: values)
+
+
+def _wrong_heads(rank):
+    """Each rank believes that it has all heads."""
+    split = parallel.split
+
+    def halved(block, *others):
+        heads = block.attn.num_heads
+        split(block, *others)
+        block.attn.num_heads = heads
+    return parallel.Sharding(), mock.patch.object(parallel, "split", halved)
+
+
+def _norm_not_reduced(rank):
+    """A LayerNorm's gradient is that of a rank's own part of S."""
+    class Untouched(ParallelStyle):
+        def _apply(self, module, mesh):
+            return module
+    return parallel.Sharding(), mock.patch.object(parallel, "SequenceParallel", Untouched)
+
+
+BY_SPLIT = {_not_dealt: "tp:2", _wrong_heads: "tp:2", _norm_not_reduced: "tp:2+sp"}
+MUTANTS = {_not_dealt: proof.BRANCH, _wrong_heads: proof.BRANCH, _norm_not_reduced: proof.GRADIENT,
+           _summed: proof.GRADIENT, _dropped: proof.GRADIENT, _seeded: proof.BRANCH, _scaled: proof.LOSS,
            _not_reduced: proof.GRADIENT, _stepped_alone: proof.UPDATE}
 
 
@@ -175,7 +208,7 @@ def every_mutant(rank):
     for mutant in MUTANTS:
         sharding, patched = mutant(rank)
         with patched:
-            found[mutant.__name__] = found_at(parsed("fsdp", 2), sharding).errors
+            found[mutant.__name__] = found_at(parsed(BY_SPLIT.get(mutant, "fsdp"), 2), sharding).errors
     return found
 
 
@@ -192,7 +225,8 @@ def test_each_mutant_is_caught():
 
 @unit
 @pytest.mark.parametrize("words, ranks", [
-    *(("fsdp", ranks) for ranks in (1, 2, 4, 7, 8, 48, 64)), ("hsdp:2x1", 2), ("hsdp:2x4", 8), ("hsdp:8x6", 48)])
+    *(("fsdp", ranks) for ranks in (1, 2, 4, 7, 8, 48, 64)), ("hsdp:2x1", 2), ("hsdp:2x4", 8), ("hsdp:8x6", 48),
+    ("tp:2", 2), ("tp:4+sp", 4), ("fsdp:4,tp:4", 16), ("fsdp:7,tp:2+sp", 14)])
 @pytest.mark.parametrize("sharding", [parallel.Sharding(), parallel.Sharding(parallel.POLICY, reshard=False)])
 def test_what_is_moved_is_what_the_formula_gives(words, ranks, sharding):
     """To the byte: 96 rows in 7 shards are padded to 98."""
@@ -377,7 +411,7 @@ def test_how_a_rank_ended_is_told():
 @unit
 @pytest.mark.parametrize("words, said", [
     ([], "give --ranks N, or start it by torchrun"), (["--ranks", "2", "--parallel", "tp:3"], "not divisible by tp:3"),
-    (["--ranks", "2", "--parallel", "tp:2"], "tensor parallelism is not built yet"),
+    (["--ranks", "3", "--parallel", "tp:3"], "num_heads 4 is not divisible by 3"),
     (["--simulate", "4", "--ranks", "2"], "give one of them"),
     (["--ranks", "2", "--published"], "belongs to --simulate"),
     (["--simulate", "4", "--step", "4"], "its parameters are those of step 2"),
