@@ -97,6 +97,8 @@ def deadlock(words: dict[int, Word], ranks: int) -> str:
     waiting: dict[str, list[int]] = {}
     for rank, word in words.items():
         waiting.setdefault(f"{word.waits_in} of '{word.phase}'", []).append(rank)
+    if len(waiting) == 1:                                  # they may well move much over a slow network
+        return ""
     fewest_first = sorted(waiting.items(), key=lambda item: len(item[1]))
     said = [f"rank{'s' * (len(which) > 1)} {', '.join(map(str, which))} in {what}" for what, which in fewest_first]
     return f"all wait for each other, {'; '.join(said)}: their collectives do not match"

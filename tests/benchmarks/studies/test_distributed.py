@@ -539,6 +539,7 @@ def test_who_waits_for_whom():
     assert watch.deadlock(words, 3) == ("all wait for each other, rank 1 in all_reduce of 'forward'; "
                                         "ranks 0, 2 in all_gather of 'backward': their collectives do not match")
     assert not watch.deadlock(words, 4)
+    assert not watch.deadlock(words | {1: words[0]}, 3)                   # all in the same one: it is slow
     for busy in ({"line": "mine.py:3"}, {"idle_s": 1.0}):
         assert not watch.deadlock(words | {2: dataclasses.replace(words[2], **busy)}, 3)
 
