@@ -289,6 +289,8 @@ def refine(options: Options) -> None:
     if options.device.type == "cuda" and ranks > torch.cuda.device_count() and not own:
         raise ValueError(f"--ranks {ranks}: this machine has {torch.cuda.device_count()} GPUs, one a rank; give fewer, "
                          "or --device cpu")
+    if own:
+        launching.check_port(own)
     if options.timeout < 1:
         raise ValueError(f"--timeout {options.timeout}: give seconds from 1 on")
     options.layout = parsed(options.parallel, ranks)

@@ -3,6 +3,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -50,6 +51,19 @@ def place() -> Place | None:
     if any(name not in os.environ for name in FROM_LAUNCHER):
         return None
     return Place(*(int(os.environ[name]) for name in FROM_LAUNCHER[:3]))
+
+
+def check_port(own: Place) -> None:
+    """Raise ValueError where the ranks are to meet at a port that somebody else has. torchrun brings its own."""
+    if own.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return
+    port = os.environ["MASTER_PORT"]
+    with socket.socket() as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", int(port)))
+        except (OSError, ValueError, OverflowError) as error:
+            raise ValueError(f"MASTER_PORT {port}: {error}; give a free port") from None
 
 
 @contextlib.contextmanager

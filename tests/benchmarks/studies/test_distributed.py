@@ -3,6 +3,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -422,6 +423,16 @@ def test_a_mistake_is_one_line_before_any_process_starts(study_main, monkeypatch
     monkeypatch.setattr(launching, "start", lambda *_: pytest.fail("it started"))
     status, _, err = study_main("distributed", "--preset", "tiny", "--device", "cpu", *words)
     assert status == 2 and said in err and len(err.splitlines()) == 1, err
+
+
+@unit
+def test_a_port_in_use_is_a_line(study_main, monkeypatch):
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for name, value in zip(launching.FROM_LAUNCHER, ("0", "0", "2", "localhost", port), strict=True):
+            monkeypatch.setenv(name, value)
+        status, _, err = study_main("distributed", "--preset", "tiny", "--device", "cpu")
+        assert status == 2 and f"MASTER_PORT {port}" in err and len(err.splitlines()) == 1, err
 
 
 @unit
