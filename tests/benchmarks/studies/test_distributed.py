@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -479,7 +478,7 @@ def test_the_command_from_words_to_table(tmp_path):
 
 
 FAULTY = """
-import os, signal, sys, time
+import os, sys, time
 sys.path.insert(0, {root!r})
 from benchmarks.studies.distributed import launching, proof
 launching.PROGRAM = (__file__, "distributed")
@@ -492,26 +491,20 @@ proof.loss_of = broken
 from benchmarks.__main__ import main
 sys.exit(main())
 """
-FAULTS = {"os.kill(os.getpid(), signal.SIGKILL)": (137, "distributed: rank 1 was ended by SIGKILL"),
-          "time.sleep(1000)": (1, "distributed: rank 1 hangs in 'forward' at faulty.py:9; "
-                                  "the others have waited for it for 5 s")}
 
 
 @integration
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_rank_that_fails_ends_the_run_in_a_line(fault, tmp_path):
-    """It is killed, or hangs. What was recorded before stays whole."""
+def test_a_rank_that_hangs_ends_the_run_in_a_line(tmp_path):
+    """For what a rank raises or is killed by, how it is told is tried below and above, and the launcher is torch's."""
     script, path = tmp_path / "faulty.py", tmp_path / "records.jsonl"
-    script.write_text(FAULTY.format(root=str(ROOT), fault=fault))
-    words = ["--ranks", "2", "--preset", "tiny", "--layers", "1", "--device", "cpu", "--timeout", "5", "--json", path]
-    began = time.monotonic()
+    script.write_text(FAULTY.format(root=str(ROOT), fault="time.sleep(1000)"))
+    words = ["--ranks", "2", "--preset", "tiny", "--layers", "1", "--device", "cpu", "--timeout", "4", "--json", path]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run([sys.executable, script, "distributed", *words], cwd=tmp_path, env=environment, check=False,
                            capture_output=True, text=True, timeout=100)
-    status, said = FAULTS[fault]
-    assert (ended.returncode, len(ended.stderr.splitlines())) == (status, 1), ended.stderr
-    assert ended.stderr.startswith(said), ended.stderr
-    assert time.monotonic() - began < 60 and path.read_text() == ""
+    assert ended.returncode == 1 and path.read_text() == "", ended.stderr
+    assert ended.stderr == ("distributed: rank 1 hangs in 'forward' at faulty.py:9; "
+                            "the others have waited for it for 4 s\n")
 
 
 @unit
