@@ -18,8 +18,8 @@ import torch
 # Before the next line imports Triton and Inductor's settings, which read these.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-# Inductor takes the vector instructions that the system names. Else it compiles programs to try them, for 6 s in each
-# process with caches of its own.
+# Inductor takes the vector instructions that the system names. Else it compiles programs to try them, in each process
+# with caches of its own.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -142,6 +142,11 @@ def calibrate(subject: BlockSubject) -> None:
     forward_backward.between()
     if getattr(block, "fresh", None) is not None:
         block.fresh = False                    # --fp8-weights cached: from here on, the weights of the last call
+    check_scales(block)
+
+
+def check_scales(block: nn.Module) -> None:
+    """Raise Failed where a scale that three forward+backwards have used is still 1, or where they have used none."""
     in_use = False
     for scale, amax_history in engine.fp8_state(block):
         used = amax_history.amax(0) > 0        # the entries that some tensor has gone through

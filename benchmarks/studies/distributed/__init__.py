@@ -15,7 +15,6 @@ Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted; where a rank fails, that 
 """
 import dataclasses
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -40,7 +39,7 @@ from common.outcome import EXIT, Failed
 from common.phases import Phase
 from common.report.record import Record, check_records, record
 from common.report.result import Result
-from common.runtime import exclusive
+from common.runtime import engine, exclusive
 from common.runtime.iteration import BOTH, FORWARD
 
 LAYERS, STEPS = 4, 4
@@ -58,7 +57,7 @@ def run(study: Study, options: Options) -> int:
     own = launching.place()
     if own is None:
         with exclusive.alone(options.device, study.name):
-            return launching.start(options.ranks, words_of_rank(options.argv))
+            return launching.start(options.ranks, options.argv)
     with launching.told():
         if options.device.type == "cuda":
             torch.cuda.set_device(own.local)
@@ -125,17 +124,6 @@ def result_of(options: Options, config: BlockConfig, dtype: torch.dtype, layout:
                   variant={"parallel": str(layout), "layers": options.layers} | options.sharding.told)
 
 
-def words_of_rank(argv: Sequence[str]) -> list[str]:
-    """The command line without --ranks: a rank is told by its launcher how many there are."""
-    words = list(argv[1:] if argv[:1] == ["distributed"] else argv)
-    for place, word in enumerate(words):
-        if word == "--ranks":
-            return words[:place] + words[place + 2:]
-        if word.startswith("--ranks="):
-            return words[:place] + words[place + 1:]
-    return words
-
-
 def run_as_rank(study: Study, options: Options, own: launching.Place, watch: Watch) -> int:
     """Check the layout in FP64, then in its own precision. Rank 0 records and shows it; the exit status."""
     mesh = mesh_of(options.layout, options.device)
@@ -163,16 +151,15 @@ def trained(options: Options, mesh: DeviceMesh, watch: Watch, session: Session |
     """A few steps, from the newest checkpoint on, with one behind each. Every rank must call it."""
     layout, config = options.layout, options.config
     result = result_of(options, config, torch.float32, layout, session)
-    make = seeded(steps.load(options.step), config, options.seed, torch.float32, options.device)
+    make = seeded(steps.load(options.step), config, layout, options.seed, torch.float32, options.device)
     stack = build(make, config, options.layers, layout, mesh, options.sharding, torch.float32)
     optimizer = proof.adamw(list(stack.parameters()))
-    found = checkpoints.latest(options.checkpoint, options.about)
     begun = 0
     losses = []
     try:
-        if found:
+        if options.found:
             watch.reached("loading")
-            begun, path = found
+            begun, path = options.found
             checkpoints.load(path, stack, optimizer)
         for step, loss in checkpoints.trained(stack, optimizer, config, layout, options.seed, begun + 1, options.steps):
             watch.reached(f"step {step}")
@@ -200,17 +187,22 @@ def checked(options: Options, config: BlockConfig, dtype: torch.dtype, mesh: Dev
     try:                                                   # what one rank alone meets ends the run: others wait for it
         truth = proof.truth_of(config, layers, layout, options.seed, options.device) if session else None
         watch.reached("building")
-        make = seeded(steps.load(options.step), config, options.seed, dtype, options.device, layout.tensor)
+        step = steps.load(options.step)
+        make = seeded(step, config, layout, options.seed, dtype, options.device)
         stack = build(make, config, layers, layout, mesh, sharding, dtype)
-        found = proof.found_by(stack, config, layout, options.seed, dtype, options.device, truth,
-                               watch.reached, (sharding.divide_by or layout.batches) / layout.batches)
+        divided, calibrated = sharding.divided(layout), step.traits.needs_calibration(config)
+        found = proof.found_by(stack, config, layout, options.seed, dtype, options.device, truth, watch.reached,
+                               divided, calibrated)
         if not session:
             return result, lines
         result.worst_parameter = found.worst_parameter
-        allowed = proof.gates(result.matmul, layers)
-        result.errors |= {what: (error, allowed.get(what)) for what, error in found.errors.items()}
-        for what, (error, gate) in result.errors.items():
-            require(what, error, gate)
+        result.engine = getattr(stack.blocks[0], "engine", result.engine)
+        result.emulated = engine.is_emulated(result.engine)
+        emulated = ", emulated" if result.emulated and result.matmul == "float8" else ""
+        for what, gate in proof.gates(result.matmul + emulated, layers).items():
+            result.errors[what] = found.errors.get(what, math.inf), gate
+        for what, (error, allowed) in result.errors.items():
+            require(what, error, allowed)
         lines = account_records(result, found.moved, found.state_bytes, options, layout, dtype)
     except Failed as error:
         result.status, result.reason = "failed", str(error)
@@ -260,7 +252,7 @@ def add_arguments(parser: Parser) -> None:
         help="keep gathered parameters for the backward: reshard_after_forward=False")
     add("--prefetch", type=int, default=Sharding.prefetch, metavar="N",
         help=f"layers to gather ahead, 0 for none (default: {Sharding.prefetch})")
-    add("--reduce-dtype", choices=REDUCED_IN, default="float32", help="that gradients are reduced in (default: it)")
+    add("--reduce-dtype", choices=REDUCED_IN, default="float32", help="that gradients are reduced in (float32)")
     add("--divide-by", type=float, metavar="X",
         help="what reduced gradients are divided by (default: the number of batches, which gives their mean)")
     add("--timeout", type=int, default=300, metavar="S", help="seconds that a collective may wait (default: 300)")
@@ -295,10 +287,14 @@ def refine(options: Options) -> None:
         raise ValueError(f"--timeout {options.timeout}: give seconds from 1 on")
     options.layout = parsed(options.parallel, ranks)
     options.layout.check(options.config, steps.load(options.step))
+    traits = steps.load(options.step).traits
+    if options.checkpoint and traits.fp8:
+        raise ValueError(f"--step {options.step} --checkpoint: FP8's scales are no part of a checkpoint; "
+                         "give another step")
     if options.checkpoint:
         options.checkpoint = str(Path(options.checkpoint).resolve())
         options.about = checkpoints.about(options.config, options.layers, options.step, options.layout, options.seed)
-        checkpoints.latest(options.checkpoint, options.about)
+        options.found = checkpoints.latest(options.checkpoint, options.about)
 
 
 def _refine_simulated(options: Options) -> None:

@@ -22,6 +22,7 @@ from common.block.config import BlockConfig
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 KINDS = {"allgather": GATHER, "all_gather": GATHER, "reduce_scatter": SCATTER, "allreduce": REDUCE,
          "all_reduce": REDUCE}             # what the names of operators hold
+NOTHING = ("wait_tensor", "_wrap_tensor_autograd")         # of one that was counted when it began
 STATE = "parameters, gradients, AdamW"     # what a rank keeps from step to step
 COPIES = 4                                 # of the parameters: they, their gradients, both of AdamW's averages
 
@@ -52,8 +53,10 @@ class Counting(TorchDispatchMode):
 
 
 def kind_of(name: str) -> str | None:
-    """Of an operator of torch.distributed; None where it moves nothing that is counted."""
-    return next((kind for words, kind in KINDS.items() if words in name), None)
+    """Of an operator of torch.distributed: its own name where no formula knows it. None where it moves nothing."""
+    if any(words in name for words in NOTHING):
+        return None
+    return next((kind for words, kind in KINDS.items() if words in name), name)
 
 
 def bytes_of(argument: Any) -> int:

@@ -1,4 +1,4 @@
-"""Training that can be interrupted: each rank writes its shards by torch.distributed.checkpoint, any mesh reads them.
+"""Training that can be interrupted: each rank writes its shards by torch.distributed.checkpoint, other meshes read it.
 
 A folder holds one folder for each step that is kept. Beside torch's own files lies `about.json`: what was trained, and
 the norm of every tensor, so that what is loaded can be held against what was saved.
@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
 
 from benchmarks.studies.distributed import proof
 from benchmarks.studies.distributed.layout import Layout
@@ -98,16 +97,11 @@ def norms_of(stack: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, fl
     """Of every parameter and of what AdamW keeps of it, in FP64. Every rank must call it."""
     norms = {}
     for name, parameter in stack.named_parameters():
-        norms[name] = _norm(parameter)
+        norms[name] = proof.full(parameter).norm().item()
         for what, value in optimizer.state[parameter].items():
             if isinstance(value, Tensor) and value.ndim:
-                norms[f"{what} of {name}"] = _norm(value)
+                norms[f"{what} of {name}"] = proof.full(value).norm().item()
     return norms
-
-
-def _norm(tensor: Tensor) -> float:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().double().norm().item()
 
 
 def _state(stack: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def place() -> Place | None:
 
 def check_port(own: Place) -> None:
     """Raise ValueError where the ranks are to meet at a port that somebody else has. torchrun brings its own."""
-    if own.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+    if own.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
     port = os.environ["MASTER_PORT"]
     with socket.socket() as probe:

@@ -54,6 +54,10 @@ class Sharding:
             words["divided by"] = self.divide_by
         return words
 
+    def divided(self, layout: Layout) -> float:
+        """How many times smaller than the mean over the batches gradients are."""
+        return (self.divide_by or layout.batches) / layout.batches
+
     def policy(self, config: BlockConfig, dtype: torch.dtype) -> MixedPrecisionPolicy:
         """Of a layer with parameters of that dtype."""
         cast_to = config.amp_dtype if self.precision == POLICY and dtype == torch.float32 else None
@@ -139,10 +143,10 @@ def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
 
 
-def seeded(step: Step, config: BlockConfig, seed: int, dtype: torch.dtype, device: torch.device, ranks: int = 1
+def seeded(step: Step, config: BlockConfig, layout: Layout, seed: int, dtype: torch.dtype, device: torch.device
            ) -> Make:
-    """Makes the blocks of a step, each with values of its own, for so many ranks that split it."""
-    return lambda layer: step.build(config, dealt(values_of(config, layer, seed, dtype), ranks), device)
+    """Makes the blocks of a step, each with values of its own, its rows dealt to the ranks that split it."""
+    return lambda layer: step.build(config, dealt(values_of(config, layer, seed, dtype), layout.tensor), device)
 
 
 def build(make: Make, config: BlockConfig, layers: int, layout: Layout, mesh: DeviceMesh, sharding: Sharding,

@@ -18,6 +18,7 @@ from benchmarks.studies.distributed.parallel import Stack, gathered, values_of
 from common import parameters
 from common.block import oracle
 from common.block.config import BlockConfig
+from common.measure.subject import check_scales
 
 LOSS, BRANCH, INPUT, GRADIENT, UPDATE = "loss", "branch", "input gradient", "parameter gradient", "optimizer step"
 MEANING = 1e-12                            # what any of them may be off by in FP64, relative L2
@@ -43,6 +44,7 @@ class Found:
 
     def see(self, what: str, error: float, name: str = "") -> None:
         """Keep the worst of each kind."""
+        error = math.inf if math.isnan(error) else error
         if error > self.errors.get(what, -1.0):
             self.errors[what] = error
             if what == GRADIENT:
@@ -96,15 +98,19 @@ def truth_of(config: BlockConfig, layers: int, layout: Layout, seed: int, device
 
 
 def found_by(stack: Stack, config: BlockConfig, layout: Layout, seed: int, dtype: torch.dtype, device: torch.device,
-             truth: Truth | None, reached: Callable[[str], None] = lambda phase: None, divided: float = 1.0) -> Found:
+             truth: Truth | None, reached: Callable[[str], None] = lambda phase: None, divided: float = 1.0,
+             calibrated: bool = False) -> Found:
     """The errors of one forward, backward and optimizer step of spread blocks; rank 0, which has the truth, knows them.
 
     Every rank must call it. `reached` hears of each phase. `divided` is how many times smaller than the mean over the
-    batches the gradients were asked to be.
+    batches the gradients were asked to be. `calibrated` is for FP8, whose scales must first see some calls.
     """
     rank = dist.get_rank()
     batch = [own_part(whole, config, layout, rank).to(device, dtype) for whole in global_batch(config, layout, seed)]
     x, target = batch[0].requires_grad_(), batch[1]
+    if calibrated:
+        reached("calibrating")
+        _calibrate(stack, x)
     reached("forward")
     y = stack(x)
     loss = loss_of(y, target)
@@ -126,6 +132,15 @@ def found_by(stack: Stack, config: BlockConfig, layout: Layout, seed: int, dtype
         loss_of(stack(x), target).backward()
     found.moved = counting.moved
     return found
+
+
+def _calibrate(stack: Stack, x: Tensor) -> None:
+    """Each rank's own scales, by three forward+backwards, as one process has it. Raises Failed if they don't move."""
+    for _ in range(3):
+        stack(x.detach().clone().requires_grad_()).square().mean().backward()
+    stack.zero_grad(set_to_none=True)
+    for block in stack.blocks:
+        check_scales(block)
 
 
 def _compare_gradients(found: Found, stack: Stack, layout: Layout, truth: Truth | None, divided: float
@@ -167,10 +182,10 @@ def _compare_batches(found: Found, x: Tensor, y: Tensor, config: BlockConfig, la
                      ) -> None:
     """Outputs and input gradients of all ranks, those that share a batch too, on rank 0."""
     gradient = _there(x.grad).double() / layout.batches
-    gathered = [_on_first(each) for each in (y.detach().double() - x.detach().double(), gradient)]
+    branches, gradients = (_on_first(each) for each in (y.detach().double() - x.detach().double(), gradient))
     if not truth:
         return
-    for rank, (branch, of_input) in enumerate(zip(*gathered, strict=True)):
+    for rank, (branch, of_input) in enumerate(zip(branches, gradients, strict=True)):
         found.see(INPUT, oracle.relative_error(of_input, own_part(truth.x_gradient, config, layout, rank)))
         found.see(BRANCH, oracle.relative_error(branch, own_part(truth.branch, config, layout, rank)))
 

@@ -23,7 +23,7 @@ class Series:
     rates: dict[int, float]            # GPUs -> tokens/s of each
 
 
-# tokens/s of one GPU, as the sources' tables have them.
+# tokens/s of one GPU, as the sources' tables have them. What gradients are reduced in is assumed.
 SERIES = (
     Series(LLM_FOUNDRY, "760M, batch 24", 0.760e9, 24, 24 * 2048, 2, {16: 68_551, 32: 67_971}),
     Series(LLM_FOUNDRY, "1B, batch 20", 1.316e9, 24, 20 * 2048, 2, {16: 46_037, 32: 45_130, 64: 44_402}),
@@ -81,5 +81,5 @@ def text(width: int | None = None) -> str:
     headers = [NO_COMMUNICATION, "GPUs", "kept, published", "predicted", "miss"]
     worst = max(misses, key=abs)
     in_short = (f"{len(misses)} points: the miss is {statistics.fmean(misses):+.3f} in the mean, {worst:+.3f} at the "
-                "worst; overlap is taken as perfect, so the model is an upper bound")
+                "worst; overlap is taken as perfect, so expect less")
     return "\n\n".join([table(rows, headers, width), in_short, ring.CONSTANTS])

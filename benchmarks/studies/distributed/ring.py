@@ -1,7 +1,7 @@
 """A model of FSDP's time on many GPUs: one GPU's compute, and collectives on a ring. No communication runs.
 
-It holds for perfect overlap and an idle network, so it is an upper bound, which `published` shows beside what others
-measured. Nothing in it is fitted.
+It takes overlap as perfect and the network as idle: real runs are mostly slower, as `published` shows. Nothing in it is
+fitted.
 """
 from dataclasses import dataclass
 

@@ -46,7 +46,6 @@ def seen_at(step: Step, config: BlockConfig, layers: int, layout: Layout, shardi
     with fake_group(layout.ranks):
         mesh = mesh_of(layout, CPU)
 
-
         def make(layer: int) -> nn.Module:
             with fake:                                     # it is sharded outside of that, and runs inside
                 return step.module.Block(config)           # nothing is loaded: a fake tensor can't be moved
