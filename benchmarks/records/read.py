@@ -279,12 +279,14 @@ def latest(lines: Iterable[Record]) -> dict[str, Run]:
     return {run.label: run for run in runs(lines)}
 
 
-def paired(a: Run | None, b: Run | None, mode: str) -> tuple[float, float, float] | None:
-    """(ratio, low, high) of a's time to b's, each by its faster way of launching; None where they were not interleaved.
+def paired(a: Run | None, b: Run | None, mode: str, launch: str | None = None) -> tuple[float, float, float] | None:
+    """(ratio, low, high) of a's time to b's; None where they were not interleaved.
+
+    Both are launched that way, or each by its faster one where none is named.
     """
     if a is None or b is None or a.info["run"] != b.info["run"]:
         return None
-    numerator, denominator = a.samples(mode, a.best(mode)), b.samples(mode, b.best(mode))
+    numerator, denominator = (run.samples(mode, launch or run.best(mode)) for run in (a, b))
     if not numerator or len(numerator) != len(denominator):
         return None
     return rounds.paired_ratio(numerator, denominator)

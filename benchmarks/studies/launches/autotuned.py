@@ -60,7 +60,8 @@ def text(lines: list[Record], width: int | None = None) -> str:
                 continue
             row = [f"process {number}, {run.shape}, {run.variant['way']}"]
             for mode in MODES:
-                ms, times = run.median(mode, "eager"), paired(default.get((run.step, run.shape)), run, mode)
+                ms = run.median(mode, "eager")
+                times = paired(default.get((run.step, run.shape)), run, mode, "eager")
                 row += [figures(ms) if ms else NOT_AVAILABLE, ratio(times) if times else NOT_AVAILABLE]
                 if times and mode == BOTH and run.variant["way"] == NO_GRAPHS:
                     ratios.append(times[0])

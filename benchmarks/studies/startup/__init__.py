@@ -34,7 +34,7 @@ from common.phases import Phase
 from common.report.record import Record, check_records, record
 from common.report.result import Compilation, Result
 from common.runtime import compiler, exclusive, machine, sources
-from common.runtime.iteration import BOTH, FORWARD, MODES
+from common.runtime.iteration import BOTH, FORWARD, LAUNCHES, MODES
 from common.runtime.timing import Timing
 from common.text import NOT_AVAILABLE, figures, ratio, table
 
@@ -258,22 +258,29 @@ def _timed(lines: list[Record]) -> dict[tuple[str, str], Run]:
 def _per_call(lines: list[Record], width: int | None) -> str:
     """Milliseconds once it is compiled, and after how many calls that is paid back."""
     timed, of_cells = _timed(lines), by_key(lines)
+    whole = timed.get(("compiled", WHOLE))
     rows = []
-    for (name, form), of_run in timed.items():
-        layers = of_run.variant["layers"]
-        row = [f"{name}, {form_in_words(layers, form)}" if name != NONE else name]
-        for mode in MODES:
-            ms = of_run.median(mode, "eager")
-            times = paired(timed.get(("compiled", WHOLE)), of_run, mode)
-            row += [figures(ms) if ms else of_run.status, ratio(times) if times and form == BY_LAYER else ""]
-        row.append(_paid_back(timed.get((NONE, WHOLE)), of_run, seconds(of_cells, (COLD, layers, form, BOTH))))
-        rows.append(row)
+    for launch in LAUNCHES:
+        for (name, form), of_run in timed.items():
+            layers = of_run.variant["layers"]
+            if launch != "eager" and not any(of_run.samples(mode, launch) for mode in MODES):
+                continue                                   # nothing but a GPU has graphs
+            row = [f"{name}, {form_in_words(layers, form)}" if name != NONE else name]
+            row[0] += "" if launch == "eager" else f", by {launch}"
+            for mode in MODES:
+                ms = of_run.median(mode, launch)
+                times = paired(whole, of_run, mode, launch) if form == BY_LAYER else None
+                row += [figures(ms) if ms else of_run.status, ratio(times) if times else ""]
+            cold = seconds(of_cells, (COLD, layers, form, BOTH))
+            row.append(_paid_back(timed.get((NONE, WHOLE)), of_run, cold, launch))
+            rows.append(row)
     headers = ["a call", "forward ms", "x whole", "f+b ms", "x whole", "paid back, cold"]
     return table(rows, headers, width) if rows else ""
 
 
-def _paid_back(uncompiled: Run | None, of_run: Run, cold_s: float | None) -> str:
-    samples, before = of_run.samples(BOTH, "eager"), uncompiled.samples(BOTH, "eager") if uncompiled else []
+def _paid_back(uncompiled: Run | None, of_run: Run, cold_s: float | None, launch: str) -> str:
+    """After how many calls, launched that way before and after."""
+    samples, before = of_run.samples(BOTH, launch), uncompiled.samples(BOTH, launch) if uncompiled else []
     if of_run is uncompiled or not samples or not before or cold_s is None:
         return ""
     return Compilation(cold_s, None, before).pays_after(Timing(samples, True, "", {}))
@@ -361,8 +368,9 @@ def refine(options: Options) -> None:
 
 INTRODUCTION = """\
 The blocks are small, so that compiling is what takes the time. On a CPU the C++ compiler takes most of a cold start. A
-mega-cache and aot_compile keep no machine code there, and save less. Before torch loads a package there, it compiles a
-few small programs to see which vector instructions the CPU has."""
+mega-cache and aot_compile keep no machine code there, and save less. A warm start still imports the compiler and traces
+the model: only what the compiler wrote is found again. Before torch loads a package, on a GPU too, it compiles a few
+small programs to see which vector instructions the CPU has."""
 
 register(Study("startup", __doc__, lambda options: [], text=text, charts=charts, run=run, add_arguments=add_arguments,
                refine=refine, answer=answer, no_chart="no cell has a time", place=8, introduction=INTRODUCTION))

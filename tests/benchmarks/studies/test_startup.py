@@ -1,4 +1,5 @@
 """What starting costs: each process's work, what it refuses, how the figures of all are kept and shown."""
+import copy
 import dataclasses
 import json
 import os
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import studies
-from benchmarks.records.read import metric, read
+from benchmarks.records.read import case, metric, read, values
 from benchmarks.studies.startup import cells, keeping, running, stack
 from benchmarks.studies.startup.process import Answer, Work, done
 from benchmarks.studies.startup.stack import BY_LAYER, WHOLE
@@ -174,7 +175,16 @@ def test_what_a_call_takes_is_checked_and_timed(uncompiled, studies_in_seconds):
     assert [entry.result.status for entry in session.entries] == ["ok"] * 3, session.entries
     assert all(len(entry.result.errors) == 3 for entry in session.entries)
     shown = STUDY.told(session.lines)
-    assert "compiled, 2 by layer" in shown and "x whole" in shown
+    assert "compiled, 2 by layer" in shown and "x whole" in shown and ", by graph" not in shown
+    as_graphs = copy.deepcopy([line for line in session.lines if metric(line) == "latency"])
+    for line in as_graphs:
+        case(line)["launch"] = "graph"
+        ms = 2.0 if case(line)["variant"]["form"] == WHOLE else 1.0
+        line["metric"]["benchmark_values"] = [ms] * len(values(line))
+    rows = STUDY.told(session.lines + as_graphs).splitlines()
+    by_host, by_graph = [row for row in rows if row.startswith("compiled, 2 by layer")]
+    assert by_graph.count("2.00 [2.00, 2.00]") == 2        # each is held against the same launch of the other
+    assert "2.00 [2.00, 2.00]" not in by_host
 
 
 # ----------------------------------------------------------------------------------------------------------- the table
