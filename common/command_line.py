@@ -1,12 +1,14 @@
 """What every command line of the suite shares: flags of a shape, mistakes in one line, early ends, quiet libraries."""
 import argparse
 import contextlib
+import errno
 import logging
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -83,6 +85,29 @@ def open_records(path: str | None) -> RecordFile:
         return RecordFile(path)
     except OSError as error:
         raise ValueError(f"--json {path}: {error.strerror}; give a file that can be written") from None
+
+
+def try_timeline(path: str | None, records: str | None) -> None:
+    """Raise ValueError where --profile can't write there, or would replace something else, as the file of --json."""
+    if path is None or path == os.devnull:
+        return
+    if records and os.path.realpath(records) == os.path.realpath(path):
+        raise ValueError(f"--profile {path}: --json writes there; give a file of its own")
+    if Path(path).is_fifo():                                              # whose reader would see its end here
+        return
+    try:
+        with open(path, "a+b") as file:
+            if Path(path).is_file() and not _is_timeline(file):
+                raise OSError(errno.EEXIST, "it holds something else than a timeline")
+    except OSError as error:
+        raise ValueError(f"--profile {path}: {error.strerror}; give a file that can be written") from None
+
+
+def _is_timeline(file) -> bool:
+    """Whether a file of bytes is empty, or the profiler's: its JSON, or gzip's."""
+    file.seek(0)
+    beginning = file.read(200)
+    return not beginning or b'"schemaVersion"' in beginning or beginning.startswith(b"\x1f\x8b")
 
 
 def no_room(file: RecordFile, error: WriteError) -> str:

@@ -1,7 +1,5 @@
 """What every step does when it is run: parse, build, check, time, look at the kernels, report."""
 import argparse
-import errno
-import os
 import sys
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from .command_line import (
     open_records,
     shape_arguments,
     tell,
+    try_timeline,
 )
 from .measure import measurement
 from .measure.cases import Group, block_case
@@ -109,9 +108,8 @@ def parse(step: Step, argv: list[str] | None) -> argparse.Namespace:
             raise ValueError(f"--max-seconds {options.max_seconds:g}: give a positive number of seconds, at most 1e6")
         check_seed(options.seed)
         _precision(step, options)
-        _refuse_one_file_for_two(options)
+        try_timeline(options.profile, options.json)
         options.file = open_records(options.json)
-        _try_the_timeline(options.profile)
     return options
 
 
@@ -139,31 +137,6 @@ def _precision(step: Step, options: argparse.Namespace) -> None:
     asked_in_vain = amp_dtype is not None and options.amp_dtype != "auto" and options.param_dtype == "float32"
     if asked_in_vain and not step.traits.autocast:
         options.autocast_off = f"--amp-dtype {options.amp_dtype} is for the later steps"
-
-
-def _refuse_one_file_for_two(options: argparse.Namespace) -> None:
-    files = [os.path.realpath(path) for path in (options.json, options.profile) if path and path != os.devnull]
-    if len(set(files)) < len(files):
-        raise ValueError(f"--profile {options.profile}: --json writes there; give a file of its own")
-
-
-def _try_the_timeline(path: str | None) -> None:
-    """Raise ValueError where a timeline can't be written there, or would replace something else."""
-    if path is None or Path(path).is_fifo():                          # whose reader would see its end here
-        return
-    try:
-        with open(path, "a+b") as file:
-            if Path(path).is_file() and not _is_timeline(file):
-                raise OSError(errno.EEXIST, "it holds something else than a timeline")
-    except OSError as error:
-        raise ValueError(f"--profile {path}: {error.strerror}; give a file that can be written") from None
-
-
-def _is_timeline(file) -> bool:
-    """Whether a file of bytes is empty, or the profiler's: its JSON, or gzip's."""
-    file.seek(0)
-    beginning = file.read(200)
-    return not beginning or b'"schemaVersion"' in beginning or beginning.startswith(b"\x1f\x8b")
 
 
 # ------------------------------------------------------------------------------------------------------------- the run

@@ -15,24 +15,35 @@ Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted; where a rank fails, that 
 """
 import dataclasses
 import math
-from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.measure.options import count, numbers
 from benchmarks.records import RESULTS
 from benchmarks.records.read import info, read, runs
 from benchmarks.show.study import Options, Study, exit_status, open_session, register, show
-from benchmarks.studies.distributed import account, checkpoints, launching, proof, published, ring, simulate, tables
+from benchmarks.studies.distributed import (
+    account,
+    checkpoints,
+    flags,
+    launching,
+    proof,
+    published,
+    ring,
+    simulate,
+    tables,
+    timed,
+)
 from benchmarks.studies.distributed.account import GATHER, SCATTER, Moved
-from benchmarks.studies.distributed.layout import EXAMPLES, Layout, parsed
-from benchmarks.studies.distributed.parallel import AUTOCAST, POLICY, Sharding, build, mesh_of, seeded
+from benchmarks.studies.distributed.layout import Layout
+from benchmarks.studies.distributed.parallel import Layer, Stack, build, mesh_of, seeded
 from benchmarks.studies.distributed.tables import KEPT, LOSSES, MODEL, MOVED
 from benchmarks.studies.distributed.watch import Watch
 from common import steps
-from common.block.config import DTYPES, PRESETS, BlockConfig, dtype_name
-from common.command_line import Parser, tell
+from common.block import evidence
+from common.block.config import PRESETS, BlockConfig, dtype_name
+from common.command_line import tell
 from common.measure.session import Session
 from common.measure.subject import require
 from common.outcome import EXIT, Failed
@@ -42,8 +53,6 @@ from common.report.result import Result
 from common.runtime import engine, exclusive
 from common.runtime.iteration import BOTH, FORWARD
 
-LAYERS, STEPS = 4, 4
-REDUCED_IN = {name: DTYPES[name] for name in ("float32", "bfloat16")}
 SMALL = PRESETS["tiny"].replace(amp_dtype=None)            # at which FP64 is asked what the layout means
 
 
@@ -132,7 +141,9 @@ def run_as_rank(study: Study, options: Options, own: launching.Place, watch: Wat
     for config, dtype in ((meaning_of(options.layout), torch.float64), (options.config, torch.float32)):
         if session:
             session.say(Phase.CHECKING, f"{options.layout} in {dtype_name(dtype)}")
-        result, lines = checked(options, config, dtype, mesh, watch, session)
+        result, lines, stack = checked(options, config, dtype, mesh, watch, session)
+        if stack and dtype == torch.float32 and timed.agreed(result.status == "ok"):
+            lines += timed_records(result, stack, options, watch, session)
         statuses.append(result.status)
         if session:
             session.write([*check_records(result), *lines])
@@ -179,9 +190,12 @@ def meaning_of(layout: Layout) -> BlockConfig:
 
 
 def checked(options: Options, config: BlockConfig, dtype: torch.dtype, mesh: DeviceMesh, watch: Watch,
-            session: Session | None) -> tuple[Result, list[Record]]:
-    """What became of one forward, backward and optimizer step of spread blocks, and the account. All ranks call it."""
+            session: Session | None) -> tuple[Result, list[Record], Stack | None]:
+    """What became of one forward, backward and optimizer step of spread blocks, the account, and the blocks if there
+    are any. All ranks call it.
+    """
     lines: list[Record] = []
+    stack = None
     layout, sharding, layers = options.layout, options.sharding, options.layers
     result = result_of(options, config, dtype, layout, session)
     try:                                                   # what one rank alone meets ends the run: others wait for it
@@ -194,7 +208,7 @@ def checked(options: Options, config: BlockConfig, dtype: torch.dtype, mesh: Dev
         found = proof.found_by(stack, config, layout, options.seed, dtype, options.device, truth, watch.reached,
                                divided, calibrated)
         if not session:
-            return result, lines
+            return result, lines, stack
         result.worst_parameter = found.worst_parameter
         result.engine = getattr(stack.blocks[0], "engine", result.engine)
         result.emulated = engine.is_emulated(result.engine)
@@ -208,7 +222,37 @@ def checked(options: Options, config: BlockConfig, dtype: torch.dtype, mesh: Dev
         result.status, result.reason = "failed", str(error)
     except NotImplementedError as error:
         result.status, result.reason = "skipped", str(error)
-    return result, lines
+    return result, lines, stack
+
+
+def timed_records(result: Result, stack: Stack, options: Options, watch: Watch, session: Session | None
+                  ) -> list[Record]:
+    """What a forward and backward takes on GPUs; the timeline, where one was asked for. All ranks call it."""
+    config, layout, device = options.config, options.layout, options.device
+    batches = proof.global_batch(config, layout, options.seed)
+    x, dy = (proof.own_part(whole, config, layout, dist.get_rank()).to(device) for whole in batches)
+    lines: list[Record] = []
+    if device.type == "cuda":
+        of_it = timed.timed(stack, lambda: whole_stack(options), x, dy, options.rounds, options.seed, watch.reached)
+        lines = tables.records_of_time(result, of_it, options.layers, layout, device)
+    if options.profile:
+        watch.reached("profiling")
+        work = timed.iteration_of(stack, x, dy)
+        try:
+            evidence.observe(lambda: timed.run(work, 1), device, options.profile if session else None)
+        except OSError as error:
+            result.status, result.reason = "failed", f"--profile {options.profile}: {error.strerror}"
+    return lines
+
+
+def whole_stack(options: Options) -> Stack:
+    """The same blocks, each whole on this device."""
+    make = seeded(steps.load(options.step), options.config, Layout(), options.seed, torch.float32, options.device)
+    stack = Stack([Layer(make(number)) for number in range(options.layers)])
+    for block in stack.blocks:
+        if recipe := getattr(block, "recipe", None):
+            recipe.reduce_amax = False                     # else Transformer Engine asks the other ranks all the same
+    return stack
 
 
 def account_records(result: Result, counted: dict[str, Moved], state_bytes: int, options: Options, layout: Layout,
@@ -231,84 +275,5 @@ def account_records(result: Result, counted: dict[str, Moved], state_bytes: int,
     return lines
 
 
-# ------------------------------------------------------------------------------------------------------------ its flags
-
-
-def add_arguments(parser: Parser) -> None:
-    """Beside those of all studies."""
-    add = parser.add_argument
-    add("--parallel", default="fsdp", metavar="LAYOUT", help=f"how to spread it: {EXAMPLES} (default: fsdp)")
-    add("--ranks", type=count, metavar="N", help="start so many processes on this machine, one a GPU where it has them")
-    add("--simulate", type=numbers, metavar="N,...",
-        help="count in this process what the first of so many ranks would move; nothing is sent")
-    add("--published", action="store_true", help="with --simulate: the model beside what others have published")
-    add("--step", type=int, default=2, choices=range(5), help="whose blocks (default: 2)")
-    add("--layers", type=count, default=LAYERS, metavar="N", help=f"of the stack (default: {LAYERS})")
-    add("--precision", choices=(AUTOCAST, POLICY), default=AUTOCAST,
-        help="who casts to 16 bits: the block's own autocast, or FSDP's policy, LayerNorm and residual too")
-    add("--checkpoint", metavar="DIR", help="train some steps, save each in there, and go on from the newest")
-    add("--steps", type=count, default=STEPS, metavar="N", help=f"to train up to, with --checkpoint (default: {STEPS})")
-    add("--keep-gathered", action="store_true",
-        help="keep gathered parameters for the backward: reshard_after_forward=False")
-    add("--prefetch", type=int, default=Sharding.prefetch, metavar="N",
-        help=f"layers to gather ahead, 0 for none (default: {Sharding.prefetch})")
-    add("--reduce-dtype", choices=REDUCED_IN, default="float32", help="that gradients are reduced in (float32)")
-    add("--divide-by", type=float, metavar="X",
-        help="what reduced gradients are divided by (default: the number of batches, which gives their mean)")
-    add("--timeout", type=int, default=300, metavar="S", help="seconds that a collective may wait (default: 300)")
-
-
-def refine(options: Options) -> None:
-    """Raise ValueError for ranks and layouts that can't be, before anything is started."""
-    if options.prefetch < 0:
-        raise ValueError(f"--prefetch {options.prefetch}: give 0 or more layers")
-    if options.divide_by is not None and not 0 < options.divide_by < math.inf:
-        raise ValueError(f"--divide-by {options.divide_by}: give a number above 0")
-    options.sharding = Sharding(options.precision, not options.keep_gathered, options.prefetch,
-                                REDUCED_IN[options.reduce_dtype], options.divide_by)
-    options.config = options.config.replace(dropout=0.0)
-    if options.simulate:
-        return _refine_simulated(options)
-    if options.published:
-        raise ValueError("--published: it belongs to --simulate, whose model it judges")
-    own = launching.place()
-    if own and options.ranks and own.ranks != options.ranks:
-        raise ValueError(f"--ranks {options.ranks}: the launcher has started {own.ranks}; leave it out")
-    ranks = own.ranks if own else options.ranks
-    if not ranks:
-        raise ValueError("it runs as several ranks: give --ranks N, or start it by torchrun --nproc-per-node N -m "
-                         "benchmarks distributed")
-    if options.device.type == "cuda" and ranks > torch.cuda.device_count() and not own:
-        raise ValueError(f"--ranks {ranks}: this machine has {torch.cuda.device_count()} GPUs, one a rank; give fewer, "
-                         "or --device cpu")
-    if own:
-        launching.check_port(own)
-    if options.timeout < 1:
-        raise ValueError(f"--timeout {options.timeout}: give seconds from 1 on")
-    options.layout = parsed(options.parallel, ranks)
-    options.layout.check(options.config, steps.load(options.step))
-    traits = steps.load(options.step).traits
-    if options.checkpoint and traits.fp8:
-        raise ValueError(f"--step {options.step} --checkpoint: FP8's scales are no part of a checkpoint; "
-                         "give another step")
-    if options.checkpoint:
-        options.checkpoint = str(Path(options.checkpoint).resolve())
-        options.about = checkpoints.about(options.config, options.layers, options.step, options.layout, options.seed)
-        options.found = checkpoints.latest(options.checkpoint, options.about)
-
-
-def _refine_simulated(options: Options) -> None:
-    """Raise ValueError for what can't be simulated."""
-    if options.ranks:
-        raise ValueError("--simulate and --ranks: give one of them; a simulation starts no ranks")
-    traits = steps.load(options.step).traits
-    if traits.fp8:
-        raise ValueError(f"--step {options.step} --simulate: Transformer Engine's modules need data; its parameters "
-                         "are those of step 2")
-    options.layouts = [parsed(options.parallel, ranks) for ranks in options.simulate]
-    for layout in options.layouts:
-        layout.check(options.config, steps.load(options.step))
-
-
-register(Study("distributed", __doc__, lambda options: [], text=tables.text, run=run, add_arguments=add_arguments,
-               refine=refine, answer=tables.answer, place=11))
+register(Study("distributed", __doc__, lambda options: [], text=tables.text, run=run,
+               add_arguments=flags.add_arguments, refine=flags.refine, answer=tables.answer, place=11))

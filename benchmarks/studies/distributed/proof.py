@@ -22,6 +22,7 @@ from common.measure.subject import check_scales
 
 LOSS, BRANCH, INPUT, GRADIENT, UPDATE = "loss", "branch", "input gradient", "parameter gradient", "optimizer step"
 MEANING = 1e-12                            # what any of them may be off by in FP64, relative L2
+SCORES_AT_ONCE = 2**27                     # of attention, a GiB in FP64
 FP32_UPDATE = 1e-3                         # an update is a thousandth of its parameter, whose rounding it carries
 
 
@@ -81,20 +82,26 @@ def mean_over_ranks(loss: Tensor) -> float:
 
 
 def truth_of(config: BlockConfig, layers: int, layout: Layout, seed: int, device: torch.device) -> Truth:
-    """One process in FP64."""
-    whole, target = (tensor.to(device, torch.float64) for tensor in global_batch(config, layout, seed))
-    x = whole.requires_grad_()
+    """One process in FP64, a few sequences at a time: it writes out whole matrices of scores, which are large."""
+    whole, targets = global_batch(config, layout, seed)
     every = []
     for number in range(layers):
         values = values_of(config, number, seed, torch.float64)
         every.append({name: value.to(device).requires_grad_() for name, value in values.items()})
-    y = x
-    for values in every:
-        y = oracle.block(y, values, config)
-    loss = loss_of(y, target)
-    loss.backward()
+    loss, branches, x_gradients = 0.0, [], []
+    at_once = max(1, SCORES_AT_ONCE // (config.num_heads * config.seq_len**2))
+    for x, target in zip(whole.split(at_once), targets.split(at_once), strict=True):
+        x, target = x.to(device, torch.float64).requires_grad_(), target.to(device, torch.float64)
+        y = x
+        for values in every:
+            y = oracle.block(y, values, config)
+        share = loss_of(y, target) * (len(x) / len(whole))
+        share.backward()
+        loss += share.item()
+        branches.append(y.detach() - x.detach())
+        x_gradients.append(_there(x.grad))
     gradients = [{name: _there(value.grad) for name, value in values.items()} for values in every]
-    return Truth(loss.item(), y.detach() - x.detach(), _there(x.grad), gradients)
+    return Truth(loss, torch.cat(branches), torch.cat(x_gradients), gradients)
 
 
 def found_by(stack: Stack, config: BlockConfig, layout: Layout, seed: int, dtype: torch.dtype, device: torch.device,

@@ -1,19 +1,35 @@
 """What `distributed` shows, from records: the proof, the account, the training, the model of time."""
+import statistics
 from collections.abc import Sequence
 
-from benchmarks.records.read import Run, extra, metric, runs, values
+import torch
+
+from benchmarks.records.read import Run, extra, metric, runner, runs, values
 from benchmarks.show.tables import NO_ANSWER, framed
 from benchmarks.studies.distributed import account, published, ring
+from benchmarks.studies.distributed.layout import Layout
 from benchmarks.studies.distributed.proof import BRANCH, GRADIENT, INPUT, LOSS, UPDATE
-from common.report.record import Record
+from benchmarks.studies.distributed.timed import Timed
+from common.block import block_work
+from common.report.record import Record, record
+from common.report.result import Result
+from common.runtime import peaks, rounds
 from common.runtime.iteration import BOTH
-from common.text import NOT_AVAILABLE, figures, table
+from common.text import NOT_AVAILABLE, figures, percent, ratio, table
 
 ERRORS = (LOSS, BRANCH, INPUT, GRADIENT, UPDATE)
 MEANING = "float64"                                        # the dtype of the parameters where FP64 proves the meaning
 MOVED, KEPT = "moved", "kept"                              # the metrics: bytes of a kind of collective, bytes of a rank
 LOSSES, MODEL = "loss", "step by the ring's model"         # and of each training step; seconds
+LATENCY, ALONE = "latency", "latency alone"                # ms by round, of spread blocks and of whole ones
+EXPOSED, PEAK = "exposed communication", "peak memory"     # ms and bytes
 SIMULATED = "simulated: in one process, on tensors without data; nothing was sent"
+NUMERICS = "times n/a: numerics only: ranks on a CPU share its cores, and talk by Gloo"
+TIMES = """\
+MFU: FLOPs of matmuls and attention (causal attention counted half, a backward twice its forward, nothing that is
+computed again) over what the data sheet promises, dense. Efficiency: the time of the same blocks on one GPU alone, in
+the same rounds, over that of the spread ones; where ranks share a batch, over as many times that. Exposed: only
+communication went on; unions of intervals. Peak: of a whole training step, AdamW's averages with it."""
 FROM_ONE = "compute is that of one H200, as the ladder was recorded there"
 
 
@@ -31,8 +47,8 @@ def text(lines: list[Record], width: int | None = None) -> str:
                for of_case in every if of_case.info["reason"]]
     proved = table(rows, ["against one process in FP64", *ERRORS, "status"], width) if rows else ""
     simulated = SIMULATED if len(rows) < len(every) else ""
-    blocks = [proved, "\n".join(worst), _account(every, width), _training(every), simulated, _model(every, width),
-              "\n".join(reasons)]
+    blocks = [proved, "\n".join(worst), _account(every, width), _times(every, width),
+              _training(every), simulated, _model(every, width), "\n".join(reasons)]
     return framed(lines, blocks, [])
 
 
@@ -60,6 +76,48 @@ def _account(every: Sequence[Run], width: int | None) -> str:
                 rows.append([f"{_words(of_case)}: {what}", str(told.get("calls", "")), f"{counted:,.0f}",
                              f"{told['formula']:,}"])
     return table(rows, ["a step of one rank", "calls", "bytes", "by formula"], width) if rows else ""
+
+
+def records_of_time(result: Result, of_it: Timed, layers: int, layout: Layout, device: torch.device) -> list[Record]:
+    """What the table of times is made of."""
+    assert result.config
+    work = block_work.workload(result.config, result.traits, torch.float32, device)
+    sheet = peaks.data_sheet(result.facts["name"])
+    flops = layers * work.flops(BOTH) / layout.tensor      # those that share a batch share its work
+    peak = sheet[0].flops.get(work.matmul) if sheet else None
+    lines = [record(result, LATENCY, "ms", of_it.spread, BOTH, "eager", flops=flops, peak_flops=peak,
+                    tokens=result.config.tokens / layout.tensor, ranks_of_a_batch=layout.tensor)]
+    if of_it.alone:
+        lines.append(record(result, ALONE, "ms", of_it.alone, BOTH))
+    lines.append(record(result, EXPOSED, "ms", [of_it.exposed_ms], BOTH, communication=of_it.communication_ms))
+    lines.append(record(result, PEAK, "bytes", [of_it.peak_bytes], BOTH))
+    return lines
+
+
+def _times(every: Sequence[Run], width: int | None) -> str:
+    """What a forward and backward takes, and what of it is waiting for other GPUs."""
+    rows = []
+    for of_case in every:
+        timed = of_case.find(BOTH, LATENCY, "eager")
+        if not timed:
+            continue
+        told, samples = extra(timed), values(timed)
+        seconds = statistics.median(samples) / 1e3
+        share = percent(100 * told["flops"] / seconds / told["peak_flops"]) if told["peak_flops"] else NOT_AVAILABLE
+        talked, kept, whole = (of_case.find(BOTH, what) for what in (EXPOSED, PEAK, ALONE))
+        assert talked and kept
+        efficiency = "n/a: whole they do not fit" if not whole else ratio(
+            rounds.paired_ratio([ms / told["ranks_of_a_batch"] for ms in values(whole)], samples))
+        rows.append([_words(of_case), figures(1e3 * seconds), f"{told['tokens'] / seconds:,.0f}", share, efficiency,
+                     figures(extra(talked)["communication"]), figures(values(talked)[0]),
+                     f"{values(kept)[0] / 2**30:.2f}"])
+    headers = ["forward+backward", "ms", "tokens/s a GPU", "MFU", "efficiency [95 %]", "communication ms", "exposed ms",
+               "peak GiB"]
+    if rows:
+        return f"{table(rows, headers, width)}\n\n{TIMES}"
+    on_cpus = any(runner(line)["type"] == "cpu" for of_case in every for line in of_case.lines
+                  if not of_case.variant.get("simulated"))
+    return NUMERICS if on_cpus else ""
 
 
 def _model(every: Sequence[Run], width: int | None) -> str:

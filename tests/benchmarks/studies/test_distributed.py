@@ -27,6 +27,7 @@ from benchmarks.studies.distributed import (
     ring,
     simulate,
     tables,
+    timed,
     watch,
 )
 from benchmarks.studies.distributed.layout import Layout, parsed
@@ -35,6 +36,8 @@ from common.block import oracle
 from common.block.config import PRESETS
 from common.block.steps import ROOT
 from common.outcome import Failed
+from common.report.result import Result
+from tests.helpers.made_records import GPU
 from tests.helpers.ranks import on_ranks
 
 unit, integration = pytest.mark.unit, pytest.mark.integration
@@ -493,6 +496,82 @@ def test_the_command_from_words_to_table(tmp_path):
     assert [run.status for run in runs(lines)] == ["ok", "ok"]
     assert STUDY.told(lines) in ended.stdout and "step 2, 2 layers, fsdp:2, float64" in ended.stdout
     assert STUDY.answer(lines).startswith("in FP64 spread and whole agree to ")
+
+
+@unit
+def test_the_truth_is_the_same_a_sequence_at_a_time(monkeypatch):
+    layout = Layout(shard=3)
+    at_once = proof.truth_of(CONFIG, LAYERS, layout, 0, CPU)
+    monkeypatch.setattr(proof, "SCORES_AT_ONCE", 1)
+    by_one = proof.truth_of(CONFIG, LAYERS, layout, 0, CPU)
+    assert by_one.loss == pytest.approx(at_once.loss, rel=1e-14)
+    torch.testing.assert_close(by_one.branch, at_once.branch, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(by_one.x_gradient, at_once.x_gradient, rtol=1e-12, atol=1e-12)
+    for one, other in zip(by_one.gradients, at_once.gradients, strict=True):
+        for name, value in one.items():
+            assert oracle.relative_error(value, other[name]) < 1e-13
+
+
+# ---------------------------------------------------------------------------------------------------------------- time
+
+
+class OfMany:
+    """A clock by which an iteration takes long on one rank and not on the other."""
+    settle_ms, burst_ms, lead_in = 100.0, 100.0, 1
+
+    def __init__(self, rank):
+        self.ms, self.counts = (1.0, 50.0)[rank], []
+
+    def sample(self, iteration, between, count, lead_in=lead_in):
+        self.counts.append((count, lead_in))
+        between()
+        iteration()
+        return [self.ms] * count
+
+
+def counts_of(rank, fits):
+    """(how often each rank has run what, the times of the first), where the second one has memory or has not."""
+    layout, clock = parsed("fsdp", 2), OfMany(rank)
+    make = parallel.seeded(steps.load(2), CONFIG, layout, 0, torch.float32, CPU)
+    stack = parallel.build(make, CONFIG, LAYERS, layout, parallel.mesh_of(layout, CPU), USUAL, torch.float32)
+
+    def alone():
+        if rank and not fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return parallel.Stack([parallel.Layer(make(number)) for number in range(LAYERS)])
+    x, dy = proof.global_batch(CONFIG, Layout(), 0)
+    with mock.patch.object(timed, "clock_for", lambda device: clock):
+        of_it = timed.timed(stack, alone, x, dy, 6, 0, lambda phase: None)
+    every = [None, None]
+    torch.distributed.all_gather_object(every, clock.counts)
+    return every, of_it
+
+
+@integration
+@pytest.mark.parametrize("fits", [True, False])
+def test_all_ranks_run_as_often_as_the_first_one_says(fits):
+    every, of_it = on_ranks(2, counts_of, fits)
+    assert every[0] == every[1] and (100, 100) in every[0]
+    assert of_it.spread == [1.0] * 6 and of_it.alone == [1.0] * 6 * fits
+
+
+def of_times(layout, **figures_of_it):
+    """Records of a run on GPUs."""
+    result = Result("2_sdpa", PRESETS["te-tutorial"].replace(amp_dtype=torch.bfloat16), "float32",
+                    GPU | {"name": "NVIDIA H100 80GB HBM3"}, 2, steps.load(2).traits, study="distributed",
+                    variant={"parallel": str(layout), "layers": 4, "precision": "autocast"}, matmul="bfloat16")
+    return tables.records_of_time(result, timed.Timed(**figures_of_it), 4, layout, torch.device("cuda"))
+
+
+@unit
+def test_times_are_shown_beside_those_of_one_gpu_alone():
+    of_data = of_times(Layout(shard=2), spread=[100.0] * 6, alone=[95.0] * 6, communication_ms=30.0, exposed_ms=4.0,
+                       peak_bytes=2**34)
+    shown = STUDY.told(of_data)
+    assert "163,840" in shown and "0.95 [0.95, 0.95]" in shown and "16.00" in shown and tables.TIMES in shown
+    of_tensor = of_times(Layout(tensor=2), spread=[100.0] * 6, alone=[160.0] * 6)
+    assert "81,920" in (shown := STUDY.told(of_tensor)) and "0.80 [0.80, 0.80]" in shown
+    assert "n/a: whole they do not fit" in STUDY.told(of_times(Layout(shard=2), spread=[100.0] * 6))
 
 
 # ------------------------------------------------------------------------------------------------------------- failure
