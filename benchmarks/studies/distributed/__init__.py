@@ -234,7 +234,8 @@ def timed_records(result: Result, stack: Stack, options: Options, watch: Watch, 
     lines: list[Record] = []
     if device.type == "cuda":
         of_it = timed.timed(stack, lambda: whole_stack(options), x, dy, options.rounds, options.seed, watch.reached)
-        lines = tables.records_of_time(result, of_it, options.layers, layout, device)
+        if session:
+            lines = tables.records_of_time(result, of_it, options.layers, layout, device)
     if options.profile:
         watch.reached("profiling")
         work = timed.iteration_of(stack, x, dy)

@@ -120,7 +120,7 @@ def trained(stack: nn.Module, optimizer: torch.optim.Optimizer, config: BlockCon
         whole = proof.global_batch(config, layout, seed + step)
         x, target = (proof.own_part(each, config, layout, rank).to(device) for each in whole)
         loss = proof.loss_of(stack(x), target)
-        loss.backward()
+        proof.backward(loss, stack, x)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         yield step, proof.mean_over_ranks(loss)

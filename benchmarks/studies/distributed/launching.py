@@ -69,7 +69,9 @@ def check_port(own: Place) -> None:
 @contextlib.contextmanager
 def process_group(device: torch.device, timeout_s: int) -> Iterator[Watch]:
     """All ranks in one group while it lasts: NCCL's on GPUs, Gloo's on CPUs."""
-    backend, of_device = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    backend, of_device = "gloo", None
+    if device.type == "cuda":
+        backend, of_device = "nccl", torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + watch.GRACE), device_id=of_device)
     with Watch(dist.get_rank(), dist.get_world_size(), timeout_s, _hung).watching() as watched:
         yield watched
@@ -128,7 +130,7 @@ def start(ranks: int, words: Sequence[str]) -> int:
             rdzv_endpoint="localhost:0", max_restarts=0, local_addr="localhost",
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=quiet))
         os.environ[OURS] = "1"
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         for name in logging.root.manager.loggerDict:               # each has a level of its own
             if name.startswith("torch.distributed.elastic"):

@@ -74,6 +74,19 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
 
 
+def backward(loss: Tensor, module: nn.Module, x: Tensor) -> None:
+    """Of `loss_of(module(x), target)`, into .grad of the parameters and of x, by way of a larger loss.
+
+    What a single element adds to such a mean has gradients too small for FP16: they become about 1/16, so that sums
+    over many tokens still fit. A power of two rounds nothing.
+    """
+    scale = 2.0 ** (math.floor(math.log2(x.numel())) - 4)
+    (scale * loss).backward()
+    for leaf in (x, *module.parameters()):                 # the parameters are shards again, now at the latest
+        if leaf.grad is not None:
+            leaf.grad.div_(scale)
+
+
 def mean_over_ranks(loss: Tensor) -> float:
     """Of the ranks' losses: that over the global batch. Every rank must call it."""
     mean = loss.detach().double() / dist.get_world_size()
@@ -86,8 +99,8 @@ def truth_of(config: BlockConfig, layers: int, layout: Layout, seed: int, device
     whole, targets = global_batch(config, layout, seed)
     every = []
     for number in range(layers):
-        values = values_of(config, number, seed, torch.float64)
-        every.append({name: value.to(device).requires_grad_() for name, value in values.items()})
+        values = values_of(config, number, seed, torch.float32)
+        every.append({name: value.to(device, torch.float64).requires_grad_() for name, value in values.items()})
     loss, branches, x_gradients = 0.0, [], []
     at_once = max(1, SCORES_AT_ONCE // (config.num_heads * config.seq_len**2))
     for x, target in zip(whole.split(at_once), targets.split(at_once), strict=True):
@@ -122,7 +135,7 @@ def found_by(stack: Stack, config: BlockConfig, layout: Layout, seed: int, dtype
     y = stack(x)
     loss = loss_of(y, target)
     reached("backward")
-    loss.backward()
+    backward(loss, stack, x)
     reached("comparing")
     found = Found()
     mean = mean_over_ranks(loss)

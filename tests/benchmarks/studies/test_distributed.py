@@ -512,6 +512,20 @@ def test_the_truth_is_the_same_a_sequence_at_a_time(monkeypatch):
             assert oracle.relative_error(value, other[name]) < 1e-13
 
 
+@unit
+def test_a_mean_over_many_elements_has_gradients_in_fp16():
+    layer, x, target = torch.nn.Linear(8, 8), torch.randn(2**17, 8), torch.zeros(2**17, 8)
+    leaves = layer.weight, x.requires_grad_()
+    proof.backward(proof.loss_of(layer(x), target), layer, x)
+    exact = [leaf.grad.double() for leaf in leaves]
+    layer.zero_grad()
+    x.grad = None
+    with torch.autocast("cpu", torch.float16):
+        y = layer(x)
+    proof.backward(proof.loss_of(y.float(), target), layer, x)
+    assert max(map(oracle.relative_error, [leaf.grad for leaf in leaves], exact)) < 1e-2
+
+
 # ---------------------------------------------------------------------------------------------------------------- time
 
 
