@@ -38,7 +38,7 @@ from benchmarks.studies.distributed import (
 from benchmarks.studies.distributed.account import GATHER, SCATTER, Moved
 from benchmarks.studies.distributed.layout import Layout
 from benchmarks.studies.distributed.parallel import Layer, Stack, build, mesh_of, seeded
-from benchmarks.studies.distributed.tables import KEPT, LOSSES, MODEL, MOVED
+from benchmarks.studies.distributed.tables import FORESEEN, KEPT, LOSSES, MODEL, MOVED
 from benchmarks.studies.distributed.watch import Watch
 from common import steps
 from common.block import evidence
@@ -70,6 +70,9 @@ def run(study: Study, options: Options) -> int:
     with launching.told():
         if options.device.type == "cuda":
             torch.cuda.set_device(own.local)
+            if own.rank == 0 and not steps.load(options.step).traits.fp8:      # before there is a real group
+                which = steps.load(options.step), options.config, options.layers, options.layout, options.sharding
+                options.foreseen = simulate.seen_at(*which).peak_bytes
         with launching.process_group(options.device, options.timeout) as watch:
             return run_as_rank(study, options, own, watch)
 
@@ -81,18 +84,30 @@ def run_simulated(study: Study, options: Options) -> int:
         session.say(Phase.COUNTING, str(layout))
         result = result_of(options, options.config, torch.float32, layout, session)
         result.variant["simulated"] = True
-        seen = simulate.seen_at(steps.load(options.step), options.config, options.layers, layout, options.sharding)
+        which = steps.load(options.step), options.config, options.layers, layout, options.sharding
+        seen = simulate.seen_at(*which)
         lines: list[Record] = []
         try:
             lines = account_records(result, seen.moved, seen.state_bytes, options, layout, torch.float32)
+            lines += foreseen(result, seen.peak_bytes)
+            if options.device.type == "cuda":
+                session.say(Phase.OBSERVING, f"{layout}, with data")
+                lines += tables.records_of_peak(result, simulate.measured_peak(*which, options.device))
             lines += modelled(result, options, layout)
         except Failed as error:
             result.status, result.reason = "failed", str(error)
+        except torch.OutOfMemoryError:
+            session.note(f"{layout}: with data it does not fit on this GPU; its memory is foreseen alone")
         session.write([*check_records(result), *lines])
     show(study, options, session)
     if options.published:
         tell("\n" + published.text())
     return exit_status(info(line)["status"] for line in session.lines)
+
+
+def foreseen(result: Result, peak_bytes: int) -> list[Record]:
+    """The peak memory that a simulation has seen. Of compiled blocks it has not: they keep what the compiler likes."""
+    return [] if result.traits.compiled else [record(result, FORESEEN, "bytes", [peak_bytes], BOTH)]
 
 
 def modelled(result: Result, options: Options, layout: Layout) -> list[Record]:
@@ -236,6 +251,8 @@ def timed_records(result: Result, stack: Stack, options: Options, watch: Watch, 
         of_it = timed.timed(stack, lambda: whole_stack(options), x, dy, options.rounds, options.seed, watch.reached)
         if session:
             lines = tables.records_of_time(result, of_it, options.layers, layout, device)
+            lines += tables.records_of_peak(result, of_it.peak_bytes)
+            lines += foreseen(result, options.foreseen) if options.foreseen else []
     if options.profile:
         watch.reached("profiling")
         work = timed.iteration_of(stack, x, dy)

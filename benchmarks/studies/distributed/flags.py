@@ -51,6 +51,7 @@ def refine(options: Options) -> None:
     options.sharding = Sharding(options.precision, not options.keep_gathered, options.prefetch,
                                 REDUCED_IN[options.reduce_dtype], options.divide_by)
     options.config = options.config.replace(dropout=0.0)
+    options.foreseen = 0
     if options.simulate:
         return _refine_simulated(options)
     try_timeline(options.profile, options.json)

@@ -1,7 +1,7 @@
 """The account of thousands of ranks in one process: no tensor holds data, and no message is sent.
 
 What is seen is the first rank. Its blocks are built, sharded and run as real ones are, on tensors that know their shape
-alone, in a group that answers by itself. No optimizer step is run: such a group leaves gradients as they are.
+alone, in a group that answers by itself. What such a group gathers and reduces means nothing: only sizes are looked at.
 """
 import contextlib
 from collections.abc import Iterator
@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.studies.distributed import account
+from benchmarks.studies.distributed import account, timed
 from benchmarks.studies.distributed.account import Counting, Moved
 from benchmarks.studies.distributed.layout import Layout
-from benchmarks.studies.distributed.parallel import Sharding, build, mesh_of
+from benchmarks.studies.distributed.parallel import Sharding, build, mesh_of, seeded
+from benchmarks.studies.distributed.proof import adamw
 from common.block.config import BlockConfig
 from common.block.steps import Step
 
@@ -25,9 +27,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Seen:
-    """What a step moves on the first rank, and what that keeps: the bytes of its shards, as often as it has copies."""
+    """What a step moves on the first rank, what that keeps (the bytes of its shards, as often as it has copies), and
+    the most that it holds at once in a training step with AdamW.
+    """
     moved: dict[str, Moved]
     state_bytes: int
+    peak_bytes: int
 
 
 @contextlib.contextmanager
@@ -41,7 +46,7 @@ def fake_group(ranks: int) -> Iterator[None]:
 
 
 def seen_at(step: Step, config: BlockConfig, layers: int, layout: Layout, sharding: Sharding) -> Seen:
-    """One forward and backward of spread blocks."""
+    """A forward and backward of spread blocks, and a training step."""
     fake = FakeTensorMode()
     with fake_group(layout.ranks):
         mesh = mesh_of(layout, CPU)
@@ -50,8 +55,29 @@ def seen_at(step: Step, config: BlockConfig, layers: int, layout: Layout, shardi
             with fake:                                     # it is sharded outside of that, and runs inside
                 return step.module.Block(config)           # nothing is loaded: a fake tensor can't be moved
         stack = build(make, config, layers, layout, mesh, sharding, torch.float32)
-        with fake, Counting() as counting:
+        optimizer = adamw(list(stack.parameters()))
+        with fake:
             x = torch.empty(config.batch_size, config.seq_len, config.hidden_size, requires_grad=True)
-            stack(x).square().mean().backward()
+            dy = torch.empty_like(x)
+            with Counting() as counting:
+                stack(x).backward(dy)
+            optimizer.step()                               # what AdamW keeps is there from here on
+            stack.zero_grad(set_to_none=True)
+            x.grad = None
+            with FSDPMemTracker(stack, optimizer) as tracker:
+                stack(x).backward(dy)
+                optimizer.step()
+            peak = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
         kept = sum(account.own(parameter).nbytes for parameter in stack.parameters())
-    return Seen(counting.moved, kept * account.COPIES)
+    return Seen(counting.moved, kept * account.COPIES, peak)
+
+
+def measured_peak(step: Step, config: BlockConfig, layers: int, layout: Layout, sharding: Sharding,
+                  device: torch.device) -> int:
+    """The most that a GPU holds at once when it really runs what the first rank runs. It needs the memory."""
+    with fake_group(layout.ranks):
+        make = seeded(step, config, layout, 0, torch.float32, device)
+        stack = build(make, config, layers, layout, mesh_of(layout, device), sharding, torch.float32)
+        shape = config.batch_size, config.seq_len, config.hidden_size
+        x, dy = (torch.randn(shape, device=device) for _ in range(2))
+        return timed.peak_bytes(stack, x, dy)

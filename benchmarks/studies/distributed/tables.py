@@ -22,14 +22,18 @@ MEANING = "float64"                                        # the dtype of the pa
 MOVED, KEPT = "moved", "kept"                              # the metrics: bytes of a kind of collective, bytes of a rank
 LOSSES, MODEL = "loss", "step by the ring's model"         # and of each training step; seconds
 LATENCY, ALONE = "latency", "latency alone"                # ms by round, of spread blocks and of whole ones
-EXPOSED, PEAK = "exposed communication", "peak memory"     # ms and bytes
+EXPOSED = "exposed communication"                          # ms
+FORESEEN, PEAK = "peak memory, foreseen", "peak memory"    # bytes, by the simulation and on a GPU
 SIMULATED = "simulated: in one process, on tensors without data; nothing was sent"
 NUMERICS = "times n/a: numerics only: ranks on a CPU share its cores, and talk by Gloo"
 TIMES = """\
 MFU: FLOPs of matmuls and attention (causal attention counted half, a backward twice its forward, nothing that is
 computed again) over what the data sheet promises, dense. Efficiency: the time of the same blocks on one GPU alone, in
 the same rounds, over that of the spread ones; where ranks share a batch, over as many times that. Exposed: only
-communication went on; unions of intervals. Peak: of a whole training step, AdamW's averages with it."""
+communication went on; unions of intervals."""
+PEAKS = """\
+Foreseen: by torch's FSDPMemTracker on tensors without data; it does not see what one operator takes for itself
+meanwhile. On a GPU: torch.cuda.max_memory_allocated."""
 FROM_ONE = "compute is that of one H200, as the ladder was recorded there"
 
 
@@ -47,8 +51,8 @@ def text(lines: list[Record], width: int | None = None) -> str:
                for of_case in every if of_case.info["reason"]]
     proved = table(rows, ["against one process in FP64", *ERRORS, "status"], width) if rows else ""
     simulated = SIMULATED if len(rows) < len(every) else ""
-    blocks = [proved, "\n".join(worst), _account(every, width), _times(every, width),
-              _training(every), simulated, _model(every, width), "\n".join(reasons)]
+    blocks = [proved, "\n".join(worst), _account(every, width), _peaks(every, width),
+              _times(every, width), _training(every), simulated, _model(every, width), "\n".join(reasons)]
     return framed(lines, blocks, [])
 
 
@@ -90,8 +94,25 @@ def records_of_time(result: Result, of_it: Timed, layers: int, layout: Layout, d
     if of_it.alone:
         lines.append(record(result, ALONE, "ms", of_it.alone, BOTH))
     lines.append(record(result, EXPOSED, "ms", [of_it.exposed_ms], BOTH, communication=of_it.communication_ms))
-    lines.append(record(result, PEAK, "bytes", [of_it.peak_bytes], BOTH))
     return lines
+
+
+def records_of_peak(result: Result, peak_bytes: int) -> list[Record]:
+    """What a GPU has held at once."""
+    return [record(result, PEAK, "bytes", [peak_bytes], BOTH)]
+
+
+def _peaks(every: Sequence[Run], width: int | None) -> str:
+    """The most that a rank holds at once, as it was foreseen and as a GPU has it."""
+    rows = []
+    for of_case in every:
+        foreseen, measured = (of_case.value(BOTH, what) for what in (FORESEEN, PEAK))
+        if foreseen or measured:
+            off = percent(100 * abs(foreseen - measured) / measured) if foreseen and measured else ""
+            rows.append([_words(of_case), *(figures(each / 2**30) if each else NOT_AVAILABLE
+                                            for each in (foreseen, measured)), off])
+    headers = ["peak memory of a training step, GiB", "foreseen", "on a GPU", "off by %"]
+    return f"{table(rows, headers, width)}\n\n{PEAKS}" if rows else ""
 
 
 def _times(every: Sequence[Run], width: int | None) -> str:
@@ -104,15 +125,14 @@ def _times(every: Sequence[Run], width: int | None) -> str:
         told, samples = extra(timed), values(timed)
         seconds = statistics.median(samples) / 1e3
         share = percent(100 * told["flops"] / seconds / told["peak_flops"]) if told["peak_flops"] else NOT_AVAILABLE
-        talked, kept, whole = (of_case.find(BOTH, what) for what in (EXPOSED, PEAK, ALONE))
-        assert talked and kept
+        talked, whole = (of_case.find(BOTH, what) for what in (EXPOSED, ALONE))
+        assert talked
         efficiency = "n/a: whole they do not fit" if not whole else ratio(
             rounds.paired_ratio([ms / told["ranks_of_a_batch"] for ms in values(whole)], samples))
         rows.append([_words(of_case), figures(1e3 * seconds), f"{told['tokens'] / seconds:,.0f}", share, efficiency,
-                     figures(extra(talked)["communication"]), figures(values(talked)[0]),
-                     f"{values(kept)[0] / 2**30:.2f}"])
-    headers = ["forward+backward", "ms", "tokens/s a GPU", "MFU", "efficiency [95 %]", "communication ms", "exposed ms",
-               "peak GiB"]
+                     figures(extra(talked)["communication"]), figures(values(talked)[0])])
+    headers = ["forward+backward", "ms", "tokens/s a GPU", "MFU %", "efficiency [95 %]", "communication ms",
+               "exposed ms"]
     if rows:
         return f"{table(rows, headers, width)}\n\n{TIMES}"
     on_cpus = any(runner(line)["type"] == "cpu" for of_case in every for line in of_case.lines

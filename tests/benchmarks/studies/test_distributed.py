@@ -1,8 +1,10 @@
 """Spread blocks are the whole ones: what the words of a layout mean, what the proof finds, how a rank's end is told."""
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from benchmarks.studies.distributed import (
     account,
     checkpoints,
     exposed,
+    foreseen,
     launching,
     parallel,
     proof,
@@ -263,6 +266,37 @@ def test_the_formula_at_a_published_size():
                      account.SCATTER: account.Moved(4, 4 * 4 * 201_379_840)}
 
 
+def held_at_once(layout, number, config):
+    """Bytes of a training step with AdamW on the first rank, by what the CPU's allocator is asked for and given back.
+    """
+    mesh = parallel.mesh_of(layout, CPU)
+    make = parallel.seeded(steps.load(number), config, layout, 0, torch.float32, CPU)
+    stack = parallel.build(make, config, LAYERS, layout, mesh, USUAL, torch.float32)
+    optimizer = proof.adamw(list(stack.parameters()))
+    x, dy = proof.global_batch(config, Layout(), 0)
+    work = timed.iteration_of(stack, x, dy)
+    for _ in range(2):
+        work.between()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+            work.run()
+            optimizer.step()
+        before = 3 * sum(account.own(parameter).nbytes for parameter in stack.parameters()) + x.nbytes + dy.nbytes
+    events = [(event.start_ns(), event.nbytes()) for event in seen.profiler.kineto_results.events()
+              if event.name() == "[memory]"]
+    return before + max(itertools.accumulate(size for _, size in sorted(events)))
+
+
+@integration
+@pytest.mark.parametrize("words, ranks, number", [("fsdp", 8, 0), ("hsdp:2x2", 4, 2), ("tp:2", 2, 2),
+                                                  ("tp:2+sp", 2, 2), ("fsdp,tp:2", 4, 0)])
+def test_the_memory_that_is_foreseen_is_what_a_rank_holds(words, ranks, number):
+    config, layout = BlockConfig(2, 128, 256, 4, amp_dtype=None), parsed(words, ranks)
+    with simulate.fake_group(ranks):
+        held = held_at_once(layout, number, config)
+    foreseen = simulate.seen_at(steps.load(number), config, LAYERS, layout, USUAL).peak_bytes
+    assert foreseen == pytest.approx(held, rel=0.05)
+
+
 @unit
 def test_an_account_that_is_off_fails(study_main, monkeypatch):
     expected = account.expected
@@ -436,6 +470,8 @@ def test_how_a_rank_ended_is_told():
     ([], "give --ranks N, or start it by torchrun"), (["--ranks", "2", "--parallel", "tp:3"], "not divisible by tp:3"),
     (["--ranks", "3", "--parallel", "tp:3"], "num_heads 4 is not divisible by 3"),
     (["--simulate", "4", "--ranks", "2"], "give one of them"),
+    (["--simulate", "4", "--profile", "timeline.json"], "nothing runs with --simulate"),
+    (["--ranks", "2", "--profile", "/nowhere/timeline.json"], "give a file that can be written"),
     (["--ranks", "2", "--published"], "belongs to --simulate"),
     (["--ranks", "2", "--step", "4", "--checkpoint", "new"], "FP8's scales are no part"),
     (["--simulate", "4", "--step", "4"], "its parameters are those of step 2"),
@@ -481,20 +517,22 @@ def test_a_simulation_is_shown_as_one(study_main, tmp_path):
     words = ["--preset", "tiny", "--simulate", "8,64", "--device", "cpu", "--json", path]
     status, out, _ = study_main("distributed", *words)
     assert status == 0 and "fsdp:64" in out and "nothing was sent" in out and "against one process" not in out
+    assert "foreseen" in out and "times n/a" not in out
     assert STUDY.told(read(path)) in out
 
 
 @integration
 def test_the_command_from_words_to_table(tmp_path):
-    path = tmp_path / "distributed.jsonl"
+    path, timeline = tmp_path / "distributed.jsonl", tmp_path / "timeline.json"
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks", "distributed", "--ranks", "2", "--preset", "tiny", "--layers", "2",
-         "--device", "cpu", "--json", path], cwd=ROOT, capture_output=True, text=True,
+         "--device", "cpu", "--json", path, "--profile", timeline], cwd=ROOT, capture_output=True, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
     assert ended.returncode == 0, ended.stderr
     lines = read(path)
     assert [run.status for run in runs(lines)] == ["ok", "ok"]
     assert STUDY.told(lines) in ended.stdout and "step 2, 2 layers, fsdp:2, float64" in ended.stdout
+    assert "times n/a: numerics only" in ended.stdout and "gloo:all_gather" in timeline.read_text()
     assert STUDY.answer(lines).startswith("in FP64 spread and whole agree to ")
 
 
@@ -578,11 +616,20 @@ def of_times(layout, **figures_of_it):
 
 
 @unit
+def test_peaks_are_shown_as_they_are_foreseen_and_measured(study_main, tmp_path):
+    result = Result("2_sdpa", PRESETS["tiny"], "float32", GPU, 2, steps.load(2).traits, study="distributed",
+                    variant={"parallel": "fsdp:2", "layers": 4, "precision": "autocast"}, matmul="bfloat16")
+    shown = STUDY.told([*foreseen(result, 2**34), *tables.records_of_peak(result, 2**34 + 2**30)])
+    assert re.search(r"autocast +16\.0 +17\.0 +6\n", shown), shown
+    result.traits = steps.load(3).traits
+    assert foreseen(result, 2**34) == []
+
+
+@unit
 def test_times_are_shown_beside_those_of_one_gpu_alone():
-    of_data = of_times(Layout(shard=2), spread=[100.0] * 6, alone=[95.0] * 6, communication_ms=30.0, exposed_ms=4.0,
-                       peak_bytes=2**34)
+    of_data = of_times(Layout(shard=2), spread=[100.0] * 6, alone=[95.0] * 6, communication_ms=30.0, exposed_ms=4.0)
     shown = STUDY.told(of_data)
-    assert "163,840" in shown and "0.95 [0.95, 0.95]" in shown and "16.00" in shown and tables.TIMES in shown
+    assert "163,840" in shown and "0.95 [0.95, 0.95]" in shown and tables.TIMES in shown
     of_tensor = of_times(Layout(tensor=2), spread=[100.0] * 6, alone=[160.0] * 6)
     assert "81,920" in (shown := STUDY.told(of_tensor)) and "0.80 [0.80, 0.80]" in shown
     assert "n/a: whole they do not fit" in STUDY.told(of_times(Layout(shard=2), spread=[100.0] * 6))
