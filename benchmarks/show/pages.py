@@ -5,6 +5,7 @@
 A part stands in a page between `<!-- begin NAME -->` and `<!-- end NAME -->`.
 """
 import argparse
+import ast
 import difflib
 import itertools
 import re
@@ -297,10 +298,17 @@ def slowed_by(lines: list[Record]) -> float:
 
 
 def diff(before: steps.Step, after: steps.Step) -> str:
-    """The lines that differ between two steps."""
-    old, new = before.path.read_text().splitlines(), after.path.read_text().splitlines()
+    """The lines that differ between two steps, their docstrings aside."""
+    old, new = _code(before.path), _code(after.path)
     lines = [line for line in difflib.unified_diff(old, new, lineterm="", n=0) if not line.startswith("@@")][2:]
-    return f"{len(lines)} lines:\n\n```diff\n" + "\n".join(lines) + "\n```"
+    return f"{len(lines)} lines, docstrings aside:\n\n```diff\n" + "\n".join(lines) + "\n```"
+
+
+def _code(path: Path) -> list[str]:
+    """The lines of a script behind its docstring."""
+    text = path.read_text()
+    docstring = ast.parse(text).body[0]
+    return text.splitlines()[docstring.end_lineno:]
 
 
 def card() -> str:
