@@ -70,9 +70,10 @@ def run(study: Study, options: Options) -> int:
     with launching.told():
         if options.device.type == "cuda":
             torch.cuda.set_device(own.local)
-            if own.rank == 0 and not steps.load(options.step).traits.fp8:      # before there is a real group
-                which = steps.load(options.step), options.config, options.layers, options.layout, options.sharding
-                options.foreseen = simulate.seen_at(*which).peak_bytes
+            step = steps.load(options.step)
+            if not own.rank and not step.traits.fp8:       # before there is a real group
+                seen = simulate.seen_at(step, options.config, options.layers, options.layout, options.sharding)
+                options.foreseen = seen.peak_bytes
         with launching.process_group(options.device, options.timeout) as watch:
             return run_as_rank(study, options, own, watch)
 
@@ -294,4 +295,5 @@ def account_records(result: Result, counted: dict[str, Moved], state_bytes: int,
 
 
 register(Study("distributed", __doc__, lambda options: [], text=tables.text, run=run,
+               charts=tables.charts, no_chart="it is of simulated ranks, of several numbers",
                add_arguments=flags.add_arguments, refine=flags.refine, answer=tables.answer, place=11))

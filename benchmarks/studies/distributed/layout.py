@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from common.block.config import BlockConfig
 from common.block.steps import Step
 
-EXAMPLES = "fsdp, hsdp:2x2, tp:2, tp:2+sp, or fsdp:2,tp:2"
-_DATA = re.compile(r"fsdp(?::(\d+))?|hsdp:(\d+)x(\d+)")
+EXAMPLES = "fsdp, hsdp:2x2, tp:2, tp:2+sp, or fsdp:2,tp:2"            # without the first number it takes what is left
+_DATA = re.compile(r"fsdp(?::(\d+))?|hsdp:(?:(\d+)x)?(\d+)")
 _TENSOR = re.compile(r"tp:(\d+)(\+sp)?")
 
 
@@ -45,6 +45,12 @@ class Layout:
             words.append(f"tp:{self.tensor}" + "+sp" * self.sequence)
         return ",".join(words)
 
+    @property
+    def kind(self) -> str:
+        """Its words without what grows with the ranks: "fsdp", "hsdp:8", "fsdp,tp:2"."""
+        data = f"hsdp:{self.shard}" if self.replicate > 1 else "fsdp"
+        return data + (f",tp:{self.tensor}" + "+sp" * self.sequence if self.tensor > 1 else "")
+
     def check(self, config: BlockConfig, step: Step) -> None:
         """Raise ValueError where blocks of that step and shape can't be spread so."""
         if self.tensor > 1 and step.traits.fp8:
@@ -75,8 +81,8 @@ def parsed(text: str, ranks: int) -> Layout:
     if min(given, default=1) < 1:
         raise ValueError(f"--parallel {text}: give numbers from 1 on")
     split = int(tensor[1]) if tensor else 1
-    replicate = int(data[2] or 1) if data else 1
     shard = int(data[1] or data[3] or ranks // split) if data else 1       # a plain fsdp takes what is left
+    replicate = int(data[2] or ranks // split // shard) if data and data[3] else 1
     if ranks % split:
         raise ValueError(f"--parallel {text}: {ranks} ranks are not divisible by tp:{split}")
     layout = Layout(replicate, shard, split, bool(tensor and tensor[2]))

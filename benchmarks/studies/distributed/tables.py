@@ -1,13 +1,17 @@
 """What `distributed` shows, from records: the proof, the account, the training, the model of time."""
+import math
+import re
 import statistics
 from collections.abc import Sequence
 
 import torch
 
 from benchmarks.records.read import Run, extra, metric, runner, runs, values
+from benchmarks.show import charts as charting
+from benchmarks.show.charts import Charts
 from benchmarks.show.tables import NO_ANSWER, framed
 from benchmarks.studies.distributed import account, published, ring
-from benchmarks.studies.distributed.layout import Layout
+from benchmarks.studies.distributed.layout import Layout, parsed
 from benchmarks.studies.distributed.proof import BRANCH, GRADIENT, INPUT, LOSS, UPDATE
 from benchmarks.studies.distributed.timed import Timed
 from common.block import block_work
@@ -181,6 +185,30 @@ def _error(run: Run, what: str) -> str:
 def _worst_parameter(run: Run) -> str:
     line = run.find("check", f"{GRADIENT} error")
     return extra(line)["worst"] if line else ""
+
+
+def laid_out(told: str) -> tuple[int, Layout]:
+    """(ranks, layout) of a record's words."""
+    ranks = math.prod(int(number) for number in re.findall(r"\d+", told))
+    return ranks, parsed(told, ranks)
+
+
+def charts(lines: list[Record]) -> Charts:
+    """By simulated ranks: what each moves in a step, and what it holds at once; a line a kind of layout."""
+    moved: dict[str, charting.Points] = {}
+    held: dict[str, charting.Points] = {}
+    for of_case in runs(lines):
+        peak = of_case.value(BOTH, FORESEEN)
+        if peak and of_case.variant.get("simulated"):
+            ranks, layout = laid_out(of_case.variant["parallel"])
+            of_it = sum(values(line)[0] for line in of_case.lines if metric(line) == MOVED)
+            moved.setdefault(layout.kind, []).append((ranks, of_it / 1e9))
+            held.setdefault(layout.kind, []).append((ranks, peak / 2**30))
+    panels = {"GB in a step's collectives, a rank": moved, "GiB at once in a training step, a rank": held}
+    title = "simulated: no communication ran"
+    if not any(len(points) > 1 for points in moved.values()):
+        return {}
+    return {"ranks": lambda: charting.panels_chart(panels, "ranks", "", title, "")}
 
 
 def answer(lines: list[Record]) -> str:

@@ -59,15 +59,24 @@ LAYERS = 2
     ("fsdp", 4, Layout(1, 4, 1), "fsdp:4"), ("fsdp:2", 2, Layout(1, 2, 1), "fsdp:2"), ("fsdp", 1, Layout(), "fsdp:1"),
     ("hsdp:2x4", 8, Layout(2, 4, 1), "hsdp:2x4"), ("tp:2", 2, Layout(1, 1, 2), "tp:2"),
     ("tp:4+sp", 4, Layout(1, 1, 4, True), "tp:4+sp"), ("fsdp, tp:2", 8, Layout(1, 4, 2), "fsdp:4,tp:2"),
-    ("tp:2+sp,fsdp:2", 4, Layout(1, 2, 2, True), "fsdp:2,tp:2+sp")])
+    ("tp:2+sp,fsdp:2", 4, Layout(1, 2, 2, True), "fsdp:2,tp:2+sp"), ("hsdp:4", 8, Layout(2, 4, 1), "hsdp:2x4")])
 def test_a_layout_is_read_and_told(text, ranks, layout, told):
     assert parsed(text, ranks) == layout and str(layout) == told and parsed(told, ranks) == layout
 
 
 @unit
+@pytest.mark.parametrize("told, kind", [("fsdp:4", "fsdp"), ("hsdp:2x4", "hsdp:4"), ("tp:2", "fsdp,tp:2"),
+                                        ("fsdp:8,tp:2+sp", "fsdp,tp:2+sp")])
+def test_a_layout_has_a_kind_at_any_number_of_ranks(told, kind):
+    ranks, layout = tables.laid_out(told)
+    assert layout.ranks == ranks and layout.kind == kind and str(layout) == told
+
+
+@unit
 @pytest.mark.parametrize("text, ranks, said", [
     ("ddp", 2, "'ddp' is no layout; give fsdp, hsdp:2x2"), ("", 2, "'nothing' is no layout"),
-    ("fsdp,fsdp", 2, "no layout"), ("fsdp:3", 2, "that is 3 ranks, and there are 2"), ("tp:0", 2, "numbers from 1 on"),
+    ("fsdp,fsdp", 2, "no layout"), ("hsdp:4", 2, "that is 0 ranks"),
+    ("fsdp:3", 2, "that is 3 ranks, and there are 2"), ("tp:0", 2, "numbers from 1 on"),
     ("hsdp:2x0", 2, "numbers from 1 on"), ("fsdp,tp:3", 4, "4 ranks are not divisible by tp:3"),
     ("tp:2", 4, "that is 2 ranks, and there are 4")])
 def test_a_wrong_layout_is_a_line(text, ranks, said):
