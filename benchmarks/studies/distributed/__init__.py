@@ -13,6 +13,7 @@ global batch. What a step moves and what a rank keeps is counted, and must equal
 the next run goes on.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted; where a rank fails, that rank's.
 """
+import contextlib
 import dataclasses
 import math
 
@@ -72,8 +73,9 @@ def run(study: Study, options: Options) -> int:
             torch.cuda.set_device(own.local)
             step = steps.load(options.step)
             if not own.rank and not step.traits.fp8:       # before there is a real group
-                seen = simulate.seen_at(step, options.config, options.layers, options.layout, options.sharding)
-                options.foreseen = seen.peak_bytes
+                with contextlib.suppress(NotImplementedError):
+                    seen = simulate.seen_at(step, options.config, options.layers, options.layout, options.sharding)
+                    options.foreseen = seen.peak_bytes
         with launching.process_group(options.device, options.timeout) as watch:
             return run_as_rank(study, options, own, watch)
 
@@ -81,29 +83,32 @@ def run(study: Study, options: Options) -> int:
 def run_simulated(study: Study, options: Options) -> int:
     """The account of each number of ranks; the exit status."""
     session = open_session(study, options)
+    statuses = []
     for layout in options.layouts:
         session.say(Phase.COUNTING, str(layout))
         result = result_of(options, options.config, torch.float32, layout, session)
         result.variant["simulated"] = True
         which = steps.load(options.step), options.config, options.layers, layout, options.sharding
-        seen = simulate.seen_at(*which)
         lines: list[Record] = []
         try:
+            seen = simulate.seen_at(*which)
             lines = account_records(result, seen.moved, seen.state_bytes, options, layout, torch.float32)
-            lines += foreseen(result, seen.peak_bytes)
+            lines += foreseen(result, seen.peak_bytes) + modelled(result, options, layout)
             if options.device.type == "cuda":
                 session.say(Phase.OBSERVING, f"{layout}, with data")
                 lines += tables.records_of_peak(result, simulate.measured_peak(*which, options.device))
-            lines += modelled(result, options, layout)
         except Failed as error:
             result.status, result.reason = "failed", str(error)
+        except NotImplementedError as error:
+            result.status, result.reason = "skipped", str(error)
         except torch.OutOfMemoryError:
             session.note(f"{layout}: with data it does not fit on this GPU; its memory is foreseen alone")
         session.write([*check_records(result), *lines])
+        statuses.append(result.status)
     show(study, options, session)
     if options.published:
         tell("\n" + published.text())
-    return exit_status(info(line)["status"] for line in session.lines)
+    return exit_status(statuses)
 
 
 def foreseen(result: Result, peak_bytes: int) -> list[Record]:

@@ -47,8 +47,10 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if "c10d" in func.namespace and (kind := kind_of(func.__name__)):
-            most = max(map(bytes_of, (*args, result)))
-            self.moved[kind] = self.moved.get(kind, Moved()) + Moved(1, most)
+            sizes = {bytes_of(each) for each in (*args, result)} - {0}
+            is_alone = kind in (GATHER, SCATTER) and len(sizes) == 1       # torch 2.9 calls it in a group of one, too
+            if not is_alone:
+                self.moved[kind] = self.moved.get(kind, Moved()) + Moved(1, max(sizes, default=0))
         return result
 
 

@@ -23,6 +23,7 @@ from common.block.config import BlockConfig
 from common.block.steps import Step
 
 CPU = torch.device("cpu")
+NO_GROUP = "Could not resolve the process group"           # fsdp with tp+sp in torch 2.9
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,17 @@ def fake_group(ranks: int) -> Iterator[None]:
 
 
 def seen_at(step: Step, config: BlockConfig, layers: int, layout: Layout, sharding: Sharding) -> Seen:
-    """A forward and backward of spread blocks, and a training step."""
+    """A forward and backward of spread blocks, and a training step. Raises NotImplementedError where torch can't."""
+    try:
+        return _seen_at(step, config, layers, layout, sharding)
+    except RuntimeError as error:
+        if NO_GROUP not in str(error):
+            raise
+        raise NotImplementedError(f"torch {torch.__version__} does not find its groups when it simulates this layout"
+                                  ) from None
+
+
+def _seen_at(step: Step, config: BlockConfig, layers: int, layout: Layout, sharding: Sharding) -> Seen:
     fake = FakeTensorMode()
     with fake_group(layout.ranks):
         mesh = mesh_of(layout, CPU)

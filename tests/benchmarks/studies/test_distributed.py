@@ -254,7 +254,10 @@ def test_each_mutant_is_caught():
 def test_what_is_moved_is_what_the_formula_gives(words, ranks, sharding):
     """To the byte: 96 rows in 7 shards are padded to 98."""
     config, layout = CONFIG.replace(amp_dtype=torch.bfloat16), parsed(words, ranks)
-    seen = simulate.seen_at(steps.load(2), config, LAYERS, layout, sharding)
+    try:
+        seen = simulate.seen_at(steps.load(2), config, LAYERS, layout, sharding)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
     assert seen.moved == account.expected(config, LAYERS, layout, sharding, torch.float32)
     assert seen.state_bytes == account.expected_state(config, LAYERS, layout, torch.float32)
 
@@ -518,6 +521,15 @@ def test_a_rank_among_others_that_were_started(study_main, monkeypatch):
     assert launching.place() == launching.Place(1, 1, 4)
     status, _, err = study_main("distributed", "--preset", "tiny", "--device", "cpu", "--ranks", "2")
     assert status == 2 and "the launcher has started 4" in err
+
+
+@unit
+def test_what_a_version_of_torch_can_not_simulate_is_a_skipped_row(study_main, monkeypatch):
+    def lost(*_):
+        raise RuntimeError("Could not resolve the process group registered under the name 5")
+    monkeypatch.setattr(simulate, "mesh_of", lost)
+    status, out, _ = study_main("distributed", "--preset", "tiny", "--simulate", "8", "--device", "cpu")
+    assert status == 4 and f"fsdp:8, skipped: torch {torch.__version__} does not find its groups" in out
 
 
 @unit
