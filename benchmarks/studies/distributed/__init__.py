@@ -11,7 +11,7 @@ gradients of the input and of every parameter, and one step of AdamW, each again
 global batch. What a step moves and what a rank keeps is counted, and must equal a closed formula to the byte;
 --simulate counts it for thousands of ranks in one process. With --checkpoint it trains some steps and saves each, and
 the next run goes on.
-Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted; where a rank fails, that rank's.
+Exit status: 0 ok, 1 failed, 2 usage, 4 skipped, 130 interrupted; where a rank fails, that rank's.
 """
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.records import RESULTS
-from benchmarks.records.read import info, read, runs
+from benchmarks.records.read import read, runs
 from benchmarks.show.study import Options, Study, exit_status, open_session, register, show
 from benchmarks.studies.distributed import (
     account,

@@ -202,12 +202,14 @@ def charts(lines: list[Record]) -> Charts:
         if peak and of_case.variant.get("simulated"):
             ranks, layout = laid_out(of_case.variant["parallel"])
             of_it = sum(values(line)[0] for line in of_case.lines if metric(line) == MOVED)
-            moved.setdefault(layout.kind, []).append((ranks, of_it / 1e9))
-            held.setdefault(layout.kind, []).append((ranks, peak / 2**30))
+            name = f"{layout.kind}, {of_case.variant['precision']}"
+            moved.setdefault(name, []).append((ranks, of_it / 1e9))
+            held.setdefault(name, []).append((ranks, peak / 2**30))
     panels = {"GB in a step's collectives, a rank": moved, "GiB at once in a training step, a rank": held}
-    title = "simulated: no communication ran"
     if not any(len(points) > 1 for points in moved.values()):
         return {}
+    layers = sorted({of_case.variant["layers"] for of_case in runs(lines) if of_case.variant.get("simulated")})
+    title = f"{' and '.join(map(str, layers))} layers, simulated: no communication ran"
     return {"ranks": lambda: charting.panels_chart(panels, "ranks", "", title, "")}
 
 

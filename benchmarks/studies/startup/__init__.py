@@ -7,7 +7,7 @@ caches of its own, the median of three. The ways are: without a compiler, cold, 
 filled, from a mega-cache, from a function that aot_compile saved, from an AOTInductor package. It is taken of one
 block, of 12 that are compiled as a whole, and of 12 by repeated layer. That first result itself is checked against
 FP64. Then: how often is a new shape compiled anew, and what does a call take afterwards? With --json a run that was
-interrupted goes on where it stopped. Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
+interrupted goes on where it stopped. Exit status: 0 ok, 1 failed, 2 usage, 4 skipped, 130 interrupted.
 """
 import dataclasses
 import math
@@ -74,10 +74,11 @@ def run(study: Study, options: Options) -> int:
                 if not _timed(known):
                     session.measure(group(options.config, options.layers))
             measure([cell for cell in every if cell.way == PACKAGE])           # they take longest
+        statuses = [info(line)["status"] for line in session.lines]            # before the run's own record joins them
         show(study, options, session, known + session.lines)
         if options.quick:
             tell(QUICK)
-        return exit_status(info(line)["status"] for line in session.lines)
+        return exit_status(statuses)
 
 
 def way_of(session: Session, options: Options) -> dict[str, Any]:

@@ -602,8 +602,12 @@ class OfMany:
         return [self.ms] * count
 
 
-def counts_of(rank, fits):
-    """(how often each rank has run what, the times of the first), where the second one has memory or has not."""
+def counts_of(rank):
+    """(how often each rank has run what, the times of the first), where the second one has memory and has not."""
+    return [_counts_of(rank, fits) for fits in (True, False)]
+
+
+def _counts_of(rank, fits):
     layout, clock = parsed("fsdp", 2), OfMany(rank)
     make = parallel.seeded(steps.load(2), CONFIG, layout, 0, torch.float32, CPU)
     stack = parallel.build(make, CONFIG, LAYERS, layout, parallel.mesh_of(layout, CPU), USUAL, torch.float32)
@@ -621,11 +625,10 @@ def counts_of(rank, fits):
 
 
 @integration
-@pytest.mark.parametrize("fits", [True, False])
-def test_all_ranks_run_as_often_as_the_first_one_says(fits):
-    every, of_it = on_ranks(2, counts_of, fits)
-    assert every[0] == every[1] and (100, 100) in every[0]
-    assert of_it.spread == [1.0] * 6 and of_it.alone == [1.0] * 6 * fits
+def test_all_ranks_run_as_often_as_the_first_one_says():
+    for (every, of_it), fits in zip(on_ranks(2, counts_of), (True, False), strict=True):
+        assert every[0] == every[1] and (100, 100) in every[0]
+        assert of_it.spread == [1.0] * 6 and of_it.alone == [1.0] * 6 * fits
 
 
 def of_times(layout, **figures_of_it):
