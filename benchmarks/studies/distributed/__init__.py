@@ -38,7 +38,7 @@ from benchmarks.studies.distributed import (
 )
 from benchmarks.studies.distributed.account import GATHER, SCATTER, Moved
 from benchmarks.studies.distributed.layout import Layout
-from benchmarks.studies.distributed.parallel import Layer, Stack, build, mesh_of, seeded
+from benchmarks.studies.distributed.parallel import Layer, Stack, build, mesh_of, seeded, share_scales
 from benchmarks.studies.distributed.tables import FORESEEN, KEPT, LOSSES, MODEL, MOVED
 from benchmarks.studies.distributed.watch import Watch
 from common import steps
@@ -273,9 +273,7 @@ def whole_stack(options: Options) -> Stack:
     """The same blocks, each whole on this device."""
     make = seeded(steps.load(options.step), options.config, Layout(), options.seed, torch.float32, options.device)
     stack = Stack([Layer(make(number)) for number in range(options.layers)])
-    for block in stack.blocks:
-        if recipe := getattr(block, "recipe", None):
-            recipe.reduce_amax = False                     # else Transformer Engine asks the other ranks all the same
+    share_scales(stack, False)
     return stack
 
 

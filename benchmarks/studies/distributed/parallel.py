@@ -170,6 +170,17 @@ def build(make: Make, config: BlockConfig, layers: int, layout: Layout, mesh: De
     return stack
 
 
+def share_scales(stack: Stack, is_shared: bool) -> None:
+    """Whether Transformer Engine takes FP8's scales from the largest values of all ranks, by collectives of its own.
+
+    It does so by default wherever there is a process group. The emulation never does: its recipe has no such field.
+    """
+    for block in stack.blocks:
+        recipe: Any = getattr(block, "recipe", None)
+        if hasattr(recipe, "reduce_amax"):
+            recipe.reduce_amax = is_shared
+
+
 def _set(stack: Stack, layout: Layout, sharding: Sharding, device_type: str) -> None:
     """Tell each layer what its gradients are divided by, and which layers to gather ahead."""
     layers: list[FSDPModule] = [layer for layer in stack.layers if isinstance(layer, FSDPModule)]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.studies.distributed.account import Counting, Moved, state_of
 from benchmarks.studies.distributed.layout import Layout
-from benchmarks.studies.distributed.parallel import Stack, gathered, values_of
+from benchmarks.studies.distributed.parallel import Stack, gathered, share_scales, values_of
 from common import parameters
 from common.block import oracle
 from common.block.config import BlockConfig
@@ -130,7 +130,7 @@ def found_by(stack: Stack, config: BlockConfig, layout: Layout, seed: int, dtype
     x, target = batch[0].requires_grad_(), batch[1]
     if calibrated:
         reached("calibrating")
-        _calibrate(stack, x)
+        _calibrate(stack, x, target)
     reached("forward")
     y = stack(x)
     loss = loss_of(y, target)
@@ -147,17 +147,20 @@ def found_by(stack: Stack, config: BlockConfig, layout: Layout, seed: int, dtype
     _compare_update(found, stack, layout, gradients)
     reached("counting")
     stack.zero_grad(set_to_none=True)
+    share_scales(stack, False)                             # no formula has what Transformer Engine moves for that
     # Apart, and as it is uncompiled: torch.compile refuses such a mode.
     with torch.compiler.set_stance("force_eager"), Counting() as counting:
         loss_of(stack(x), target).backward()
+    share_scales(stack, True)
     found.moved = counting.moved
     return found
 
 
-def _calibrate(stack: Stack, x: Tensor) -> None:
-    """Each rank's own scales, by three forward+backwards, as one process has it. Raises Failed if they don't move."""
+def _calibrate(stack: Stack, x: Tensor, target: Tensor) -> None:
+    """Scales by three forward+backwards of what is checked, as one process has it. Raises Failed if they don't move."""
     for _ in range(3):
-        stack(x.detach().clone().requires_grad_()).square().mean().backward()
+        again = x.detach().clone().requires_grad_()
+        backward(loss_of(stack(again), target), stack, again)
     stack.zero_grad(set_to_none=True)
     for block in stack.blocks:
         check_scales(block)

@@ -97,6 +97,18 @@ def test_blocks_that_can_not_be_split_are_a_line(layout, changes, number, said):
 
 
 @unit
+def test_scales_are_of_all_ranks_or_of_one():
+    recipe = SimpleNamespace(reduce_amax=True)
+    blocks = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    blocks[1].recipe = recipe
+    stack = parallel.Stack([parallel.Layer(block) for block in blocks])
+    parallel.share_scales(stack, False)
+    assert recipe.reduce_amax is False
+    parallel.share_scales(stack, True)
+    assert recipe.reduce_amax is True
+
+
+@unit
 def test_who_shares_a_batch():
     layout = Layout(2, 2, 2)
     assert [layout.batch_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3] and layout.batches == 4
@@ -107,13 +119,19 @@ def test_who_shares_a_batch():
 # --------------------------------------------------------------------------------------------------------------- proof
 
 
-def found_at(layout, sharding, dtype=torch.float64, number=2, config=CONFIG, divided=1.0):
+def found_at(layout, sharding, dtype=torch.float64, number=2, config=CONFIG, divided=1.0, calibrated=False):
     """The errors of spread blocks, on the ranks that there are."""
     mesh = parallel.mesh_of(layout, CPU)
     truth = proof.truth_of(config, LAYERS, layout, 0, CPU) if torch.distributed.get_rank() == 0 else None
     make = parallel.seeded(steps.load(number), config, layout, 0, dtype, CPU)
     stack = parallel.build(make, config, LAYERS, layout, mesh, sharding, dtype)
-    return proof.found_by(stack, config, layout, 0, dtype, CPU, truth, divided=divided)
+    return proof.found_by(stack, config, layout, 0, dtype, CPU, truth, divided=divided, calibrated=calibrated)
+
+
+def in_fp8(rank):
+    """The errors of step 4, emulated."""
+    config = CONFIG.replace(amp_dtype=torch.bfloat16)
+    return found_at(parsed("fsdp", 2), USUAL, torch.float32, 4, config, calibrated=True).errors
 
 
 def every_right_one(rank):
@@ -138,9 +156,16 @@ def every_right_one(rank):
     return found
 
 
+def all_right_ones(rank):
+    return every_right_one(rank), in_fp8(rank)
+
+
 @integration
 def test_spread_blocks_are_the_whole_ones():
-    for what, (errors, is_formula) in on_ranks(2, every_right_one).items():
+    found, of_fp8 = on_ranks(2, all_right_ones)
+    for what, gate in proof.gates("float8, emulated", LAYERS).items():
+        assert of_fp8[what] < gate, (what, of_fp8)
+    for what, (errors, is_formula) in found.items():
         assert is_formula, what
         assert set(errors) == set(proof.gates("float64", 1)) and max(errors.values()) < proof.MEANING, (what, errors)
 
