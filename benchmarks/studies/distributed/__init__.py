@@ -71,11 +71,11 @@ def run(study: Study, options: Options) -> int:
     with launching.told():
         if options.device.type == "cuda":
             torch.cuda.set_device(own.local)
-            step = steps.load(options.step)
-            if not own.rank and not step.traits.fp8:       # before there is a real group
-                with contextlib.suppress(NotImplementedError):
-                    seen = simulate.seen_at(step, options.config, options.layers, options.layout, options.sharding)
-                    options.foreseen = seen.peak_bytes
+        step = steps.load(options.step)
+        if not own.rank and not step.traits.fp8:           # before there is a real group
+            with contextlib.suppress(NotImplementedError):
+                seen = simulate.seen_at(step, options.config, options.layers, options.layout, options.sharding)
+                options.foreseen = seen.peak_bytes
         with launching.process_group(options.device, options.timeout) as watch:
             return run_as_rank(study, options, own, watch)
 
@@ -258,7 +258,7 @@ def timed_records(result: Result, stack: Stack, options: Options, watch: Watch, 
         if session:
             lines = tables.records_of_time(result, of_it, options.layers, layout, device)
             lines += tables.records_of_peak(result, of_it.peak_bytes)
-            lines += foreseen(result, options.foreseen) if options.foreseen else []
+    lines += foreseen(result, options.foreseen) if options.foreseen else []
     if options.profile:
         watch.reached("profiling")
         work = timed.iteration_of(stack, x, dy)
