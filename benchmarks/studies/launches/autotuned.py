@@ -10,7 +10,7 @@ from benchmarks.studies.launches.ways import COMPILED_STEP, MAX_AUTOTUNE, NO_GRA
 from common import steps
 from common.report.record import Record, status_record
 from common.report.result import Result
-from common.runtime import machine
+from common.runtime import compiler, machine
 from common.runtime.iteration import BOTH, MODES
 from common.text import NOT_AVAILABLE, figures, ratio, table
 
@@ -19,11 +19,15 @@ _TEMPLATE = re.compile(r"^triton_tem_")    # a matmul that Inductor wrote from i
 
 
 def measure(options: Options, name: str) -> list[Record]:
-    """Time it beside the default in processes of their own, one after another; the records of all."""
+    """Time it beside the default in processes of their own, one after another; the records of all.
+
+    Each chooses anew. What one has compiled the next ones find: it takes longest, and is the same.
+    """
     words = [name, *options.argv, "--tokens", ",".join(map(str, options.autotuned)), "--steps", str(COMPILED_STEP),
              "--ways", ",".join([ONE_BY_ONE, *(way for way in MODES_OF_IT if way in options.ways)]),
              "--processes", "1", "--chart", ""]
-    return in_turn([words] * options.processes, options.file, name, functools.partial(_died, options))
+    with compiler.sharing_kernels():
+        return in_turn([words] * options.processes, options.file, name, functools.partial(_died, options))
 
 
 def _died(options: Options, place: int, records: list[Record], status: int) -> list[Record]:

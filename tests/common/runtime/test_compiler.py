@@ -100,6 +100,21 @@ def test_a_folder_of_another_user_or_none_is_not_ones_own(monkeypatch, tmp_path)
     assert not compiler.own_folder(str(tmp_path))
 
 
+@unit
+def test_processes_may_share_what_triton_has_compiled(monkeypatch):
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(variable, "")
+    compiler.use_private_caches()
+    first = dict(os.environ)
+    with compiler.sharing_kernels():
+        compiler.use_private_caches()
+    assert os.environ["TRITON_CACHE_DIR"] == first["TRITON_CACHE_DIR"]
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] != first["TORCHINDUCTOR_CACHE_DIR"]
+    compiler.use_private_caches()
+    assert os.environ["TRITON_CACHE_DIR"].startswith(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+
+
 @integration
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_who_is_told_to_end_removes_the_private_caches(number, tmp_path):
