@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from common.block.config import BlockConfig
 from common.block.steps import Step
 
-EXAMPLES = "fsdp, hsdp:2x2, tp:2, tp:2+sp, or fsdp:2,tp:2"            # without the first number it takes what is left
+EXAMPLES = "fsdp, hsdp:2x2, tp:2, tp:2+sp, or fsdp:2,tp:2"
+# A plain fsdp shards over all ranks that are left, a plain hsdp:8 replicates over them.
 _DATA = re.compile(r"fsdp(?::(\d+))?|hsdp:(?:(\d+)x)?(\d+)")
 _TENSOR = re.compile(r"tp:(\d+)(\+sp)?")
 
