@@ -132,6 +132,14 @@ def _middle(observed: list[tuple[dict[str, float], tuple[float, ...]]]) -> tuple
     return parts, times
 
 
+def gpu_intervals(profiler: profile) -> list[tuple[int, int, str]]:
+    """(begin, end, name) of all that ran on the GPU, in nanoseconds and in order."""
+    assert profiler.kineto_results
+    events = profiler.kineto_results.events()              # profiler.function_events builds a tree of them: slow
+    return sorted((e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in events
+                  if e.device_type() == DeviceType.CUDA)
+
+
 class GpuBurst:
     """Pairs of iterations that ran under the profiler: one between two events, one between two marker kernels.
 
@@ -163,9 +171,7 @@ class GpuBurst:
 
     def pairs(self) -> list[Pair]:
         """What was seen, pair by pair. Raises RuntimeError where the profiler did not see all of it."""
-        events = self._profiler.kineto_results.events()         # profiler.function_events builds a tree of them: slow
-        kernels = sorted((e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in events
-                         if e.device_type() == DeviceType.CUDA)
+        kernels = gpu_intervals(self._profiler)
         marks = [place for place, (_, _, name) in enumerate(kernels) if _MARKER in name]
         if len(marks) != 2 * len(self._clocked):
             raise RuntimeError(f"the profiler saw {len(marks) // 2} of {len(self._clocked)} iterations")

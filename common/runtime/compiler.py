@@ -18,7 +18,7 @@ import torch
 from .. import signals
 from ..outcome import Failed
 
-KERNELS = "KERNELS_OF_ANOTHER_PROCESS"      # a variable: the folder of Triton's that the process which started us keeps
+SHARED_KERNELS = "KERNELS_OF_ANOTHER_PROCESS"              # a variable: the Triton folder of whoever started us
 RECOMPILE_LIMIT = 1024                     # torch's 8 count over all blocks of a process, its 256 over all their shapes
 
 
@@ -87,7 +87,7 @@ def use_private_caches() -> None:
 
     Their default is a predictable path that all users share, and what lies in it gets executed. One thing stays there:
     the C++ headers that Inductor precompiles for a CPU, once for each user and compiler. Where somebody else could have
-    put them, it does without. Triton's folder is another process's where that has set `KERNELS`.
+    put them, it does without. Triton's folder is another process's where that has set `SHARED_KERNELS`.
     """
     signals.end_in_order()
     caches = tempfile.mkdtemp(prefix="inductor-")          # mode 0700
@@ -95,7 +95,7 @@ def use_private_caches() -> None:
         atexit.register(remove_private_caches)
     _private_caches.append(caches)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
-    os.environ["TRITON_CACHE_DIR"] = os.environ.get(KERNELS) or os.path.join(caches, "triton")
+    os.environ["TRITON_CACHE_DIR"] = os.environ.get(SHARED_KERNELS) or os.path.join(caches, "triton")
     folder = _inductor_folder()
     if not (own_folder(folder) and own_folder(os.path.join(folder, "precompiled_headers"))):
         torch._inductor.config.cpp_cache_precompile_headers = False
@@ -104,11 +104,11 @@ def use_private_caches() -> None:
 @contextlib.contextmanager
 def sharing_kernels() -> Iterator[None]:
     """Processes that are started meanwhile find what Triton has compiled for this one, and for each other."""
-    os.environ[KERNELS] = os.environ.get("TRITON_CACHE_DIR", "")
+    os.environ[SHARED_KERNELS] = os.environ.get("TRITON_CACHE_DIR", "")
     try:
         yield
     finally:
-        del os.environ[KERNELS]
+        del os.environ[SHARED_KERNELS]
 
 
 def remove_private_caches() -> None:

@@ -1,4 +1,4 @@
-"""Its flags, and what can be said to be wrong with them before anything is started."""
+"""The flags of `distributed`, and what is wrong with them as far as that is known before any process starts."""
 import math
 from pathlib import Path
 

@@ -131,10 +131,9 @@ def _times(every: Sequence[Run], width: int | None) -> str:
         share = percent(100 * told["flops"] / seconds / told["peak_flops"]) if told["peak_flops"] else NOT_AVAILABLE
         talked, whole = (of_case.find(BOTH, what) for what in (EXPOSED, ALONE))
         assert talked
-        efficiency = "n/a: whole they do not fit" if not whole else ratio(
-            rounds.paired_ratio([ms / told["ranks_of_a_batch"] for ms in values(whole)], samples))
-        rows.append([_words(of_case), figures(1e3 * seconds), f"{told['tokens'] / seconds:,.0f}", share, efficiency,
-                     figures(extra(talked)["communication"]), figures(values(talked)[0])])
+        rows.append([_words(of_case), figures(1e3 * seconds), f"{told['tokens'] / seconds:,.0f}", share,
+                     _efficiency(samples, whole, told["ranks_of_a_batch"]), figures(extra(talked)["communication"]),
+                     figures(values(talked)[0])])
     headers = ["forward+backward", "ms", "tokens/s a GPU", "MFU %", "efficiency [95 %]", "communication ms",
                "exposed ms"]
     if rows:
@@ -142,6 +141,14 @@ def _times(every: Sequence[Run], width: int | None) -> str:
     on_cpus = any(runner(line)["type"] == "cpu" for of_case in every for line in of_case.lines
                   if not of_case.variant.get("simulated"))
     return NUMERICS if on_cpus else ""
+
+
+def _efficiency(samples: list[float], whole: Record | None, ranks_of_a_batch: int) -> str:
+    """The time of the whole blocks, a share of it where ranks share a batch, over that of the spread ones."""
+    if not whole:
+        return "n/a: whole they do not fit"
+    shares = [ms / ranks_of_a_batch for ms in values(whole)]
+    return ratio(rounds.paired_ratio(shares, samples))
 
 
 def _model(every: Sequence[Run], width: int | None) -> str:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 from benchmarks.studies.distributed import exposed, proof
 from benchmarks.studies.distributed.exposed import Interval
 from benchmarks.studies.distributed.parallel import Stack
+from common.measure import attribution
 from common.outcome import is_out_of_memory
 from common.runtime import iteration, rounds
 from common.runtime.iteration import BOTH, Iteration
@@ -102,15 +102,14 @@ def peak_bytes(stack: nn.Module, x: Tensor, dy: Tensor) -> int:
 def kernels(work: Iteration) -> tuple[list[Interval], list[Interval]]:
     """(those that talk to other GPUs, those that compute) of some iterations, each as (begin, end) in nanoseconds."""
     run(work, 1)
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+    with profile(use_cpu=False, use_device="cuda", use_kineto=True) as profiler:
         run(work, PROFILED)
-    assert profiler.profiler and profiler.profiler.kineto_results
     talking: list[Interval] = []
     working: list[Interval] = []
-    for event in profiler.profiler.kineto_results.events():
-        if event.device_type() == DeviceType.CUDA and not event.name().startswith(RANGES):
-            which = talking if COMMUNICATION in event.name().lower() else working
-            which.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+    for begin, end, name in attribution.gpu_intervals(profiler):
+        if not name.startswith(RANGES):
+            which = talking if COMMUNICATION in name.lower() else working
+            which.append((begin, end))
     return talking, working
 
 

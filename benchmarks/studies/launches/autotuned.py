@@ -21,7 +21,7 @@ _TEMPLATE = re.compile(r"^triton_tem_")    # a matmul that Inductor wrote from i
 def measure(options: Options, name: str) -> list[Record]:
     """Time it beside the default in processes of their own, one after another; the records of all.
 
-    Each chooses anew. What one has compiled the next ones find: it takes longest, and is the same.
+    Each chooses anew. Compiling takes longest and gives the same each time: the next ones find what one has compiled.
     """
     words = [name, *options.argv, "--tokens", ",".join(map(str, options.autotuned)), "--steps", str(COMPILED_STEP),
              "--ways", ",".join([ONE_BY_ONE, *(way for way in MODES_OF_IT if way in options.ways)]),

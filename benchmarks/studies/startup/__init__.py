@@ -259,24 +259,31 @@ def _timed(lines: list[Record]) -> dict[tuple[str, str], Run]:
 def _per_call(lines: list[Record], width: int | None) -> str:
     """Milliseconds once it is compiled, and after how many calls that is paid back."""
     timed, of_cells = _timed(lines), by_key(lines)
-    whole = timed.get(("compiled", WHOLE))
+    uncompiled, whole = timed.get((NONE, WHOLE)), timed.get(("compiled", WHOLE))
     rows = []
     for launch in LAUNCHES:
         for (name, form), of_run in timed.items():
-            layers = of_run.variant["layers"]
             if launch != "eager" and not any(of_run.samples(mode, launch) for mode in MODES):
                 continue                                   # nothing but a GPU has graphs
-            row = [f"{name}, {form_in_words(layers, form)}" if name != NONE else name]
-            row[0] += "" if launch == "eager" else f", by {launch}"
-            for mode in MODES:
-                ms = of_run.median(mode, launch)
-                times = paired(whole, of_run, mode, launch) if form == BY_LAYER else None
-                row += [figures(ms) if ms else of_run.status, ratio(times) if times else ""]
+            layers = of_run.variant["layers"]
+            words = [name] if name == NONE else [name, form_in_words(layers, form)]
+            if launch != "eager":
+                words.append(f"by {launch}")
             cold = seconds(of_cells, (COLD, layers, form, BOTH))
-            row.append(_paid_back(timed.get((NONE, WHOLE)), of_run, cold, launch))
-            rows.append(row)
+            rows.append([", ".join(words), *_of_a_call(of_run, whole if form == BY_LAYER else None, launch),
+                         _paid_back(uncompiled, of_run, cold, launch)])
     headers = ["a call", "forward ms", "x whole", "f+b ms", "x whole", "paid back, cold"]
     return table(rows, headers, width) if rows else ""
+
+
+def _of_a_call(of_run: Run, whole: Run | None, launch: str) -> list[str]:
+    """Its time in either pass, each with how many times as fast as `whole` it is where that is given."""
+    missing = NOT_AVAILABLE if of_run.status == "ok" else of_run.status
+    found = []
+    for mode in MODES:
+        ms, times = of_run.median(mode, launch), paired(whole, of_run, mode, launch)
+        found += [figures(ms) if ms else missing, ratio(times) if times else ""]
+    return found
 
 
 def _paid_back(uncompiled: Run | None, of_run: Run, cold_s: float | None, launch: str) -> str:

@@ -665,7 +665,7 @@ def of_times(layout, **figures_of_it):
 
 
 @unit
-def test_peaks_are_shown_as_they_are_foreseen_and_measured(study_main, tmp_path):
+def test_peaks_are_shown_as_they_are_foreseen_and_measured():
     result = Result("2_sdpa", PRESETS["tiny"], "float32", GPU, 2, steps.load(2).traits, study="distributed",
                     variant={"parallel": "fsdp:2", "layers": 4, "precision": "autocast"}, matmul="bfloat16")
     shown = STUDY.told([*foreseen(result, 2**34), *tables.records_of_peak(result, 2**34 + 2**30)])

@@ -114,7 +114,6 @@ def test_processes_may_share_what_triton_has_compiled(monkeypatch):
     assert os.environ["TRITON_CACHE_DIR"].startswith(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
 
-
 @integration
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_who_is_told_to_end_removes_the_private_caches(number, tmp_path):
