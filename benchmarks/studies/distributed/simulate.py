@@ -6,12 +6,14 @@ alone, in a group that answers by itself. What such a group gathers and reduces 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.studies.distributed import account, timed
@@ -23,6 +25,7 @@ from common.block.config import BlockConfig
 from common.block.steps import Step
 
 CPU = torch.device("cpu")
+SOFTMAX = torch.Tensor.softmax, torch.softmax, torch.nn.functional.softmax
 NO_GROUP = "Could not resolve the process group"           # fsdp with tp+sp in torch 2.9
 
 
@@ -44,6 +47,16 @@ def fake_group(ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+class AutocastOfGPU(TorchFunctionMode):
+    """A GPU's autocast keeps softmax in FP32, a CPU's does not. Memory is to be foreseen for GPUs."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        if function in SOFTMAX and torch.is_autocast_enabled("cpu"):
+            args = args[0].float(), *args[1:]
+        return function(*args, **(kwargs or {}))
 
 
 def seen_at(step: Step, config: BlockConfig, layers: int, layout: Layout, sharding: Sharding) -> Seen:
@@ -69,7 +82,7 @@ def _seen_at(step: Step, config: BlockConfig, layers: int, layout: Layout, shard
         with fake:
             stack.to_empty(device="cpu")
         optimizer = adamw(list(stack.parameters()))
-        with fake:
+        with fake, AutocastOfGPU():
             x = torch.empty(config.batch_size, config.seq_len, config.hidden_size, requires_grad=True)
             dy = torch.empty_like(x)
             with Counting() as counting:
@@ -78,6 +91,7 @@ def _seen_at(step: Step, config: BlockConfig, layers: int, layout: Layout, shard
             stack.zero_grad(set_to_none=True)
             x.grad = None
             with FSDPMemTracker(stack, optimizer) as tracker:
+                tracker.track_inputs((x, dy))
                 stack(x).backward(dy)
                 optimizer.step()
             peak = tracker.get_tracker_snapshot("peak")[CPU]["Total"]

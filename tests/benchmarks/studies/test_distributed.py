@@ -43,7 +43,7 @@ from common.report.result import Result
 from tests.helpers.made_records import GPU
 from tests.helpers.ranks import on_ranks
 
-unit, integration = pytest.mark.unit, pytest.mark.integration
+unit, integration, gpu = pytest.mark.unit, pytest.mark.integration, pytest.mark.gpu
 STUDY = studies.load("distributed")
 CPU = torch.device("cpu")
 CONFIG = BlockConfig(2, 16, 32, 4, amp_dtype=None)
@@ -332,6 +332,26 @@ def test_the_memory_that_is_foreseen_is_what_a_rank_holds(words, ranks, number):
         held = held_at_once(layout, number, config)
     foreseen = simulate.seen_at(steps.load(number), config, LAYERS, layout, USUAL).peak_bytes
     assert foreseen == pytest.approx(held, rel=0.05)
+
+
+@unit
+def test_softmax_is_foreseen_as_a_gpu_keeps_it():
+    scores = torch.randn(4, 4, dtype=torch.float16)
+    with simulate.AutocastOfGPU():
+        assert scores.softmax(dim=-1).dtype == torch.float16
+        with torch.autocast("cpu", torch.float16):
+            assert scores.softmax(dim=-1).dtype == torch.softmax(scores, -1).dtype == torch.float32
+
+
+@gpu
+@integration
+@pytest.mark.parametrize("number, precision", [(0, "autocast"), (1, "autocast"), (2, "autocast"), (2, "policy")])
+def test_the_memory_that_is_foreseen_is_what_a_gpu_holds(number, precision):
+    config, sharding = PRESETS["te-tutorial"].replace(batch_size=2, dropout=0.0), parallel.Sharding(precision)
+    which = steps.load(number), config, LAYERS, parsed("fsdp", 8), sharding
+    before = torch.cuda.memory_allocated()                 # by other tests
+    held = simulate.measured_peak(*which, torch.device("cuda")) - before
+    assert simulate.seen_at(*which).peak_bytes == pytest.approx(held, rel=0.1)
 
 
 @unit
