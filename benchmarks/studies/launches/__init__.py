@@ -54,17 +54,24 @@ def config_at(tokens: int, base: BlockConfig) -> BlockConfig:
 def groups(options: Options) -> list[Group]:
     """A group for each number of tokens: all its ways are timed in the same rounds."""
     every = []
+    profiled = 1 if options.device.type == "cuda" else 0
     for tokens in options.tokens:
         config = config_at(tokens, options.config)
-        cases = []
-        for number in options.steps:
-            for way in STEPS[number]:
-                wanted = way in options.ways or (way == ONE_BY_ONE and BY_HAND in options.ways)
-                if wanted and (way not in autotuned.MODES_OF_IT or tokens in options.autotuned_here):
-                    cases.append(case_of(number, way, config, options.device))
-        profiled = 1 if options.device.type == "cuda" else 0
-        every.append(Group(cases, profiled=profiled, limited=False, may_not_fit=True, timed=counted))
+        cases = [case_of(number, way, config, options.device)
+                 for number in options.steps for way in ways_here(options, number, tokens)]
+        if cases:
+            every.append(Group(cases, profiled=profiled, limited=False, may_not_fit=True, timed=counted))
     return every
+
+
+def ways_here(options: Options, number: int, tokens: int) -> list[str]:
+    """Those of a step that this process times. Others time max-autotune, and the default beside it."""
+    asked = {*options.ways, *([ONE_BY_ONE] if BY_HAND in options.ways else [])}
+    if tokens not in options.autotuned_here:
+        asked -= set(autotuned.MODES_OF_IT)
+    here = [way for way in STEPS[number] if way in asked]
+    elsewhere = number == COMPILED_STEP and tokens in options.autotuned and not options.autotuned_here
+    return [] if elsewhere and here == [ONE_BY_ONE] and BY_HAND not in options.ways else here
 
 
 def run(study: Study, options: Options) -> int:

@@ -165,9 +165,10 @@ def text(lines: list[Record], width: int | None = None) -> str:
     of_all = by_key(lines)
     blocks = []
     for mode in MODES:
-        tables = [_times(of_all, mode, width), _predictions(of_all, mode, width), _counts(of_all, mode, width),
-                  _on_cpu(of_all, mode, width)]
-        blocks.append("\n\n".join([mode, *filter(None, tables)]))
+        every = (_times, _predictions, _counts, _on_cpu)
+        tables = [shown for each in every if (shown := each(of_all, mode, width))]
+        if tables:
+            blocks.append("\n\n".join([mode, *tables]))
     blocks += [autotuned.text(lines, width), _changes(lines), "\n".join(findings(of_all)), _why_not(of_all)]
     return framed(lines, blocks, [run for run in of_all.values() if run.status != "skipped"])
 
@@ -297,9 +298,9 @@ def copied(of_all: dict[Key, Run], tokens: int) -> float | None:
 
 
 def best_at(of_all: dict[Key, Run], number: int, tokens: int, mode: str) -> tuple[str, Times] | None:
-    """(the fastest way, how many times as fast as one by one); None where that was not timed."""
+    """(the fastest way, how many times as fast as one by one); None where nothing was timed beside that."""
     gains = {way: gain for way in WAYS if (gain := gain_of(of_all, number, way, tokens, mode))}
-    if not gains:
+    if not gains.keys() - {ONE_BY_ONE}:
         return None
     way = max(gains, key=lambda each: gains[each][0])
     return way, gains[way]
