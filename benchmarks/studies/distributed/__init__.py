@@ -297,9 +297,6 @@ def account_records(result: Result, counted: dict[str, Moved], state_bytes: int,
     return lines
 
 
-INTRODUCTION = "Not recorded: times on several GPUs, and what a real rank's GPU holds beside what was foreseen."
-
 register(Study("distributed", __doc__, lambda options: [], text=tables.text, run=run,
                charts=tables.charts, no_chart="it is of simulated ranks, of several numbers",
-               add_arguments=flags.add_arguments, refine=flags.refine, answer=tables.answer, place=11,
-               introduction=INTRODUCTION))
+               add_arguments=flags.add_arguments, refine=flags.refine, answer=tables.answer, place=11))

@@ -11,6 +11,7 @@ from benchmarks.studies.distributed.layout import EXAMPLES, parsed
 from benchmarks.studies.distributed.parallel import AUTOCAST, POLICY, Sharding
 from common import steps
 from common.block.config import DTYPES
+from common.block.traits import amp_default
 from common.command_line import Parser, try_timeline
 
 LAYERS, STEPS = 4, 4
@@ -84,7 +85,7 @@ def refine(options: Options) -> None:
 
 
 def _refine_simulated(options: Options) -> None:
-    """Raise ValueError for what can't be simulated."""
+    """Raise ValueError for what can't be simulated. What is simulated is GPUs, whatever this machine multiplies."""
     if options.ranks:
         raise ValueError("--simulate and --ranks: give one of them; a simulation starts no ranks")
     if options.profile:
@@ -93,6 +94,7 @@ def _refine_simulated(options: Options) -> None:
     if traits.fp8:
         raise ValueError(f"--step {options.step} --simulate: Transformer Engine's modules need data; its parameters "
                          "are those of step 2")
+    options.config = options.config.replace(amp_dtype=amp_default(torch.device("cuda"))[0])
     options.layouts = [parsed(options.parallel, ranks) for ranks in options.simulate]
     for layout in options.layouts:
         layout.check(options.config, steps.load(options.step))

@@ -34,7 +34,8 @@ TIMES = """\
 MFU: FLOPs of matmuls and attention (causal attention counted half, a backward twice its forward, nothing that is
 computed again) over what the data sheet promises, dense. Efficiency: the time of the same blocks on one GPU alone, in
 the same rounds, over that of the spread ones; where ranks share a batch, over as many times that. Exposed: only
-communication went on; unions of intervals."""
+communication went on; unions of intervals. Computation: in kernels that do not communicate, spread and alone; FSDP's
+copies between a gathered buffer and its parameters are among them."""
 PEAKS = """\
 Foreseen: by torch's FSDPMemTracker on tensors without data; it does not see what one operator takes for itself
 meanwhile. On a GPU: torch.cuda.max_memory_allocated."""
@@ -43,19 +44,17 @@ FROM_ONE = "compute is that of one H200, as the ladder was recorded there"
 
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records."""
-    every = runs(lines)
+    every = latest(lines)
     rows = []
     for of_case in every:
         if of_case.variant.get("simulated"):
             continue
         rows.append([_words(of_case), *(_error(of_case, each) for each in ERRORS), of_case.status])
-    worst = [f"{_precision(of_case)}: the worst parameter gradient is of {name}"
-             for of_case in every if (name := _worst_parameter(of_case))]
     reasons = [f"{of_case.variant['parallel']}, {of_case.status}: {of_case.info['reason']}"
                for of_case in every if of_case.info["reason"]]
     proved = table(rows, ["against one process in FP64", *ERRORS, "status"], width) if rows else ""
     simulated = SIMULATED if len(rows) < len(every) else ""
-    blocks = [proved, "\n".join(worst), _account(every, width), _peaks(every, width),
+    blocks = [proved, _worst_parameters(every), _account(every, width), _peaks(every, width),
               _times(every, width), _training(every), simulated, _model(every, width), "\n".join(reasons)]
     return framed(lines, blocks, [])
 
@@ -97,7 +96,8 @@ def records_of_time(result: Result, of_it: Timed, layers: int, layout: Layout, d
                     tokens=result.config.tokens / layout.tensor, ranks_of_a_batch=layout.tensor)]
     if of_it.alone:
         lines.append(record(result, ALONE, "ms", of_it.alone, BOTH))
-    lines.append(record(result, EXPOSED, "ms", [of_it.exposed_ms], BOTH, communication=of_it.communication_ms))
+    lines.append(record(result, EXPOSED, "ms", [of_it.exposed_ms], BOTH, communication=of_it.communication_ms,
+                        computation=of_it.computation_ms, computation_alone=of_it.computation_alone_ms))
     return lines
 
 
@@ -131,11 +131,12 @@ def _times(every: Sequence[Run], width: int | None) -> str:
         share = percent(100 * told["flops"] / seconds / told["peak_flops"]) if told["peak_flops"] else NOT_AVAILABLE
         talked, whole = (of_case.find(BOTH, what) for what in (EXPOSED, ALONE))
         assert talked
+        in_kernels = (extra(talked).get(what) for what in ("computation", "computation_alone"))
         rows.append([_words(of_case), figures(1e3 * seconds), f"{told['tokens'] / seconds:,.0f}", share,
                      _efficiency(samples, whole, told["ranks_of_a_batch"]), figures(extra(talked)["communication"]),
-                     figures(values(talked)[0])])
+                     figures(values(talked)[0]), *(figures(each) if each else NOT_AVAILABLE for each in in_kernels)])
     headers = ["forward+backward", "ms", "tokens/s a GPU", "MFU %", "efficiency [95 %]", "communication ms",
-               "exposed ms"]
+               "exposed ms", "computation ms", "alone"]
     if rows:
         return f"{table(rows, headers, width)}\n\n{TIMES}"
     on_cpus = any(runner(line)["type"] == "cpu" for of_case in every for line in of_case.lines
@@ -165,10 +166,16 @@ def _model(every: Sequence[Run], width: int | None) -> str:
     return "\n\n".join([table(rows, headers, width), FROM_ONE, ring.CONSTANTS]) if rows else ""
 
 
+def _stack(run: Run) -> str:
+    """Whose blocks, and how many."""
+    layers = run.variant["layers"]
+    return f"step {run.step}, {layers} layer{'s' * (layers > 1)}"
+
+
 def _words(run: Run) -> str:
-    """Which blocks they are."""
+    """Which blocks they are, and how they are spread."""
     variant = run.variant
-    words = [f"step {run.step}", f"{variant['layers']} layers", variant["parallel"], _precision(run)]
+    words = [_stack(run), variant["parallel"], _precision(run)]
     words += [f"{name} {variant[name]}" for name in ("gathered", "prefetch", "reduced in", "divided by")
               if name in variant]
     return ", ".join([*words, "simulated"] if variant.get("simulated") else words)
@@ -189,9 +196,20 @@ def _error(run: Run, what: str) -> str:
     return f"{values(line)[0]:.0e}" + (f" of {gate:.0e}" if gate else "")
 
 
-def _worst_parameter(run: Run) -> str:
-    line = run.find("check", f"{GRADIENT} error")
-    return extra(line)["worst"] if line else ""
+def _worst_parameters(every: Sequence[Run]) -> str:
+    """A line for each parameter whose gradient is the furthest off in some rows."""
+    where: dict[str, list[str]] = {}
+    for run in every:
+        line = run.find("check", f"{GRADIENT} error")
+        if line and extra(line)["worst"]:
+            where.setdefault(extra(line)["worst"], []).append(_words(run))
+    said = [f"the worst parameter gradient is of {name}: {'; '.join(rows)}" for name, rows in where.items()]
+    return f"the worst parameter gradient of every row is of {next(iter(where))}" if len(said) == 1 else "\n".join(said)
+
+
+def latest(lines: list[Record]) -> list[Run]:
+    """The latest run of each row."""
+    return list({(_words(run), run.shape): run for run in runs(lines)}.values())
 
 
 def laid_out(told: str) -> tuple[int, Layout]:
@@ -204,19 +222,20 @@ def charts(lines: list[Record]) -> Charts:
     """By simulated ranks: what each moves in a step, and what it holds at once; a line a kind of layout."""
     moved: dict[str, charting.Points] = {}
     held: dict[str, charting.Points] = {}
-    for of_case in runs(lines):
+    simulated = [run for run in latest(lines) if run.variant.get("simulated")]
+    stacks = sorted({_stack(run) for run in simulated})
+    for of_case in simulated:
         peak = of_case.value(BOTH, FORESEEN)
-        if peak and of_case.variant.get("simulated"):
+        if peak:
             ranks, layout = laid_out(of_case.variant["parallel"])
             of_it = sum(values(line)[0] for line in of_case.lines if metric(line) == MOVED)
-            name = f"{layout.kind}, {of_case.variant['precision']}"
-            moved.setdefault(name, []).append((ranks, of_it / 1e9))
-            held.setdefault(name, []).append((ranks, peak / 2**30))
+            words = [layout.kind, of_case.variant["precision"], *([_stack(of_case)] if len(stacks) > 1 else [])]
+            moved.setdefault(", ".join(words), []).append((ranks, of_it / 1e9))
+            held.setdefault(", ".join(words), []).append((ranks, peak / 2**30))
     panels = {"GB in a step's collectives, a rank": moved, "GiB at once in a training step, a rank": held}
     if not any(len(points) > 1 for points in moved.values()):
         return {}
-    layers = sorted({of_case.variant["layers"] for of_case in runs(lines) if of_case.variant.get("simulated")})
-    title = f"{' and '.join(map(str, layers))} layers, simulated: no communication ran"
+    title = ", ".join([*(stacks if len(stacks) == 1 else []), "simulated: no communication ran"])
     return {"ranks": lambda: charting.panels_chart(panels, "ranks", "", title, "")}
 
 

@@ -29,11 +29,15 @@ RANGES = ("FSDP::", "nccl:", "c10d::") # begin the names of what the profiler sh
 
 @dataclass
 class Timed:
-    """Of this rank: ms by round, spread and alone; ms of communication, and what of it no computation covers."""
+    """Of this rank: ms by round, spread and alone; ms of communication, and what of it no computation covers; ms of
+    computation.
+    """
     spread: list[float] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)       # empty: whole they do not fit on one GPU
     communication_ms: float = 0.0
     exposed_ms: float = 0.0
+    computation_ms: float = 0.0
+    computation_alone_ms: float = 0.0
     peak_bytes: int = 0                    # of a training step, AdamW's too: the most that was allocated at once
 
 
@@ -80,6 +84,10 @@ def timed(stack: Stack, make_alone: Callable[[], Stack], x: Tensor, dy: Tensor, 
     talking, working = kernels(works["spread"])
     of_it.communication_ms = exposed.length(talking) / 1e6 / PROFILED
     of_it.exposed_ms = exposed.exposed(talking, working) / 1e6 / PROFILED
+    of_it.computation_ms = exposed.length(working) / 1e6 / PROFILED
+    if "alone" in works:
+        _, working = kernels(works["alone"])
+        of_it.computation_alone_ms = exposed.length(working) / 1e6 / PROFILED
     return of_it
 
 

@@ -35,7 +35,7 @@ from benchmarks.studies.distributed import (
 )
 from benchmarks.studies.distributed.layout import Layout, parsed
 from common import BlockConfig, steps
-from common.block import oracle
+from common.block import oracle, traits
 from common.block.config import PRESETS
 from common.block.steps import ROOT
 from common.outcome import Failed
@@ -352,6 +352,25 @@ def test_the_memory_that_is_foreseen_is_what_a_gpu_holds(number, precision):
     before = torch.cuda.memory_allocated()                 # by other tests
     held = simulate.measured_peak(*which, torch.device("cuda")) - before
     assert simulate.seen_at(*which).peak_bytes == pytest.approx(held, rel=0.1)
+
+
+@unit
+def test_gpus_are_simulated_whatever_this_machine_multiplies(study_main, monkeypatch, tmp_path):
+    """Two stacks in a chart are told apart."""
+    monkeypatch.setattr(traits, "cpu_multiplies_bfloat16", lambda: False)
+    path = tmp_path / "records.jsonl"
+    for layers in ("1", "2"):
+        status, out, err = study_main("distributed", "--preset", "tiny", "--simulate", "2,4", "--device", "cpu",
+                                      "--layers", layers, "--json", str(path))
+        assert status == 0 and "fsdp:4, float16 by autocast, simulated" in out, err
+    drawn = []
+    monkeypatch.setattr(tables.charting, "panels_chart", lambda *words: drawn.append(words))
+    STUDY.charts(read(path))["ranks"]()
+    (panels, _, _, title, _), = drawn
+    assert title == "simulated: no communication ran"
+    names = ["fsdp, autocast, step 2, 1 layer", "fsdp, autocast, step 2, 2 layers"]
+    for series in panels.values():
+        assert list(series) == names and [ranks for ranks, _ in series[names[0]]] == [2, 4]
 
 
 @unit
