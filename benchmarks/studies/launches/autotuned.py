@@ -57,6 +57,7 @@ def _is_tried(run: Run) -> bool:
 def text(lines: list[Record], width: int | None = None) -> str:
     """A row for each process, mode and size: how it compares with the default, and what it chose."""
     rows, ratios = [], []
+    chosen: dict[str, list[str]] = {}
     for number, of_it in enumerate(of_processes(lines), start=1):
         default = {(run.step, run.shape): run for run in of_it if run.variant["way"] == ONE_BY_ONE}
         for run in of_it:
@@ -69,6 +70,7 @@ def text(lines: list[Record], width: int | None = None) -> str:
                 row += [figures(ms) if ms else NOT_AVAILABLE, ratio(times) if times else NOT_AVAILABLE]
                 if times and mode == BOTH and run.variant["way"] == NO_GRAPHS:
                     ratios.append(times[0])
+                    chosen.setdefault(run.shape, []).append(_templates(run))
             rows.append([*row, _templates(run)])
     if not rows:
         return ""
@@ -77,6 +79,9 @@ def text(lines: list[Record], width: int | None = None) -> str:
     if len(ratios) > 1:
         found.append(f"{NO_GRAPHS}, {BOTH}: {min(ratios):.2f} to {max(ratios):.2f} times as fast as the default, "
                      f"{statistics.median(ratios):.2f} in the middle")
+    if any(len(set(each)) > 1 for each in chosen.values()):
+        each_chose = "; ".join(f"{', '.join(each)} at {shape}" for shape, each in chosen.items())
+        found.append(f"the processes chose differently, matmuls in Triton: {each_chose}")
     return "\n\n".join(found)
 
 

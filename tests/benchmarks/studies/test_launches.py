@@ -331,16 +331,18 @@ def test_each_process_measures_it_beside_the_default(monkeypatch):
 
 
 @unit
-def test_processes_are_shown_apart_and_paired_within():
+def test_processes_are_shown_apart_and_paired_within(monkeypatch):
     """Those of the main run are not replaced by the default that each process times anew."""
     lines = [*row(16, ways.ONE_BY_ONE, (8.0, 2.0), 3)]
     for number, ms in enumerate((5.0, 4.0)):
         lines += [*row(16, ways.ONE_BY_ONE, 10.0, 3, run=f"own {number}"),
                   *row(16, ways.NO_GRAPHS, ms, 3, run=f"own {number}")]
+    monkeypatch.setattr(autotuned, "_templates", lambda run: run.info["run"][-1])
     assert tables.by_key(lines)[3, ways.ONE_BY_ONE, 16].median(BOTH, "eager") == 8.0
     assert "no way is faster" not in (shown := STUDY.told(lines))
     assert "process 2, B1 S16" in shown and "2.50 [2.50, 2.50]" in shown
     assert "max-autotune-no-cudagraphs, forward+backward: 2.00 to 2.50 times as fast as the default" in shown
+    assert "the processes chose differently, matmuls in Triton: 0, 1 at B1 S16 E32" in shown
 
 
 # ------------------------------------------------------------------------------------------------------- what is shown
