@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -143,6 +144,8 @@ class _GELU(torch.autograd.Function):
 class _FP8Module(nn.Module):
     """`gemms` matmuls whose operands can be rounded to FP8; three forward tensors a GEMM and two backward, as there."""
 
+    tp_group: dist.ProcessGroup | None = None      # of ranks that hold a part of its weights each
+
     def __init__(self, gemms: int):
         super().__init__()
         self.gemms = gemms
@@ -163,6 +166,19 @@ class _FP8Module(nn.Module):
                output: torch.dtype | None = None) -> Tensor:
         return _Matmul.apply(x, weight, bias, self, gemm, dtype, output or dtype, fresh)
 
+    def by_rows(self, x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype, fresh: bool | None, gemm: int = 0
+                ) -> Tensor:
+        """A matmul, of which each rank of a group has a part of the inner dimension. The bias comes behind the sum."""
+        if self.tp_group is None:
+            return self.matmul(x, weight, bias, dtype, fresh, gemm) if _Region.enabled else F.linear(x, weight, bias)
+        nothing = torch.zeros_like(bias)
+        part = self.matmul(x, weight, nothing, dtype, fresh, gemm) if _Region.enabled else F.linear(x, weight)
+        return _Summed.apply(part, self.tp_group) + bias.to(dtype)
+
+    def shared(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x, of which each rank of a group multiplies the whole by other columns."""
+        return x if self.tp_group is None else _Shared.apply(x, self.tp_group, dtype)
+
     def quantized_weight(self, weight: Tensor, gemm: int, fresh: bool | None) -> tuple[Tensor, Tensor]:
         """The weight's FP8 values and scale: rounded now, or those of an earlier call where these are reused."""
         if gemm in self.weights and (self.keep_weights or fresh is False):
@@ -177,27 +193,66 @@ class _FP8Module(nn.Module):
         return rounded
 
 
-class Linear(_FP8Module):
-    """x [..., in] -> [..., out]."""
+class _Shared(torch.autograd.Function):
+    """x, which all ranks of a group have: its gradient is the sum of what they make of it, in `dtype`."""
 
-    def __init__(self, in_features: int, out_features: int, params_dtype: torch.dtype | None = None):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
+        ctx.group, ctx.dtype = group, dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        whole = dy.to(ctx.dtype, copy=True)
+        dist.all_reduce(whole, group=ctx.group)
+        return whole.to(dy.dtype), None, None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of what the ranks of a group have each."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, group: dist.ProcessGroup) -> Tensor:
+        whole = y.clone()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return dy, None
+
+
+def _ranks(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if group else 1
+
+
+class Linear(_FP8Module):
+    """x [..., in] -> [..., out]. By rows a rank of `tp_group` has a part of `in`."""
+
+    def __init__(self, in_features: int, out_features: int, params_dtype: torch.dtype | None = None,
+                 parallel_mode: str = "row", tp_group: dist.ProcessGroup | None = None):
         super().__init__(gemms=1)
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
+        if parallel_mode != "row":
+            raise ValueError(f"parallel_mode is {parallel_mode!r}: the emulation has only 'row'")
+        self.tp_group = tp_group
+        self.weight = nn.Parameter(torch.empty(out_features, in_features // _ranks(tp_group), dtype=params_dtype))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=params_dtype))
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        if not _Region.enabled:
-            return F.linear(x, self.weight, self.bias)
-        return self.matmul(x, self.weight, self.bias, self.prepare(x), is_first_microbatch)
+        dtype = self.prepare(x) if _Region.enabled else x.dtype
+        return self.by_rows(x, self.weight, self.bias, dtype, is_first_microbatch)
 
 
 class LayerNormLinear(_FP8Module):
-    """LayerNorm, then Linear: x [..., in] -> [..., out]."""
+    """LayerNorm, then Linear: x [..., in] -> [..., out]. By columns a rank of `tp_group` has a part of `out`."""
 
-    def __init__(self, in_features: int, out_features: int, eps: float = 1e-5,
-                 params_dtype: torch.dtype | None = None):
+    def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, params_dtype: torch.dtype | None = None,
+                 parallel_mode: str = "column", tp_group: dist.ProcessGroup | None = None):
         super().__init__(gemms=1)
-        self.eps = eps
+        if parallel_mode != "column":
+            raise ValueError(f"parallel_mode is {parallel_mode!r}: the emulation has only 'column'")
+        self.eps, self.tp_group = eps, tp_group
+        out_features //= _ranks(tp_group)
         self.layer_norm_weight = nn.Parameter(torch.empty(in_features, dtype=params_dtype))
         self.layer_norm_bias = nn.Parameter(torch.empty(in_features, dtype=params_dtype))
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
@@ -205,20 +260,27 @@ class LayerNormLinear(_FP8Module):
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         if not _Region.enabled:
-            return F.linear(_layer_norm(self, x), self.weight, self.bias)
+            return F.linear(self.shared(_layer_norm(self, x), x.dtype), self.weight, self.bias)
         dtype = self.prepare(x)
-        return self.matmul(_layer_norm(self, x.float(), dtype), self.weight, self.bias, dtype, is_first_microbatch)
+        normed = self.shared(_layer_norm(self, x.float(), dtype), dtype)
+        return self.matmul(normed, self.weight, self.bias, dtype, is_first_microbatch)
 
 
 class LayerNormMLP(_FP8Module):
-    """LayerNorm, Linear, GELU (tanh approximation), Linear: x [..., E] -> [..., E]."""
+    """LayerNorm, Linear, GELU (tanh approximation), Linear: x [..., E] -> [..., E].
+
+    A rank of `tp_group` has a part of the hidden units.
+    """
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, activation: str = "gelu",
-                 params_dtype: torch.dtype | None = None):
+                 params_dtype: torch.dtype | None = None, set_parallel_mode: bool = True,
+                 tp_group: dist.ProcessGroup | None = None):
         super().__init__(gemms=2)
-        if activation != "gelu":
-            raise ValueError(f"activation is {activation!r}: the emulation has only 'gelu'")
-        self.eps, self.gemm_gelu_fusion = eps, False
+        if activation != "gelu" or not set_parallel_mode:
+            raise ValueError(f"activation is {activation!r}, set_parallel_mode {set_parallel_mode}: the emulation has "
+                             "only 'gelu' and True")
+        self.eps, self.gemm_gelu_fusion, self.tp_group = eps, False, tp_group
+        ffn_hidden_size //= _ranks(tp_group)
         self.layer_norm_weight = nn.Parameter(torch.empty(hidden_size, dtype=params_dtype))
         self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size, dtype=params_dtype))
         self.fc1_weight = nn.Parameter(torch.empty(ffn_hidden_size, hidden_size, dtype=params_dtype))
@@ -227,14 +289,16 @@ class LayerNormMLP(_FP8Module):
         self.fc2_bias = nn.Parameter(torch.empty(hidden_size, dtype=params_dtype))
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        fresh = is_first_microbatch
         if not _Region.enabled:
-            h = F.gelu(F.linear(_layer_norm(self, x), self.fc1_weight, self.fc1_bias), approximate="tanh")
-            return F.linear(h, self.fc2_weight, self.fc2_bias)
-        dtype, fresh = self.prepare(x), is_first_microbatch
-        h = self.matmul(_layer_norm(self, x.float(), dtype), self.fc1_weight, self.fc1_bias, dtype, fresh,
-                        output=torch.float32)
+            normed = self.shared(_layer_norm(self, x), x.dtype)
+            h = F.gelu(F.linear(normed, self.fc1_weight, self.fc1_bias), approximate="tanh")
+            return self.by_rows(h, self.fc2_weight, self.fc2_bias, x.dtype, fresh)
+        dtype = self.prepare(x)
+        normed = self.shared(_layer_norm(self, x.float(), dtype), dtype)
+        h = self.matmul(normed, self.fc1_weight, self.fc1_bias, dtype, fresh, output=torch.float32)
         h = _GELU.apply(h, dtype, self.gemm_gelu_fusion)
-        return self.matmul(h, self.fc2_weight, self.fc2_bias, dtype, fresh, gemm=1)
+        return self.by_rows(h, self.fc2_weight, self.fc2_bias, dtype, fresh, gemm=1)
 
 
 def _layer_norm(module: Any, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -247,7 +311,7 @@ class DotProductAttention(nn.Module):
     """Causal attention in the dtype of its inputs: q, k, v [B, S, H, D] -> [B, S, H * D]."""
 
     def __init__(self, num_attention_heads: int, kv_channels: int, attention_dropout: float = 0.0,
-                 qkv_format: str = "bshd", attn_mask_type: str = "causal"):
+                 qkv_format: str = "bshd", attn_mask_type: str = "causal", tp_group: dist.ProcessGroup | None = None):
         super().__init__()
         if (qkv_format, attn_mask_type) != ("bshd", "causal"):
             raise ValueError(f"{qkv_format}, {attn_mask_type}: the emulation has only bshd, causal")

@@ -55,12 +55,12 @@ def load(block: nn.Module, values: dict[str, Tensor], device: torch.device | str
 
     Raises ValueError when a name is missing, unknown or of another shape, or the dtypes differ.
     """
-    expected = shapes(cast(BlockConfig, block.config))
+    expected = {name: tuple(_turned(own, name, block).shape) for name, own in named(block).items()}
     if values.keys() != expected.keys():
         raise ValueError(f"parameters do not match: {sorted(values.keys() ^ expected.keys())} missing or unknown")
     wrong = [f"{n} is {tuple(values[n].shape)}, not {s}" for n, s in expected.items() if tuple(values[n].shape) != s]
     if wrong:
-        raise ValueError("parameters do not match the config: " + "; ".join(wrong))
+        raise ValueError("parameters do not match the block: " + "; ".join(wrong))
     dtypes = {value.dtype for value in values.values()}
     if len(dtypes) > 1:
         raise ValueError(f"parameters must share one dtype, not {sorted(map(str, dtypes))}")

@@ -14,8 +14,10 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..block import emulation
@@ -23,9 +25,36 @@ from ..block.config import BlockConfig
 from . import machine
 
 EMULATED = "emulated"                  # begins the name of the engine where it is
+DEALT_OUT: dict[str, dict[str, Any]] = {       # how both engines are asked for a rank's part of each module
+    "LayerNormLinear": {"parallel_mode": "column"}, "Linear": {"parallel_mode": "row"},
+    "LayerNormMLP": {"set_parallel_mode": True}, "DotProductAttention": {}}
 
 
-def choose(config: BlockConfig, values: dict[str, Tensor], device: torch.device | str) -> tuple[ModuleType, str]:
+class Split:
+    """An engine whose modules are this rank's parts of whole ones, which the ranks of `group` hold together."""
+
+    def __init__(self, modules: ModuleType, group: dist.ProcessGroup):
+        self._modules, self._group = modules, group
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self._modules, name)
+        return functools.partial(own, tp_group=self._group, **DEALT_OUT[name]) if name in DEALT_OUT else own
+
+
+_split_over: list[dist.ProcessGroup] = []
+
+
+@contextlib.contextmanager
+def split_over(group: dist.ProcessGroup) -> Iterator[None]:
+    """Blocks that are built meanwhile hold this rank's part of their heads and of the MLP's hidden units."""
+    _split_over.append(group)
+    try:
+        yield
+    finally:
+        _split_over.pop()
+
+
+def choose(config: BlockConfig, values: dict[str, Tensor], device: torch.device | str) -> tuple[Any, str]:
     """(modules, name): Transformer Engine where it can run this block on `device`, its emulation and why elsewhere.
 
     Raises ValueError where the block's dimensions are none that FP8 GEMMs take.
@@ -33,10 +62,12 @@ def choose(config: BlockConfig, values: dict[str, Tensor], device: torch.device 
     if config.amp_dtype is not None:
         config.check_fp8()
     reason = why_not(config, next(iter(values.values())).dtype, torch.device(device))
-    if reason:
-        return emulation, f"{EMULATED} ({reason})"
-    ask_for_cudnn_layer_norm(torch.device(device))
-    return transformer_engine(), f"Transformer Engine {version()}"
+    modules: Any = emulation
+    name = f"{EMULATED} ({reason})"
+    if not reason:
+        ask_for_cudnn_layer_norm(torch.device(device))
+        modules, name = transformer_engine(), f"Transformer Engine {version()}"
+    return Split(modules, _split_over[-1]) if _split_over else modules, name
 
 
 def is_emulated(name: str) -> bool:

@@ -183,7 +183,7 @@ def trained(options: Options, mesh: DeviceMesh, watch: Watch, session: Session |
     """A few steps, from the newest checkpoint on, with one behind each. Every rank must call it."""
     layout, config = options.layout, options.config
     result = result_of(options, config, torch.float32, layout, session)
-    make = seeded(steps.load(options.step), config, layout, options.seed, torch.float32, options.device)
+    make = seeded(steps.load(options.step), config, layout, options.seed, torch.float32, options.device, mesh)
     stack = build(make, config, options.layers, layout, mesh, options.sharding, torch.float32)
     optimizer = proof.adamw(list(stack.parameters()))
     begun = 0
@@ -223,7 +223,7 @@ def checked(options: Options, config: BlockConfig, dtype: torch.dtype, mesh: Dev
         truth = proof.truth_of(config, layers, layout, options.seed, options.device) if session else None
         watch.reached("building")
         step = steps.load(options.step)
-        make = seeded(step, config, layout, options.seed, dtype, options.device)
+        make = seeded(step, config, layout, options.seed, dtype, options.device, mesh)
         stack = build(make, config, layers, layout, mesh, sharding, dtype)
         divided, calibrated = sharding.divided(layout), step.traits.needs_calibration(config)
         found = proof.found_by(stack, config, layout, options.seed, dtype, options.device, truth, watch.reached,
@@ -281,7 +281,8 @@ def account_records(result: Result, counted: dict[str, Moved], state_bytes: int,
                     dtype: torch.dtype) -> list[Record]:
     """What was moved and what is kept, beside the formula. Raises Failed where they differ."""
     assert result.config
-    expected = account.expected(result.config, options.layers, layout, options.sharding, dtype)
+    in_fp8 = bool(result.traits.fp8)
+    expected = account.expected(result.config, options.layers, layout, options.sharding, dtype, in_fp8)
     lines = []
     for kind in dict.fromkeys([*expected, *counted]):
         moved, formula = counted.get(kind, Moved()), expected.get(kind, Moved())

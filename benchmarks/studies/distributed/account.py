@@ -66,8 +66,8 @@ def bytes_of(argument: Any) -> int:
     return sum(leaf.nbytes for leaf in pytree.tree_leaves(argument) if isinstance(leaf, Tensor))
 
 
-def expected(config: BlockConfig, layers: int, layout: Layout, sharding: Sharding, dtype: torch.dtype
-             ) -> dict[str, Moved]:
+def expected(config: BlockConfig, layers: int, layout: Layout, sharding: Sharding, dtype: torch.dtype,
+             fp8: bool = False) -> dict[str, Moved]:
     """What so many layers with parameters of that dtype must move.
 
     FSDP gathers each layer's parameters for the forward, and once more for the backward where they were freed between.
@@ -86,20 +86,21 @@ def expected(config: BlockConfig, layers: int, layout: Layout, sharding: Shardin
     if layout.replicate > 1:
         add(REDUCE, layers, padded // layout.shard * reduced_in.itemsize)
     if layout.tensor > 1:
-        _add_tensor(add, config, layers, layout, sharding, dtype)
+        _add_tensor(add, config, layers, layout, sharding, dtype, fp8)
     return moved
 
 
 def _add_tensor(add: Callable[[str, int, int], None], config: BlockConfig, layers: int, layout: Layout,
-                sharding: Sharding, dtype: torch.dtype) -> None:
+                sharding: Sharding, dtype: torch.dtype, fp8: bool) -> None:
     """Of tensor parallelism: both halves of a block begin and end with a collective, forward and backward.
 
-    What goes in is LayerNorm's output, what comes out a matmul's. Under autocast the latter is in 16 bits.
+    What goes in is LayerNorm's output, what comes out a matmul's. Under autocast the latter is in 16 bits; in FP8 so
+    is the gradient of the former.
     """
     cast_to = sharding.policy(config, dtype).param_dtype or dtype
     multiplied_in = config.amp_dtype if config.amp_dtype and dtype == torch.float32 else dtype
     elements = config.tokens * config.hidden_size
-    into, out_of = elements * cast_to.itemsize, elements * multiplied_in.itemsize
+    into, out_of = elements * (multiplied_in if fp8 else cast_to).itemsize, elements * multiplied_in.itemsize
     if not layout.sequence:
         add(REDUCE, 2 * layers, out_of)                    # forward: partial sums behind each half
         add(REDUCE, 2 * layers, into)                      # backward: partial gradients before it

@@ -51,7 +51,9 @@ def refine(options: Options) -> None:
         raise ValueError(f"--divide-by {options.divide_by}: give a number above 0")
     options.sharding = Sharding(options.precision, not options.keep_gathered, options.prefetch,
                                 REDUCED_IN[options.reduce_dtype], options.divide_by)
-    options.config = options.config.replace(dropout=0.0)
+    place = torch.device("cuda") if options.simulate else options.device     # whatever this machine multiplies
+    traits = steps.load(options.step).traits
+    options.config = options.config.replace(dropout=0.0, amp_dtype=amp_default(place, traits)[0])
     options.foreseen = 0
     if options.simulate:
         return _refine_simulated(options)
@@ -74,7 +76,6 @@ def refine(options: Options) -> None:
         raise ValueError(f"--timeout {options.timeout}: give seconds from 1 on")
     options.layout = parsed(options.parallel, ranks)
     options.layout.check(options.config, steps.load(options.step))
-    traits = steps.load(options.step).traits
     if options.checkpoint and traits.fp8:
         raise ValueError(f"--step {options.step} --checkpoint: FP8's scales are no part of a checkpoint; "
                          "give another step")
@@ -85,7 +86,7 @@ def refine(options: Options) -> None:
 
 
 def _refine_simulated(options: Options) -> None:
-    """Raise ValueError for what can't be simulated. What is simulated is GPUs, whatever this machine multiplies."""
+    """Raise ValueError for what can't be simulated."""
     if options.ranks:
         raise ValueError("--simulate and --ranks: give one of them; a simulation starts no ranks")
     if options.profile:
@@ -94,7 +95,6 @@ def _refine_simulated(options: Options) -> None:
     if traits.fp8:
         raise ValueError(f"--step {options.step} --simulate: Transformer Engine's modules need data; its parameters "
                          "are those of step 2")
-    options.config = options.config.replace(amp_dtype=amp_default(torch.device("cuda"))[0])
     options.layouts = [parsed(options.parallel, ranks) for ranks in options.simulate]
     for layout in options.layouts:
         layout.check(options.config, steps.load(options.step))

@@ -54,18 +54,28 @@ class Layout:
 
     def check(self, config: BlockConfig, step: Step) -> None:
         """Raise ValueError where blocks of that step and shape can't be spread so."""
-        if self.tensor > 1 and step.traits.fp8:
-            raise ValueError(f"--parallel {self}: {step.name} is split by Transformer Engine's own means, which is not "
-                             "built yet; give fsdp or hsdp, or another step")
+        if self.sequence and step.traits.fp8:
+            raise ValueError(f"--parallel {self}: Transformer Engine deals out the first dimension, and in "
+                             f"{step.name} that is the batch; leave out +sp, or give another step")
         if self.tensor > 1 and self.replicate > 1:
             raise ValueError(f"--parallel {self}: hsdp and tp together are not built; give fsdp with tp")
         for what, size in (("num_heads", config.num_heads), ("ffn_hidden_size", config.ffn_hidden_size)):
             if size % self.tensor:
                 fits = max(n for n in range(1, self.tensor) if size % n == 0)
                 raise ValueError(f"--parallel {self}: {what} {size} is not divisible by {self.tensor}; try tp:{fits}")
+        if step.traits.fp8 and config.amp_dtype is not None:
+            self._check_fp8(config)
         if self.sequence and config.seq_len % self.tensor:
             raise ValueError(f"--parallel {self}: seq_len {config.seq_len} is not divisible by {self.tensor}; try "
                              f"--seq-len {config.seq_len + self.tensor - config.seq_len % self.tensor}")
+
+
+    def _check_fp8(self, config: BlockConfig) -> None:
+        """Raise ValueError where a rank's part is none that FP8 GEMMs take."""
+        for what, size in (("hidden_size", config.hidden_size), ("ffn_hidden_size", config.ffn_hidden_size)):
+            if size % (16 * self.tensor):
+                raise ValueError(f"--parallel {self}: a rank has {size // self.tensor} of {what} {size}; FP8 needs a "
+                                 "multiple of 16")
 
 
 def parsed(text: str, ranks: int) -> Layout:

@@ -1,9 +1,13 @@
-"""Blocks of a step, one after the other, spread over ranks by torch.distributed's own means."""
+"""Blocks of a step, one after the other, spread over ranks by torch.distributed's own means.
+
+What tensor parallelism is in step 4 is its engine's: Transformer Engine makes modules that are parts of whole ones.
+"""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -21,6 +25,7 @@ from benchmarks.studies.distributed.layout import Layout
 from common import parameters
 from common.block.config import BlockConfig, dtype_name
 from common.block.steps import Step
+from common.runtime import engine
 
 BY_ROWS = ("attn.qkv.weight", "attn.qkv.bias", "mlp.fc.weight", "mlp.fc.bias")       # how tensor parallelism deals out
 BY_COLUMNS = ("attn.proj.weight", "mlp.proj.weight")
@@ -111,6 +116,27 @@ def dealt(values: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
             for name, value in values.items()}
 
 
+def dimension(name: str) -> int | None:
+    """Along which tensor parallelism deals out a parameter; None where each rank has the whole."""
+    return 0 if name in BY_ROWS else 1 if name in BY_COLUMNS else None
+
+
+def part_of(values: dict[str, Tensor], ranks: int, rank: int) -> dict[str, Tensor]:
+    """What one rank has of them: [Q_r | K_r | V_r] of the fused projection, whose rows must be dealt already."""
+    return {name: value if (along := dimension(name)) is None else value.chunk(ranks, along)[rank]
+            for name, value in values.items()}
+
+
+def joined(name: str, part: Tensor, block: nn.Module) -> Tensor:
+    """The whole of what an engine has dealt out, which DTensor knows nothing of. Every rank must call it."""
+    group, along = getattr(block, "dealt_over", None), dimension(name)
+    if group is None or along is None:
+        return part
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part.contiguous(), group)
+    return torch.cat(parts, along)
+
+
 def gathered(name: str, whole: Tensor, ranks: int) -> Tensor:
     """The rows of a parameter or its gradient in canonical order again."""
     return whole.unflatten(0, (ranks, 3, -1)).transpose(0, 1).flatten(0, 2) if name in FUSED else whole
@@ -119,8 +145,13 @@ def gathered(name: str, whole: Tensor, ranks: int) -> Tensor:
 def split(block: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     """Deal out a block's heads and its MLP's hidden units over the ranks of `mesh`, in place.
 
-    With `sequence` what is between the matmuls is dealt out along S too, [B, S / ranks, E] on each rank.
+    With `sequence` what is between the matmuls is dealt out along S too, [B, S / ranks, E] on each rank. Step 4's
+    engine has dealt out its modules itself.
     """
+    attention: Any = block.attn
+    attention.num_heads //= mesh.size()
+    if hasattr(block, "engine"):
+        return
     into = RowwiseParallel(output_layouts=Shard(1)) if sequence else RowwiseParallel()
     plan: dict[str, ParallelStyle] = {"attn.qkv": ColwiseParallel(), "attn.proj": into, "mlp.fc": ColwiseParallel(),
                                       "mlp.proj": into}
@@ -128,8 +159,6 @@ def split(block: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
         whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
         plan |= {"ln_1": SequenceParallel(), "ln_2": SequenceParallel(), "attn": whole, "mlp": whole}
     parallelize_module(block, mesh, plan)
-    attention: Any = block.attn
-    attention.num_heads //= mesh.size()
 
 
 def values_of(config: BlockConfig, layer: int, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -143,10 +172,23 @@ def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
 
 
-def seeded(step: Step, config: BlockConfig, layout: Layout, seed: int, dtype: torch.dtype, device: torch.device
-           ) -> Make:
-    """Makes the blocks of a step, each with values of its own, its rows dealt to the ranks that split it."""
-    return lambda layer: step.build(config, dealt(values_of(config, layer, seed, dtype), layout.tensor), device)
+def seeded(step: Step, config: BlockConfig, layout: Layout, seed: int, dtype: torch.dtype, device: torch.device,
+           mesh: DeviceMesh | None = None) -> Make:
+    """Makes the blocks of a step, each with values of its own, its rows dealt to the ranks that split it.
+
+    `mesh` is that of all ranks, which tensor parallelism of step 4 needs: an engine makes its modules as parts.
+    """
+    def make(layer: int) -> nn.Module:
+        values = dealt(values_of(config, layer, seed, dtype), layout.tensor)
+        if layout.tensor == 1 or not step.traits.fp8:
+            return step.build(config, values, device)
+        assert mesh is not None
+        group, rank = mesh[TENSOR].get_group(), mesh[TENSOR].get_local_rank()
+        with engine.split_over(group):
+            block: Any = step.build(config, part_of(values, layout.tensor, rank), device)
+        block.dealt_over = group
+        return block
+    return make
 
 
 def build(make: Make, config: BlockConfig, layers: int, layout: Layout, mesh: DeviceMesh, sharding: Sharding,

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.studies.distributed.account import Counting, Moved, state_of
 from benchmarks.studies.distributed.layout import Layout
-from benchmarks.studies.distributed.parallel import Stack, gathered, share_scales, values_of
+from benchmarks.studies.distributed.parallel import Stack, gathered, joined, share_scales, values_of
 from common import parameters
 from common.block import oracle
 from common.block.config import BlockConfig
@@ -173,7 +173,7 @@ def _compare_gradients(found: Found, stack: Stack, layout: Layout, truth: Truth 
     for number, block in enumerate(stack.blocks):
         every.append({})
         for name, value in parameters.gradients(block).items():
-            gradient = None if value is None else gathered(name, full(value), layout.tensor)
+            gradient = None if value is None else whole_of(name, value, block, layout)
             if gradient is not None:
                 every[-1][name] = gradient
             if truth:
@@ -188,12 +188,12 @@ def _compare_update(found: Found, stack: Stack, layout: Layout, gradients: list[
     They are those that were found: AdamW divides a gradient by its own size, so of one that is mere rounding, as the
     keys' bias has, no two runs make the same.
     """
-    before = [whole_of(block, layout) for block in stack.blocks]
+    before = [parameters_of(block, layout) for block in stack.blocks]
     optimizer = adamw(list(stack.parameters()))
     optimizer.step()
     found.state_bytes = state_of(stack, optimizer)
     for block, old, of_layer in zip(stack.blocks, before, gradients, strict=True):
-        new = whole_of(block, layout)
+        new = parameters_of(block, layout)
         for name, gradient in of_layer.items():
             expected = old[name].clone()
             expected.grad = gradient
@@ -227,9 +227,14 @@ def full(value: Tensor) -> Tensor:
     return whole.detach().double()
 
 
-def whole_of(block: nn.Module, layout: Layout) -> dict[str, Tensor]:
+def whole_of(name: str, value: Tensor, block: nn.Module, layout: Layout) -> Tensor:
+    """A block's parameter or its gradient in FP64, rows in canonical order. Every rank must call it."""
+    return gathered(name, joined(name, full(value), block), layout.tensor)
+
+
+def parameters_of(block: nn.Module, layout: Layout) -> dict[str, Tensor]:
     """Copies of its parameters in FP64, by canonical name."""
-    return {name: gathered(name, full(parameter), layout.tensor).clone()
+    return {name: whole_of(name, parameter, block, layout).clone()
             for name, parameter in parameters.named(block).items()}
 
 

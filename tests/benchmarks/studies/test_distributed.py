@@ -89,7 +89,8 @@ def test_a_wrong_layout_is_a_line(text, ranks, said):
     (Layout(tensor=3), {}, 2, "num_heads 4 is not divisible by 3; try tp:2"),
     (Layout(tensor=4), {"ffn_hidden_size": 66}, 2, "ffn_hidden_size 66 is not divisible by 4"),
     (Layout(tensor=4, sequence=True), {"seq_len": 18}, 2, "seq_len 18 .* try --seq-len 20"),
-    (Layout(tensor=2), {}, 4, "4_transformer_engine is split by Transformer Engine's own means"),
+    (Layout(tensor=2, sequence=True), {}, 4, "in 4_transformer_engine that is the batch; leave out \\+sp"),
+    (Layout(tensor=4), {"amp_dtype": torch.bfloat16}, 4, "a rank has 8 of hidden_size 32; FP8 needs a multiple of 16"),
     (Layout(2, 1, 2), {}, 2, "hsdp and tp together are not built")])
 def test_blocks_that_can_not_be_split_are_a_line(layout, changes, number, said):
     with pytest.raises(ValueError, match=said):
@@ -123,15 +124,20 @@ def found_at(layout, sharding, dtype=torch.float64, number=2, config=CONFIG, div
     """The errors of spread blocks, on the ranks that there are."""
     mesh = parallel.mesh_of(layout, CPU)
     truth = proof.truth_of(config, LAYERS, layout, 0, CPU) if torch.distributed.get_rank() == 0 else None
-    make = parallel.seeded(steps.load(number), config, layout, 0, dtype, CPU)
+    make = parallel.seeded(steps.load(number), config, layout, 0, dtype, CPU, mesh)
     stack = parallel.build(make, config, LAYERS, layout, mesh, sharding, dtype)
     return proof.found_by(stack, config, layout, 0, dtype, CPU, truth, divided=divided, calibrated=calibrated)
 
 
 def in_fp8(rank):
-    """The errors of step 4, emulated."""
-    config = CONFIG.replace(amp_dtype=torch.bfloat16)
-    return found_at(parsed("fsdp", 2), USUAL, torch.float32, 4, config, calibrated=True).errors
+    """Layout -> (errors of step 4, emulated, whether the account is that of the formula)."""
+    config, found = CONFIG.replace(amp_dtype=torch.bfloat16), {}
+    for words in ("fsdp", "tp:2"):
+        layout = parsed(words, 2)
+        of_it = found_at(layout, USUAL, torch.float32, 4, config, calibrated=True)
+        expected = account.expected(config, LAYERS, layout, USUAL, torch.float32, fp8=True)
+        found[words] = of_it.errors, of_it.moved == expected
+    return found
 
 
 def every_right_one(rank):
@@ -141,10 +147,12 @@ def every_right_one(rank):
     def try_it(name, words, sharding=USUAL, number=2):
         layout = parsed(words, 2)
         of_it = found_at(layout, sharding, number=number, divided=sharding.divided(layout))
-        expected = account.expected(CONFIG, LAYERS, layout, sharding, torch.float64)
+        fp8 = bool(steps.load(number).traits.fp8)
+        expected = account.expected(CONFIG, LAYERS, layout, sharding, torch.float64, fp8)
         found[name] = of_it.errors, of_it.moved == expected
     for words in ("fsdp", "hsdp:2x1", "tp:2", "tp:2+sp"):
         try_it(words, words)
+    try_it("by the engine", "tp:2", number=4)
     settings = {"kept": parallel.Sharding(reshard=False), "not ahead": parallel.Sharding(prefetch=0),
                 "summed": parallel.Sharding(divide_by=1.0)}
     for name, sharding in settings.items():
@@ -163,8 +171,10 @@ def all_right_ones(rank):
 @integration
 def test_spread_blocks_are_the_whole_ones():
     found, of_fp8 = on_ranks(2, all_right_ones)
-    for what, gate in proof.gates("float8, emulated", LAYERS).items():
-        assert of_fp8[what] < gate, (what, of_fp8)
+    for errors, is_formula in of_fp8.values():
+        assert is_formula
+        for what, gate in proof.gates("float8, emulated", LAYERS).items():
+            assert errors[what] < gate, (what, of_fp8)
     for what, (errors, is_formula) in found.items():
         assert is_formula, what
         assert set(errors) == set(proof.gates("float64", 1)) and max(errors.values()) < proof.MEANING, (what, errors)

@@ -1,4 +1,5 @@
 """Which engine step 4 runs on and why, when Transformer Engine is imported, and beside which cuDNN."""
+import contextlib
 import ctypes
 import importlib
 import importlib.util
@@ -11,10 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
-from common import BlockConfig, steps
-from common.block import emulation
+from common import BlockConfig, parameters, steps
+from common.block import emulation, oracle
 from common.runtime import engine, machine
 from tests.helpers.blocks import case, results
 
@@ -365,3 +367,57 @@ def test_transformer_engine_sees_the_cudnn_of_torch():
     engine.transformer_engine()
     name = f"Transformer Engine {engine.version()}"
     assert engine.libraries_of(name) == {"transformer_engine_cudnn": str(torch.backends.cudnn.version())}
+
+
+# ---------------------------------------------------------------------------------------------------- parts of a block
+
+
+@contextlib.contextmanager
+def group_of_one(backend):
+    """A process group of this process alone."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.unit
+def test_parts_are_asked_for_by_each_modules_own_words():
+    def told(*sizes, **words):
+        return sizes, words
+    modules = SimpleNamespace(autocast=1, LayerNormLinear=told, Linear=told, LayerNormMLP=told,
+                              DotProductAttention=told)
+    split = engine.Split(modules, "group")
+    group = {"tp_group": "group"}
+    assert split.autocast == 1
+    assert split.LayerNormLinear(8, 24) == ((8, 24), group | {"parallel_mode": "column"})
+    assert split.Linear(8, 8) == ((8, 8), group | {"parallel_mode": "row"})
+    assert split.LayerNormMLP(8, 32) == ((8, 32), group | {"set_parallel_mode": True})
+    assert split.DotProductAttention(4, 2) == ((4, 2), group)
+
+
+@pytest.mark.unit
+def test_only_blocks_that_are_built_meanwhile_are_parts():
+    values = parameters.seeded(CONFIG)
+    with group_of_one("gloo") as group, engine.split_over(group):
+        modules, name = engine.choose(CONFIG, values, "cpu")
+    assert isinstance(modules, engine.Split) and engine.is_emulated(name)
+    assert engine.choose(CONFIG, values, "cpu")[0] is emulation
+
+
+@pytest.mark.integration
+@pytest.mark.transformer_engine
+def test_transformer_engines_part_of_one_is_the_whole():
+    """Its modules take these words, and multiply as they do without."""
+    values, x, dy = case(CONFIG, "cuda", torch.float32)
+    whole = steps.load(4).build(CONFIG, values, "cuda")
+    with group_of_one("nccl") as group:
+        with engine.split_over(group):
+            part = steps.load(4).build(CONFIG, values, "cuda")
+        assert not engine.is_emulated(part.engine)
+        for block in (whole, part):
+            block.recipe.reduce_amax = False
+        of_whole, of_part = results(whole, x, dy), results(part, x, dy)
+    for what in ("branch", "input gradient"):
+        assert oracle.relative_error(of_part[what], of_whole[what]) < 1e-2, what
