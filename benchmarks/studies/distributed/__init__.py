@@ -148,9 +148,10 @@ def result_of(options: Options, config: BlockConfig, dtype: torch.dtype, layout:
               ) -> Result:
     """An empty one, of such blocks."""
     step = steps.load(options.step)
+    cast_to = options.sharding.policy(config, dtype).param_dtype or dtype
     return Result(step.name, config, dtype_name(dtype), session.facts if session else {}, step.number, step.traits,
                   study="distributed", run=session.run if session else "",
-                  matmul=step.traits.arithmetic(config, dtype, options.device).matmul,
+                  matmul=step.traits.arithmetic(config, cast_to, options.device).matmul,
                   variant={"parallel": str(layout), "layers": options.layers} | options.sharding.told)
 
 

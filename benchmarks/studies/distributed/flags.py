@@ -53,7 +53,8 @@ def refine(options: Options) -> None:
                                 REDUCED_IN[options.reduce_dtype], options.divide_by)
     place = torch.device("cuda") if options.simulate else options.device     # whatever this machine multiplies
     traits = steps.load(options.step).traits
-    options.config = options.config.replace(dropout=0.0, amp_dtype=amp_default(place, traits)[0])
+    casts = traits.autocast or options.precision == POLICY
+    options.config = options.config.replace(dropout=0.0, amp_dtype=amp_default(place, traits)[0] if casts else None)
     options.foreseen = 0
     if options.simulate:
         return _refine_simulated(options)

@@ -12,6 +12,7 @@ from benchmarks.show.charts import Charts
 from benchmarks.show.tables import NO_ANSWER, framed
 from benchmarks.studies.distributed import account, published, ring
 from benchmarks.studies.distributed.layout import Layout, parsed
+from benchmarks.studies.distributed.parallel import AUTOCAST
 from benchmarks.studies.distributed.proof import BRANCH, GRADIENT, INPUT, LOSS, UPDATE
 from benchmarks.studies.distributed.timed import Timed
 from common.block import block_work
@@ -183,8 +184,9 @@ def _words(run: Run) -> str:
 
 def _precision(run: Run) -> str:
     """FP64, or what 16 bits are cast to and by whom."""
-    matmul = run.lines[0]["benchmark"]["dtype"]
-    return matmul if run.info["parameter_dtype"] == MEANING else f"{matmul} by {run.variant['precision']}"
+    matmul, precision = run.lines[0]["benchmark"]["dtype"], run.variant["precision"]
+    casts = run.info["autocast"] != "off" if precision == AUTOCAST else run.info["config"]["amp_dtype"] != "none"
+    return f"{matmul} by {precision}" if casts and run.info["parameter_dtype"] != MEANING else matmul
 
 
 def _error(run: Run, what: str) -> str:

@@ -384,6 +384,15 @@ def test_gpus_are_simulated_whatever_this_machine_multiplies(study_main, monkeyp
 
 
 @unit
+@pytest.mark.parametrize("precision, told", [("autocast", "tp:2+sp, float32, simulated"),
+                                             ("policy", "tp:2+sp, float16 by policy, simulated")])
+def test_a_step_without_autocast_multiplies_as_its_parameters_are(study_main, precision, told):
+    status, out, err = study_main("distributed", "--preset", "tiny", "--simulate", "2", "--parallel", "tp:2+sp",
+                                  "--step", "0", "--precision", precision, "--device", "cpu")
+    assert status == 0 and told in out, out + err
+
+
+@unit
 def test_an_account_that_is_off_fails(study_main, monkeypatch):
     expected = account.expected
     monkeypatch.setattr(account, "expected", lambda *a: expected(*a) | {account.REDUCE: account.Moved(1, 8)})
