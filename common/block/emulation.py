@@ -144,7 +144,7 @@ class _GELU(torch.autograd.Function):
 class _FP8Module(nn.Module):
     """`gemms` matmuls whose operands can be rounded to FP8; three forward tensors a GEMM and two backward, as there."""
 
-    tp_group: dist.ProcessGroup | None = None      # of ranks that hold a part of its weights each
+    tp_group: "dist.ProcessGroup | None" = None      # of ranks that hold a part of its weights each
 
     def __init__(self, gemms: int):
         super().__init__()
@@ -197,7 +197,7 @@ class _Shared(torch.autograd.Function):
     """x, which all ranks of a group have: its gradient is the sum of what they make of it, in `dtype`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
+    def forward(ctx, x: Tensor, group: "dist.ProcessGroup", dtype: torch.dtype) -> Tensor:
         ctx.group, ctx.dtype = group, dtype
         return x.view_as(x)
 
@@ -212,7 +212,7 @@ class _Summed(torch.autograd.Function):
     """The sum of what the ranks of a group have each."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx, y: Tensor, group: "dist.ProcessGroup") -> Tensor:
         whole = y.clone()
         dist.all_reduce(whole, group=group)
         return whole
@@ -222,7 +222,7 @@ class _Summed(torch.autograd.Function):
         return dy, None
 
 
-def _ranks(group: dist.ProcessGroup | None) -> int:
+def _ranks(group: "dist.ProcessGroup | None") -> int:
     return dist.get_world_size(group) if group else 1
 
 
@@ -230,7 +230,7 @@ class Linear(_FP8Module):
     """x [..., in] -> [..., out]. By rows a rank of `tp_group` has a part of `in`."""
 
     def __init__(self, in_features: int, out_features: int, params_dtype: torch.dtype | None = None,
-                 parallel_mode: str = "row", tp_group: dist.ProcessGroup | None = None):
+                 parallel_mode: str = "row", tp_group: "dist.ProcessGroup | None" = None):
         super().__init__(gemms=1)
         if parallel_mode != "row":
             raise ValueError(f"parallel_mode is {parallel_mode!r}: the emulation has only 'row'")
@@ -247,7 +247,7 @@ class LayerNormLinear(_FP8Module):
     """LayerNorm, then Linear: x [..., in] -> [..., out]. By columns a rank of `tp_group` has a part of `out`."""
 
     def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, params_dtype: torch.dtype | None = None,
-                 parallel_mode: str = "column", tp_group: dist.ProcessGroup | None = None):
+                 parallel_mode: str = "column", tp_group: "dist.ProcessGroup | None" = None):
         super().__init__(gemms=1)
         if parallel_mode != "column":
             raise ValueError(f"parallel_mode is {parallel_mode!r}: the emulation has only 'column'")
@@ -274,7 +274,7 @@ class LayerNormMLP(_FP8Module):
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, activation: str = "gelu",
                  params_dtype: torch.dtype | None = None, set_parallel_mode: bool = True,
-                 tp_group: dist.ProcessGroup | None = None):
+                 tp_group: "dist.ProcessGroup | None" = None):
         super().__init__(gemms=2)
         if activation != "gelu" or not set_parallel_mode:
             raise ValueError(f"activation is {activation!r}, set_parallel_mode {set_parallel_mode}: the emulation has "
@@ -311,7 +311,7 @@ class DotProductAttention(nn.Module):
     """Causal attention in the dtype of its inputs: q, k, v [B, S, H, D] -> [B, S, H * D]."""
 
     def __init__(self, num_attention_heads: int, kv_channels: int, attention_dropout: float = 0.0,
-                 qkv_format: str = "bshd", attn_mask_type: str = "causal", tp_group: dist.ProcessGroup | None = None):
+                 qkv_format: str = "bshd", attn_mask_type: str = "causal", tp_group: "dist.ProcessGroup | None" = None):
         super().__init__()
         if (qkv_format, attn_mask_type) != ("bshd", "causal"):
             raise ValueError(f"{qkv_format}, {attn_mask_type}: the emulation has only bshd, causal")

@@ -33,7 +33,7 @@ DEALT_OUT: dict[str, dict[str, Any]] = {       # how both engines are asked for 
 class Split:
     """An engine whose modules are this rank's parts of whole ones, which the ranks of `group` hold together."""
 
-    def __init__(self, modules: ModuleType, group: dist.ProcessGroup):
+    def __init__(self, modules: ModuleType, group: "dist.ProcessGroup"):
         self._modules, self._group = modules, group
 
     def __getattr__(self, name: str) -> Any:
@@ -41,11 +41,11 @@ class Split:
         return functools.partial(own, tp_group=self._group, **DEALT_OUT[name]) if name in DEALT_OUT else own
 
 
-_split_over: list[dist.ProcessGroup] = []
+_split_over: list["dist.ProcessGroup"] = []
 
 
 @contextlib.contextmanager
-def split_over(group: dist.ProcessGroup) -> Iterator[None]:
+def split_over(group: "dist.ProcessGroup") -> Iterator[None]:
     """Blocks that are built meanwhile hold this rank's part of their heads and of the MLP's hidden units."""
     _split_over.append(group)
     try:

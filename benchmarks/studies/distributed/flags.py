@@ -51,10 +51,11 @@ def refine(options: Options) -> None:
         raise ValueError(f"--divide-by {options.divide_by}: give a number above 0")
     options.sharding = Sharding(options.precision, not options.keep_gathered, options.prefetch,
                                 REDUCED_IN[options.reduce_dtype], options.divide_by)
-    place = torch.device("cuda") if options.simulate else options.device     # whatever this machine multiplies
+    multiplied_on = torch.device("cuda") if options.simulate else options.device         # what is simulated is GPUs
     traits = steps.load(options.step).traits
     casts = traits.autocast or options.precision == POLICY
-    options.config = options.config.replace(dropout=0.0, amp_dtype=amp_default(place, traits)[0] if casts else None)
+    amp_dtype = amp_default(multiplied_on, traits)[0] if casts else None
+    options.config = options.config.replace(dropout=0.0, amp_dtype=amp_dtype)
     options.foreseen = 0
     if options.simulate:
         return _refine_simulated(options)

@@ -69,7 +69,6 @@ class Layout:
             raise ValueError(f"--parallel {self}: seq_len {config.seq_len} is not divisible by {self.tensor}; try "
                              f"--seq-len {config.seq_len + self.tensor - config.seq_len % self.tensor}")
 
-
     def _check_fp8(self, config: BlockConfig) -> None:
         """Raise ValueError where a rank's part is none that FP8 GEMMs take."""
         for what, size in (("hidden_size", config.hidden_size), ("ffn_hidden_size", config.ffn_hidden_size)):

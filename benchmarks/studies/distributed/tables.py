@@ -242,7 +242,16 @@ def charts(lines: list[Record]) -> Charts:
 
 
 def answer(lines: list[Record]) -> str:
-    """How far off the worst of it is in FP64."""
+    """How far off the worst of it is in FP64, and how fast sharded blocks are beside those of one GPU."""
     errors = [values(line)[0] for run in runs(lines) for what in (LOSS, BRANCH, INPUT, GRADIENT)
               if run.info["parameter_dtype"] == MEANING and (line := run.find("check", f"{what} error"))]
-    return f"in FP64 spread and whole agree to {max(errors):.0e}" if errors else NO_ANSWER
+    if not errors:
+        return NO_ANSWER
+    said = f"in FP64 spread and whole agree to {max(errors):.0e}"
+    fast = [rounds.paired_ratio(values(whole), values(timed))[0] for run in latest(lines)
+            if (timed := run.find(BOTH, LATENCY, "eager")) and (whole := run.find(BOTH, ALONE))
+            and extra(timed)["ranks_of_a_batch"] == 1]
+    if not fast:
+        return said
+    least_and_most = dict.fromkeys(f"{each:.2f}" for each in (min(fast), max(fast)))
+    return f"{said}; sharded a GPU has {' to '.join(least_and_most)} of its speed alone"

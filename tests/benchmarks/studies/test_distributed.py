@@ -39,6 +39,7 @@ from common.block import oracle, traits
 from common.block.config import PRESETS
 from common.block.steps import ROOT
 from common.outcome import Failed
+from common.report.record import check_records
 from common.report.result import Result
 from tests.helpers.made_records import GPU
 from tests.helpers.ranks import on_ranks
@@ -740,6 +741,20 @@ def test_times_are_shown_beside_those_of_one_gpu_alone():
     of_tensor = of_times(Layout(tensor=2), spread=[100.0] * 6, alone=[160.0] * 6)
     assert "81,920" in (shown := STUDY.told(of_tensor)) and "0.80 [0.80, 0.80]" in shown
     assert "n/a: whole they do not fit" in STUDY.told(of_times(Layout(shard=2), spread=[100.0] * 6))
+
+
+@unit
+def test_the_answer_has_the_speed_of_sharded_blocks_alone():
+    result = Result("2_sdpa", PRESETS["tiny"], "float64", GPU, 2, steps.load(2).traits, study="distributed",
+                    variant={"parallel": "fsdp:2", "layers": 4, "precision": "autocast"}, matmul="float64")
+    result.errors = {proof.LOSS: (2e-16, 1e-12), proof.BRANCH: (7e-16, 1e-12)}
+    lines = check_records(result)
+    assert STUDY.answer(lines) == "in FP64 spread and whole agree to 7e-16"
+    lines += of_times(Layout(shard=2), spread=[100.0] * 6, alone=[95.0] * 6)
+    assert STUDY.answer(lines).endswith("sharded a GPU has 0.95 of its speed alone")
+    lines += of_times(Layout(replicate=2), spread=[100.0] * 6, alone=[99.0] * 6)
+    lines += of_times(Layout(tensor=2), spread=[100.0] * 6, alone=[150.0] * 6)
+    assert STUDY.answer(lines).endswith("has 0.95 to 0.99 of its speed alone")
 
 
 # ------------------------------------------------------------------------------------------------------------- failure
