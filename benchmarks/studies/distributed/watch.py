@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +16,8 @@ import torch.distributed as dist
 PAUSE = 0.5                            # seconds between two words of a rank
 BUSY = 0.01                            # seconds of CPU time in between that show it at work
 DEADLOCK = 15                          # seconds for which all ranks wait for each other, and none will ever go on
+STUCK = 5                              # seconds in one phase, behind which a rank tells what it waits for
+ALIKE = ("all_reduce", "_base")        # in the names of collectives whose tensors have one size on all ranks
 GRACE = 30                             # seconds that torch's own timeout comes after this one: this one names the rank
 _OF_TORCH = str(Path(torch.__file__).parent)
 _COLLECTIVES = dist.distributed_c10d.__file__
@@ -29,6 +31,7 @@ class Word:
     line: str                          # of the suite's own code, which it runs; "" where it waits for other ranks
     waits_in: str = ""                 # the collective
     idle_s: float = 0.0                # since it has last done anything
+    unfinished: dict[str, str] = field(default_factory=dict)       # which collective of which group -> what it is
 
 
 class Watch:
@@ -64,8 +67,11 @@ class Watch:
             before, used, now = used, time.clock_gettime(clock), time.monotonic()
             busy = now if used - before > BUSY else busy
             with contextlib.suppress(dist.DistError):              # the store has ended: so does the run
-                word = Word(self.phases, self.phase, *where(self.main), now - busy)
+                is_stuck = now - self.since > STUCK
+                word = Word(self.phases, self.phase, *where(self.main), now - busy, unfinished() if is_stuck else {})
                 self.store.set(f"watch/{self.rank}", json.dumps(astuple(word)))
+                if is_stuck and (reason := mismatch(self._all())):
+                    self.hung(reason)
                 if now - busy > DEADLOCK and (reason := deadlock(self._all(), self.ranks)):
                     self.hung(reason)
                 if now - self.since > self.timeout_s:
@@ -90,6 +96,42 @@ def where(thread: int) -> tuple[str, str]:
     return "", waits_in
 
 
+def unfinished() -> dict[str, str]:
+    """The collectives that this rank has begun and not ended, as torch's flight recorder has them.
+
+    GPUs wait for them, and hosts only much later, for something else.
+    """
+    found = {}
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):          # of Gloo, of NCCL
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        for entry in json.loads(dump(True, False)).get("entries", []) if dump else []:
+            if not entry.get("retired", True) and not entry.get("is_p2p"):
+                words = [entry["profiling_name"].partition(":")[2]]
+                if any(each in words[0] for each in ALIKE):
+                    words += [str(entry["input_sizes"]), *entry["input_dtypes"]]
+                group = ", ".join(entry["process_group"])
+                found[f"{group}: {entry['collective_seq_id']}"] = " ".join(words)
+    return found
+
+
+def mismatch(words: dict[int, Word]) -> str:
+    """Which ranks are in different collectives where they should be in the same one; "" where that is not seen."""
+    for which in dict.fromkeys(key for word in words.values() for key in word.unfinished):
+        begun: dict[str, list[int]] = {}
+        for rank, word in words.items():
+            if which in word.unfinished:
+                begun.setdefault(word.unfinished[which], []).append(rank)
+        if len(begun) > 1:
+            fewest_first = sorted(begun.items(), key=lambda item: len(item[1]))
+            return f"{_named(fewest_first)}: their collectives do not match"
+    return ""
+
+
+def _named(what: list[tuple[str, list[int]]]) -> str:
+    """"rank 1 in this; ranks 0, 2 in that"."""
+    return "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} in {each}" for each, ranks in what)
+
+
 def deadlock(words: dict[int, Word], ranks: int) -> str:
     """Why no rank will ever go on, in a line; "" where that is not sure."""
     if len(words) < ranks or any(word.line or word.idle_s < DEADLOCK for word in words.values()):
@@ -100,8 +142,7 @@ def deadlock(words: dict[int, Word], ranks: int) -> str:
     if len(waiting) == 1:                                  # they may well move much over a slow network
         return ""
     fewest_first = sorted(waiting.items(), key=lambda item: len(item[1]))
-    said = [f"rank{'s' * (len(which) > 1)} {', '.join(map(str, which))} in {what}" for what, which in fewest_first]
-    return f"all wait for each other, {'; '.join(said)}: their collectives do not match"
+    return f"all wait for each other, {_named(fewest_first)}: their collectives do not match"
 
 
 def verdict(words: dict[int, Word], timeout_s: float) -> str:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -829,6 +830,40 @@ def test_who_waits_for_whom():
     assert not watch.deadlock(words | {1: words[0]}, 3)                   # all in the same one: it is slow
     for busy in ({"line": "mine.py:3"}, {"idle_s": 1.0}):
         assert not watch.deadlock(words | {2: dataclasses.replace(words[2], **busy)}, 3)
+
+
+@unit
+def test_who_is_in_another_collective():
+    both = {"0, default_pg: 7": "all_reduce [[3]] Float", "1, mesh_shard: 2": "_all_gather_base [[8]] Float"}
+    words = {rank: watch.Word(3, "backward", "proof.py:7", unfinished=both) for rank in (0, 1, 2)}
+    assert not watch.mismatch(words) and not watch.mismatch({0: words[0], 1: watch.Word(3, "backward", "")})
+    words[1] = watch.Word(3, "forward", "", unfinished={"0, default_pg: 7": "barrier"})
+    assert watch.mismatch(words) == ("rank 1 in barrier; ranks 0, 2 in all_reduce [[3]] Float: their collectives do "
+                                     "not match")
+
+
+def waited_for(rank):
+    """What the first rank has begun and not ended: before the other one has joined it, and behind that."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if rank:
+        store.wait(["looked"])
+        torch.distributed.all_reduce(torch.ones(3))
+        return None
+    joined = torch.distributed.all_reduce(torch.ones(3), async_op=True)
+    before = list(watch.unfinished().values())
+    store.set("looked", "")
+    joined.wait()
+    deadline = time.monotonic() + 20
+    while watch.unfinished() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return before, list(watch.unfinished().values())
+
+
+@integration
+@pytest.mark.skipif(not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"),
+                    reason="this torch records no collectives of Gloo")
+def test_what_a_rank_has_begun_is_told_until_it_ends():
+    assert on_ranks(2, waited_for) == (["all_reduce [[3]] Float"], [])
 
 
 @unit
