@@ -57,8 +57,6 @@ class Layout:
         if self.sequence and step.traits.fp8:
             raise ValueError(f"--parallel {self}: Transformer Engine deals out the first dimension, and in "
                              f"{step.name} that is the batch; leave out +sp, or give another step")
-        if self.tensor > 1 and self.replicate > 1:
-            raise ValueError(f"--parallel {self}: hsdp and tp together are not built; give fsdp with tp")
         for what, size in (("num_heads", config.num_heads), ("ffn_hidden_size", config.ffn_hidden_size)):
             if size % self.tensor:
                 fits = max(n for n in range(1, self.tensor) if size % n == 0)

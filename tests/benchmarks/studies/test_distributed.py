@@ -61,7 +61,8 @@ LAYERS = 2
     ("fsdp", 4, Layout(1, 4, 1), "fsdp:4"), ("fsdp:2", 2, Layout(1, 2, 1), "fsdp:2"), ("fsdp", 1, Layout(), "fsdp:1"),
     ("hsdp:2x4", 8, Layout(2, 4, 1), "hsdp:2x4"), ("tp:2", 2, Layout(1, 1, 2), "tp:2"),
     ("tp:4+sp", 4, Layout(1, 1, 4, True), "tp:4+sp"), ("fsdp, tp:2", 8, Layout(1, 4, 2), "fsdp:4,tp:2"),
-    ("tp:2+sp,fsdp:2", 4, Layout(1, 2, 2, True), "fsdp:2,tp:2+sp"), ("hsdp:4", 8, Layout(2, 4, 1), "hsdp:2x4")])
+    ("tp:2+sp,fsdp:2", 4, Layout(1, 2, 2, True), "fsdp:2,tp:2+sp"), ("hsdp:4", 8, Layout(2, 4, 1), "hsdp:2x4"),
+    ("hsdp:2,tp:2", 8, Layout(2, 2, 2), "hsdp:2x2,tp:2")])
 def test_a_layout_is_read_and_told(text, ranks, layout, told):
     assert parsed(text, ranks) == layout and str(layout) == told and parsed(told, ranks) == layout
 
@@ -92,8 +93,7 @@ def test_a_wrong_layout_is_a_line(text, ranks, said):
     (Layout(tensor=4), {"ffn_hidden_size": 66}, 2, "ffn_hidden_size 66 is not divisible by 4"),
     (Layout(tensor=4, sequence=True), {"seq_len": 18}, 2, "seq_len 18 .* try --seq-len 20"),
     (Layout(tensor=2, sequence=True), {}, 4, "in 4_transformer_engine that is the batch; leave out \\+sp"),
-    (Layout(tensor=4), {"amp_dtype": torch.bfloat16}, 4, "a rank has 8 of hidden_size 32; FP8 needs a multiple of 16"),
-    (Layout(2, 1, 2), {}, 2, "hsdp and tp together are not built")])
+    (Layout(tensor=4), {"amp_dtype": torch.bfloat16}, 4, "a rank has 8 of hidden_size 32; FP8 needs a multiple of 16")])
 def test_blocks_that_can_not_be_split_are_a_line(layout, changes, number, said):
     with pytest.raises(ValueError, match=said):
         layout.check(CONFIG.replace(**changes), steps.load(number))
@@ -180,6 +180,19 @@ def test_spread_blocks_are_the_whole_ones():
     for what, (errors, is_formula) in found.items():
         assert is_formula, what
         assert set(errors) == set(proof.gates("float64", 1)) and max(errors.values()) < proof.MEANING, (what, errors)
+
+
+def several_dimensions(rank):
+    """Layout and step -> errors, on four ranks."""
+    every = {"hsdp:2x2": 2, "fsdp:2,tp:2+sp": 2, "hsdp:2x1,tp:2": 2, "fsdp:2,tp:2": 4}
+    return {f"{words}, step {number}": found_at(parsed(words, 4), USUAL, number=number).errors
+            for words, number in every.items()}
+
+
+@pytest.mark.stress
+def test_blocks_that_are_spread_over_several_dimensions_are_the_whole_ones():
+    for what, errors in on_ranks(4, several_dimensions).items():
+        assert max(errors.values()) < proof.MEANING, (what, errors)
 
 
 def _summed(rank):
@@ -286,7 +299,7 @@ def test_each_mutant_is_caught():
 @unit
 @pytest.mark.parametrize("words, ranks", [
     *(("fsdp", ranks) for ranks in (1, 2, 4, 7, 8, 48, 64)), ("hsdp:2x1", 2), ("hsdp:2x4", 8), ("hsdp:8x6", 48),
-    ("tp:2", 2), ("tp:4+sp", 4), ("fsdp:4,tp:4", 16), ("fsdp:7,tp:2+sp", 14)])
+    ("tp:2", 2), ("tp:4+sp", 4), ("fsdp:4,tp:4", 16), ("fsdp:7,tp:2+sp", 14), ("hsdp:2x2,tp:2+sp", 8)])
 @pytest.mark.parametrize("sharding", [parallel.Sharding(), parallel.Sharding(parallel.POLICY, reshard=False)])
 def test_what_is_moved_is_what_the_formula_gives(words, ranks, sharding):
     """To the byte: 96 rows in 7 shards are padded to 98."""
