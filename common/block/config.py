@@ -86,7 +86,7 @@ class BlockConfig:
                             "ffn_hidden_size": self.ffn_hidden_size}.items():
             if value % 16:
                 raise ValueError(f"FP8 needs {name} divisible by 16, not {value}: try {value + 16 - value % 16}, "
-                                 "or run without FP8 by --amp-dtype none")
+                                 "or, in a script, run without FP8 by --amp-dtype none")
 
     @property
     def dimensions(self) -> dict[str, int]:

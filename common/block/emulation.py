@@ -166,8 +166,8 @@ class _FP8Module(nn.Module):
                output: torch.dtype | None = None) -> Tensor:
         return _Matmul.apply(x, weight, bias, self, gemm, dtype, output or dtype, fresh)
 
-    def by_rows(self, x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype, fresh: bool | None, gemm: int = 0
-                ) -> Tensor:
+    def row_parallel(self, x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype, fresh: bool | None,
+                     gemm: int = 0) -> Tensor:
         """A matmul, of which each rank of a group has a part of the inner dimension. The bias comes behind the sum."""
         if self.tp_group is None:
             return self.matmul(x, weight, bias, dtype, fresh, gemm) if _Region.enabled else F.linear(x, weight, bias)
@@ -227,7 +227,7 @@ def _ranks(group: "dist.ProcessGroup | None") -> int:
 
 
 class Linear(_FP8Module):
-    """x [..., in] -> [..., out]. By rows a rank of `tp_group` has a part of `in`."""
+    """x [..., in] -> [..., out]. A rank of `tp_group` has a part of `in`."""
 
     def __init__(self, in_features: int, out_features: int, params_dtype: torch.dtype | None = None,
                  parallel_mode: str = "row", tp_group: "dist.ProcessGroup | None" = None):
@@ -240,11 +240,11 @@ class Linear(_FP8Module):
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         dtype = self.prepare(x) if _Region.enabled else x.dtype
-        return self.by_rows(x, self.weight, self.bias, dtype, is_first_microbatch)
+        return self.row_parallel(x, self.weight, self.bias, dtype, is_first_microbatch)
 
 
 class LayerNormLinear(_FP8Module):
-    """LayerNorm, then Linear: x [..., in] -> [..., out]. By columns a rank of `tp_group` has a part of `out`."""
+    """LayerNorm, then Linear: x [..., in] -> [..., out]. A rank of `tp_group` has a part of `out`."""
 
     def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, params_dtype: torch.dtype | None = None,
                  parallel_mode: str = "column", tp_group: "dist.ProcessGroup | None" = None):
@@ -293,12 +293,12 @@ class LayerNormMLP(_FP8Module):
         if not _Region.enabled:
             normed = self.shared(_layer_norm(self, x), x.dtype)
             h = F.gelu(F.linear(normed, self.fc1_weight, self.fc1_bias), approximate="tanh")
-            return self.by_rows(h, self.fc2_weight, self.fc2_bias, x.dtype, fresh)
+            return self.row_parallel(h, self.fc2_weight, self.fc2_bias, x.dtype, fresh)
         dtype = self.prepare(x)
         normed = self.shared(_layer_norm(self, x.float(), dtype), dtype)
         h = self.matmul(normed, self.fc1_weight, self.fc1_bias, dtype, fresh, output=torch.float32)
         h = _GELU.apply(h, dtype, self.gemm_gelu_fusion)
-        return self.by_rows(h, self.fc2_weight, self.fc2_bias, dtype, fresh, gemm=1)
+        return self.row_parallel(h, self.fc2_weight, self.fc2_bias, dtype, fresh, gemm=1)
 
 
 def _layer_norm(module: Any, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -68,7 +68,8 @@ class Layout:
                              f"--seq-len {config.seq_len + self.tensor - config.seq_len % self.tensor}")
 
     def _check_fp8(self, config: BlockConfig) -> None:
-        """Raise ValueError where a rank's part is none that FP8 GEMMs take."""
+        """Raise ValueError where the block, or a rank's part of it, is none that FP8 GEMMs take."""
+        config.check_fp8()
         for what, size in (("hidden_size", config.hidden_size), ("ffn_hidden_size", config.ffn_hidden_size)):
             if size % (16 * self.tensor):
                 raise ValueError(f"--parallel {self}: a rank has {size // self.tensor} of {what} {size}; FP8 needs a "

@@ -116,20 +116,20 @@ def dealt(values: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
             for name, value in values.items()}
 
 
-def dimension(name: str) -> int | None:
+def dealt_along(name: str) -> int | None:
     """Along which tensor parallelism deals out a parameter; None where each rank has the whole."""
     return 0 if name in BY_ROWS else 1 if name in BY_COLUMNS else None
 
 
 def part_of(values: dict[str, Tensor], ranks: int, rank: int) -> dict[str, Tensor]:
     """What one rank has of them: [Q_r | K_r | V_r] of the fused projection, whose rows must be dealt already."""
-    return {name: value if (along := dimension(name)) is None else value.chunk(ranks, along)[rank]
+    return {name: value if (along := dealt_along(name)) is None else value.chunk(ranks, along)[rank]
             for name, value in values.items()}
 
 
 def joined(name: str, part: Tensor, block: nn.Module) -> Tensor:
     """The whole of what an engine has dealt out, which DTensor knows nothing of. Every rank must call it."""
-    group, along = getattr(block, "dealt_over", None), dimension(name)
+    group, along = getattr(block, "dealt_over", None), dealt_along(name)
     if group is None or along is None:
         return part
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]

@@ -45,7 +45,7 @@ FROM_ONE = "compute is that of one H200, as the ladder was recorded there"
 
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records."""
-    every = latest(lines)
+    every = latest_of_each_row(lines)
     rows = []
     for of_case in every:
         if of_case.variant.get("simulated"):
@@ -130,11 +130,11 @@ def _times(every: Sequence[Run], width: int | None) -> str:
         told, samples = extra(timed), values(timed)
         seconds = statistics.median(samples) / 1e3
         share = percent(100 * told["flops"] / seconds / told["peak_flops"]) if told["peak_flops"] else NOT_AVAILABLE
-        talked, whole = (of_case.find(BOTH, what) for what in (EXPOSED, ALONE))
+        talked, whole = of_case.find(BOTH, EXPOSED), _efficiency(of_case)
         assert talked
         in_kernels = (extra(talked).get(what) for what in ("computation", "computation_alone"))
         rows.append([_words(of_case), figures(1e3 * seconds), f"{told['tokens'] / seconds:,.0f}", share,
-                     _efficiency(samples, whole, told["ranks_of_a_batch"]), figures(extra(talked)["communication"]),
+                     ratio(whole) if whole else "n/a: whole they do not fit", figures(extra(talked)["communication"]),
                      figures(values(talked)[0]), *(figures(each) if each else NOT_AVAILABLE for each in in_kernels)])
     headers = ["forward+backward", "ms", "tokens/s a GPU", "MFU %", "efficiency [95 %]", "communication ms",
                "exposed ms", "computation ms", "alone"]
@@ -145,12 +145,16 @@ def _times(every: Sequence[Run], width: int | None) -> str:
     return NUMERICS if on_cpus else ""
 
 
-def _efficiency(samples: list[float], whole: Record | None, ranks_of_a_batch: int) -> str:
-    """The time of the whole blocks, a share of it where ranks share a batch, over that of the spread ones."""
-    if not whole:
-        return "n/a: whole they do not fit"
-    shares = [ms / ranks_of_a_batch for ms in values(whole)]
-    return ratio(rounds.paired_ratio(shares, samples))
+def _efficiency(run: Run) -> tuple[float, float, float] | None:
+    """(ratio, low, high) of the time of whole blocks to that of spread ones; None where one of them is missing.
+
+    Where ranks share a batch it is a share of the time of whole ones.
+    """
+    timed, whole = run.find(BOTH, LATENCY, "eager"), run.find(BOTH, ALONE)
+    if not timed or not whole:
+        return None
+    shares = [ms / extra(timed)["ranks_of_a_batch"] for ms in values(whole)]
+    return rounds.paired_ratio(shares, values(timed))
 
 
 def _model(every: Sequence[Run], width: int | None) -> str:
@@ -185,8 +189,9 @@ def _words(run: Run) -> str:
 def _precision(run: Run) -> str:
     """FP64, or what 16 bits are cast to and by whom."""
     matmul, precision = run.lines[0]["benchmark"]["dtype"], run.variant["precision"]
-    casts = run.info["autocast"] != "off" if precision == AUTOCAST else run.info["config"]["amp_dtype"] != "none"
-    return f"{matmul} by {precision}" if casts and run.info["parameter_dtype"] != MEANING else matmul
+    cast_to = run.info["autocast"] if precision == AUTOCAST else run.info["config"]["amp_dtype"]
+    is_cast = cast_to not in ("off", "none") and run.info["parameter_dtype"] != MEANING
+    return f"{matmul} by {precision}" if is_cast else matmul
 
 
 def _error(run: Run, what: str) -> str:
@@ -209,7 +214,7 @@ def _worst_parameters(every: Sequence[Run]) -> str:
     return f"the worst parameter gradient of every row is of {next(iter(where))}" if len(said) == 1 else "\n".join(said)
 
 
-def latest(lines: list[Record]) -> list[Run]:
+def latest_of_each_row(lines: list[Record]) -> list[Run]:
     """The latest run of each row."""
     return list({(_words(run), run.shape): run for run in runs(lines)}.values())
 
@@ -224,7 +229,7 @@ def charts(lines: list[Record]) -> Charts:
     """By simulated ranks: what each moves in a step, and what it holds at once; a line a kind of layout."""
     moved: dict[str, charting.Points] = {}
     held: dict[str, charting.Points] = {}
-    simulated = [run for run in latest(lines) if run.variant.get("simulated")]
+    simulated = [run for run in latest_of_each_row(lines) if run.variant.get("simulated")]
     stacks = sorted({_stack(run) for run in simulated})
     for of_case in simulated:
         peak = of_case.value(BOTH, FORESEEN)
@@ -243,15 +248,15 @@ def charts(lines: list[Record]) -> Charts:
 
 def answer(lines: list[Record]) -> str:
     """How far off the worst of it is in FP64, and how fast sharded blocks are beside those of one GPU."""
-    errors = [values(line)[0] for run in runs(lines) for what in (LOSS, BRANCH, INPUT, GRADIENT)
+    every = latest_of_each_row(lines)
+    errors = [values(line)[0] for run in every for what in (LOSS, BRANCH, INPUT, GRADIENT)
               if run.info["parameter_dtype"] == MEANING and (line := run.find("check", f"{what} error"))]
     if not errors:
         return NO_ANSWER
     said = f"in FP64 spread and whole agree to {max(errors):.0e}"
-    fast = [rounds.paired_ratio(values(whole), values(timed))[0] for run in latest(lines)
-            if (timed := run.find(BOTH, LATENCY, "eager")) and (whole := run.find(BOTH, ALONE))
-            and extra(timed)["ranks_of_a_batch"] == 1]
+    sharded = [run for run in every if laid_out(run.variant["parallel"])[1].tensor == 1]
+    fast = sorted(efficiency[0] for run in sharded if (efficiency := _efficiency(run)))
     if not fast:
         return said
-    least_and_most = dict.fromkeys(f"{each:.2f}" for each in (min(fast), max(fast)))
+    least_and_most = dict.fromkeys(f"{each:.2f}" for each in (fast[0], fast[-1]))
     return f"{said}; sharded a GPU has {' to '.join(least_and_most)} of its speed alone"

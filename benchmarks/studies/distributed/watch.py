@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,17 +102,18 @@ def unfinished() -> dict[str, str]:
 
     GPUs wait for them, and hosts only much later, for something else.
     """
-    found = {}
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):          # of Gloo, of NCCL
-        dump = getattr(torch._C._distributed_c10d, name, None)
-        for entry in json.loads(dump(True, False)).get("entries", []) if dump else []:
-            if not entry.get("retired", True) and not entry.get("is_p2p"):
-                words = [entry["profiling_name"].partition(":")[2]]
-                if any(each in words[0] for each in ALIKE):
-                    words += [str(entry["input_sizes"]), *entry["input_dtypes"]]
-                group = ", ".join(entry["process_group"])
-                found[f"{group}: {entry['collective_seq_id']}"] = " ".join(words)
-    return found
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")               # of Gloo, of NCCL
+    dumps = [getattr(torch._C._distributed_c10d, name, None) for name in names]
+    entries = [entry for dump in dumps if dump for entry in json.loads(dump(True, False)).get("entries", [])]
+    return {f"{', '.join(entry['process_group'])}: {entry['collective_seq_id']}": _in_words(entry)
+            for entry in entries if not entry.get("retired", True) and not entry.get("is_p2p")}
+
+
+def _in_words(entry: dict[str, Any]) -> str:
+    """"all_reduce [[3]] Float"; of a collective whose tensors may differ in size, its name alone."""
+    _, _, name = entry["profiling_name"].partition(":")
+    is_alike = any(words in name for words in ALIKE)
+    return " ".join([name, str(entry["input_sizes"]), *entry["input_dtypes"]]) if is_alike else name
 
 
 def mismatch(words: dict[int, Word]) -> str:
