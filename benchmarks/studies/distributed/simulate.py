@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.studies.distributed import account, timed
 from benchmarks.studies.distributed.account import Counting, Moved
@@ -26,6 +27,7 @@ from common.block.steps import Step
 
 CPU = torch.device("cpu")
 SOFTMAX = torch.Tensor.softmax, torch.softmax, torch.nn.functional.softmax
+SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.default
 NO_GROUP = "Could not resolve the process group"           # fsdp with tp+sp in torch 2.9
 
 
@@ -59,6 +61,20 @@ class AutocastOfGPU(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+class ProductInSoftmax(TorchDispatchMode):
+    """A GPU's backward of softmax holds gradient times output meanwhile, of all scores. A CPU's does not.
+
+    Source: softmax_backward_cuda_out in ATen's SoftMax.cu.
+    """
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        meanwhile = args[0] * args[1] if function is SOFTMAX_BACKWARD else None
+        gradient = function(*args, **(kwargs or {}))
+        del meanwhile
+        return gradient
+
+
 def seen_at(step: Step, config: BlockConfig, layers: int, layout: Layout, sharding: Sharding) -> Seen:
     """A forward and backward of spread blocks, and a training step. Raises NotImplementedError where torch can't."""
     try:
@@ -90,7 +106,7 @@ def _seen_at(step: Step, config: BlockConfig, layers: int, layout: Layout, shard
             optimizer.step()                               # what AdamW keeps is there from here on
             stack.zero_grad(set_to_none=True)
             x.grad = None
-            with FSDPMemTracker(stack, optimizer) as tracker:
+            with FSDPMemTracker(stack, optimizer) as tracker, ProductInSoftmax():
                 tracker.track_inputs((x, dy))
                 stack(x).backward(dy)
                 optimizer.step()

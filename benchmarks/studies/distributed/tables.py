@@ -38,8 +38,8 @@ the same rounds, over that of the spread ones; where ranks share a batch, over a
 communication went on; unions of intervals. Computation: in kernels that do not communicate, spread and alone; FSDP's
 copies between a gathered buffer and its parameters are among them."""
 PEAKS = """\
-Foreseen: by torch's FSDPMemTracker on tensors without data; it does not see what one operator takes for itself
-meanwhile. On a GPU: torch.cuda.max_memory_allocated."""
+Foreseen: by torch's FSDPMemTracker on tensors without data; of what an operator takes for itself meanwhile it has
+softmax's alone. On a GPU: torch.cuda.max_memory_allocated."""
 FROM_ONE = "compute is that of one H200, as the ladder was recorded there"
 
 
