@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.overrides import TorchFunctionMode
@@ -52,13 +52,25 @@ def fake_group(ranks: int) -> Iterator[None]:
 
 
 class AutocastOfGPU(TorchFunctionMode):
-    """A GPU's autocast keeps softmax in FP32, a CPU's does not. Memory is to be foreseen for GPUs."""
+    """A GPU's autocast has softmax in FP32, made of FP16 without a copy; a CPU's has it in 16 bits.
+
+    Memory is to be foreseen for GPUs. Source: softmax in ATen's SoftMax.cpp.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
-        if function in SOFTMAX and torch.is_autocast_enabled("cpu"):
-            args = args[0].float(), *args[1:]
-        return function(*args, **(kwargs or {}))
+        if function not in SOFTMAX or not torch.is_autocast_enabled("cpu"):
+            return function(*args, **(kwargs or {}))
+        scores, dim = _of_softmax(*args, **(kwargs or {}))
+        with torch.autocast("cpu", enabled=False):
+            if scores.dtype == torch.float16:
+                return torch.ops.aten._softmax(scores, dim, True)
+            return scores.float().softmax(dim)
+
+
+def _of_softmax(scores: Tensor, dim: int) -> tuple[Tensor, int]:
+    """As softmax takes them, by place or by name."""
+    return scores, dim
 
 
 class ProductInSoftmax(TorchDispatchMode):

@@ -371,12 +371,16 @@ def test_what_softmax_holds_meanwhile_on_a_gpu_is_foreseen():
 
 
 @unit
-def test_softmax_is_foreseen_as_a_gpu_keeps_it():
-    scores = torch.randn(4, 4, dtype=torch.float16)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_softmax_is_foreseen_as_a_gpu_keeps_it(dtype):
+    scores = torch.empty(4, 4, dtype=dtype, device="meta", requires_grad=True)
     with simulate.AutocastOfGPU():
-        assert scores.softmax(dim=-1).dtype == torch.float16
-        with torch.autocast("cpu", torch.float16):
-            assert scores.softmax(dim=-1).dtype == torch.softmax(scores, -1).dtype == torch.float32
+        assert scores.softmax(dim=-1).dtype == dtype
+        with torch.autocast("cpu", dtype):
+            weights = scores.softmax(dim=-1)
+            assert weights.dtype == torch.softmax(scores, -1).dtype == torch.float32
+    weights.backward(torch.empty_like(weights))
+    assert scores.grad.dtype == dtype
 
 
 @gpu
