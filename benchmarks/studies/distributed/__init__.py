@@ -14,15 +14,12 @@ the next run goes on.
 Exit status: 0 ok, 1 failed, 2 usage, 4 skipped, 130 interrupted; where a rank fails, that rank's.
 """
 import contextlib
-import dataclasses
 import math
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.records import RESULTS
-from benchmarks.records.read import read, runs
 from benchmarks.show.study import Options, Study, exit_status, open_session, register, show
 from benchmarks.studies.distributed import (
     account,
@@ -31,15 +28,14 @@ from benchmarks.studies.distributed import (
     launching,
     proof,
     published,
-    ring,
     simulate,
     tables,
     timed,
 )
-from benchmarks.studies.distributed.account import GATHER, SCATTER, Moved
+from benchmarks.studies.distributed.account import Moved
 from benchmarks.studies.distributed.layout import Layout
 from benchmarks.studies.distributed.parallel import Layer, Stack, build, mesh_of, seeded, share_scales
-from benchmarks.studies.distributed.tables import FORESEEN, KEPT, LOSSES, MODEL, MOVED
+from benchmarks.studies.distributed.tables import FORESEEN, KEPT, LOSSES, MOVED
 from benchmarks.studies.distributed.watch import Watch
 from common import steps
 from common.block import evidence
@@ -52,7 +48,7 @@ from common.phases import Phase
 from common.report.record import Record, check_records, record
 from common.report.result import Result
 from common.runtime import engine, exclusive
-from common.runtime.iteration import BOTH, FORWARD
+from common.runtime.iteration import BOTH
 
 SMALL = PRESETS["tiny"].replace(amp_dtype=None)            # at which FP64 is asked what the layout means
 
@@ -93,7 +89,7 @@ def run_simulated(study: Study, options: Options) -> int:
         try:
             seen = simulate.seen_at(*which)
             lines = account_records(result, seen.moved, seen.state_bytes, options, layout, torch.float32)
-            lines += foreseen(result, seen.peak_bytes) + modelled(result, options, layout)
+            lines += foreseen(result, seen.peak_bytes)
             if options.device.type == "cuda":
                 session.say(Phase.OBSERVING, f"{layout}, with data")
                 lines += tables.records_of_peak(result, simulate.measured_peak(*which, options.device))
@@ -114,34 +110,6 @@ def run_simulated(study: Study, options: Options) -> int:
 def foreseen(result: Result, peak_bytes: int) -> list[Record]:
     """The peak memory that a simulation has seen. Of compiled blocks it has not: they keep what the compiler likes."""
     return [] if result.traits.compiled else [record(result, FORESEEN, "bytes", [peak_bytes], BOTH)]
-
-
-def modelled(result: Result, options: Options, layout: Layout) -> list[Record]:
-    """Seconds of a step by the ring's model, from what one H200 was recorded to take; nothing without such a record."""
-    assert result.config
-    recorded_at = recorded_block(result)
-    if recorded_at is None:
-        return []
-    forward, backward = recorded_at
-    of_shards = dataclasses.replace(layout, replicate=1)
-    moved = account.expected(result.config, 1, of_shards, options.sharding, torch.float32)
-    gathered = moved[GATHER].bytes / moved[GATHER].calls if GATHER in moved else 0.0
-    reduced = moved[SCATTER].bytes if SCATTER in moved else 0.0
-    layer = ring.of_layout(forward, backward, gathered, reduced, layout.shard, layout.replicate)
-    return [record(result, MODEL, "s", [ring.total(layer, options.layers)], BOTH,
-                   compute=options.layers * (forward + backward), gather=layer.gather, reduce=layer.reduce)]
-
-
-def recorded_block(result: Result) -> tuple[float, float] | None:
-    """Seconds of (forward, backward) of that block on one H200, by its faster launch; None without a record."""
-    for path in sorted((RESULTS / "h200").glob("ladder-*.jsonl")):
-        for run in runs(read(path)):
-            same = run.shape == str(result.config) and run.case["name"] == result.name
-            if same and run.info["parameter_dtype"] == "float32":
-                forward, both = run.best_ms(FORWARD), run.best_ms(BOTH)
-                if forward and both:
-                    return forward / 1e3, (both - forward) / 1e3
-    return None
 
 
 def result_of(options: Options, config: BlockConfig, dtype: torch.dtype, layout: Layout, session: Session | None

@@ -77,17 +77,23 @@ def expected(config: BlockConfig, layers: int, layout: Layout, sharding: Shardin
 
     def add(kind: str, calls: int, size: int) -> None:
         moved[kind] = moved.get(kind, Moved()) + Moved(calls, calls * size)
-    padded = sum(sizes_of(config, layout)) * layout.shard
-    policy = sharding.policy(config, dtype)
-    gathered_in, reduced_in = policy.param_dtype or dtype, policy.reduce_dtype or dtype
+    gathered, reduced = bytes_of_layer(config, layout, sharding, dtype)
     if layout.shard > 1:
-        add(GATHER, layers * (2 if sharding.reshard else 1), padded * gathered_in.itemsize)
-        add(SCATTER, layers, padded * reduced_in.itemsize)
+        add(GATHER, layers * (2 if sharding.reshard else 1), gathered)
+        add(SCATTER, layers, reduced)
     if layout.replicate > 1:
-        add(REDUCE, layers, padded // layout.shard * reduced_in.itemsize)
+        add(REDUCE, layers, reduced // layout.shard)
     if layout.tensor > 1:
         _add_tensor(add, config, layers, layout, sharding, dtype, fp8)
     return moved
+
+
+def bytes_of_layer(config: BlockConfig, layout: Layout, sharding: Sharding, dtype: torch.dtype) -> tuple[int, int]:
+    """Of its parameters when they are gathered, and of its gradients when they are reduced, padding included."""
+    padded = sum(sizes_of(config, layout)) * layout.shard
+    policy = sharding.policy(config, dtype)
+    gathered_in, reduced_in = policy.param_dtype or dtype, policy.reduce_dtype or dtype
+    return padded * gathered_in.itemsize, padded * reduced_in.itemsize
 
 
 def _add_tensor(add: Callable[[str, int, int], None], config: BlockConfig, layers: int, layout: Layout,

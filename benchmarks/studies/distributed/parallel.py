@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from benchmarks.studies.distributed.layout import Layout
 from common import parameters
-from common.block.config import BlockConfig, dtype_name
+from common.block.config import DTYPES, BlockConfig, dtype_name
 from common.block.steps import Step
 from common.runtime import engine
 
@@ -58,6 +58,14 @@ class Sharding:
         if self.divide_by:
             words["divided by"] = self.divide_by
         return words
+
+    @classmethod
+    def of_told(cls, variant: dict[str, Any]) -> "Sharding":
+        """What was told so."""
+        usual = cls()
+        return cls(variant["precision"], "gathered" not in variant, variant.get("prefetch", usual.prefetch),
+                   DTYPES[variant["reduced in"]] if "reduced in" in variant else usual.reduce_dtype,
+                   variant.get("divided by"))
 
     def divided(self, layout: Layout) -> float:
         """How many times smaller than the mean over the batches gradients are."""

@@ -1,8 +1,9 @@
-"""A model of FSDP's time on many GPUs: one GPU's compute, and collectives on a ring. No communication runs.
+"""A model of time on many GPUs: one GPU's compute, and collectives on a ring. No communication runs.
 
 It takes overlap as perfect and the network as idle: real runs are mostly slower, as `published` shows. Nothing in it is
 fitted.
 """
+import math
 from dataclasses import dataclass
 
 BUS = 360e9                            # bytes/s of a ring over a node's 8 H100, or over nodes with 8 NICs of 400 Gbit/s
@@ -12,17 +13,18 @@ CONSTANTS = (f"constants: {BUS / 1e9:g} GB/s on the ring, {PER_NODE} GPUs a node
              f"{BASE_S * 1e6:g} us, and {NVLINK_S * 1e6:g} or {NETWORK_S * 1e6:g} us for a step by NVLink or network")
 
 
-def seconds(size: float, ranks: int) -> float:
+def seconds(size: float, ranks: int, apart: int = 1) -> float:
     """That an all-gather or a reduce-scatter of `size` bytes in all takes; an all-reduce takes twice that.
 
-    The formula is that of nccl-tests.
+    Each of the ranks is the next but `apart` to its neighbour on the ring. So many rings run at once, and between nodes
+    they share the NICs. The formula is that of nccl-tests, the steps between nodes are those of NCCL's tuning.
     """
     if ranks == 1:
         return 0.0
-    nodes = -(-ranks // PER_NODE)
-    by_network = nodes if nodes > 1 else 0
-    latency = BASE_S + (ranks - 1 - by_network) * NVLINK_S + by_network * NETWORK_S
-    return latency + size * (ranks - 1) / ranks / BUS
+    nodes = min(ranks, math.ceil(ranks * apart / PER_NODE))
+    bus = BUS / min(apart, PER_NODE) if nodes > 1 else BUS
+    latency = BASE_S + (ranks - nodes) * NVLINK_S + (nodes - 1) * NETWORK_S
+    return latency + size * (ranks - 1) / ranks / bus
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,9 @@ class Layer:
     """Seconds that one GPU computes for a layer, and that its parameters are gathered and its gradients reduced in."""
     forward: float
     backward: float
-    gather: float                      # once for each pass
+    gather: float
     reduce: float
+    gathered_again: bool = True        # for the backward
 
 
 def total(layer: Layer, layers: int) -> float:
@@ -40,8 +43,9 @@ def total(layer: Layer, layers: int) -> float:
     The first gather of each pass and the last reduction have nothing to hide behind.
     """
     forward = layer.gather + (layers - 1) * max(layer.forward, layer.gather) + layer.forward
-    both = layer.gather + layer.reduce
-    return forward + layer.gather + (layers - 1) * max(layer.backward, both) + layer.backward + layer.reduce
+    again = layer.gather if layer.gathered_again else 0.0
+    behind = max(layer.backward, again + layer.reduce)
+    return forward + again + (layers - 1) * behind + layer.backward + layer.reduce
 
 
 def compute_of(wanted: float, layers: int, gather: float, reduce: float) -> tuple[float, float]:
@@ -54,10 +58,3 @@ def compute_of(wanted: float, layers: int, gather: float, reduce: float) -> tupl
         else:
             high = forward * layers * 3
     return forward, 2 * forward
-
-
-def of_layout(forward: float, backward: float, gathered_bytes: float, reduced_bytes: float, shard: int, replicate: int
-              ) -> Layer:
-    """Gradients are scattered over the shards, and each is then all-reduced over the replicas."""
-    reduce = seconds(reduced_bytes, shard) + 2 * seconds(reduced_bytes / shard, replicate)
-    return Layer(forward, backward, seconds(gathered_bytes, shard), reduce)

@@ -10,12 +10,13 @@ from benchmarks.records.read import Run, extra, metric, runner, runs, values
 from benchmarks.show import charts as charting
 from benchmarks.show.charts import Charts
 from benchmarks.show.tables import NO_ANSWER, framed
-from benchmarks.studies.distributed import account, published, ring
+from benchmarks.studies.distributed import account, modelled, published, ring
 from benchmarks.studies.distributed.layout import Layout, parsed
-from benchmarks.studies.distributed.parallel import AUTOCAST
+from benchmarks.studies.distributed.parallel import AUTOCAST, Sharding
 from benchmarks.studies.distributed.proof import BRANCH, GRADIENT, INPUT, LOSS, UPDATE
 from benchmarks.studies.distributed.timed import Timed
 from common.block import block_work
+from common.block.config import DTYPES, BlockConfig
 from common.report.record import Record, record
 from common.report.result import Result
 from common.runtime import peaks, rounds
@@ -25,7 +26,7 @@ from common.text import NOT_AVAILABLE, figures, percent, ratio, table
 ERRORS = (LOSS, BRANCH, INPUT, GRADIENT, UPDATE)
 MEANING = "float64"                                        # the dtype of the parameters where FP64 proves the meaning
 MOVED, KEPT = "moved", "kept"                              # the metrics: bytes of a kind of collective, bytes of a rank
-LOSSES, MODEL = "loss", "step by the ring's model"         # and of each training step; seconds
+LOSSES = "loss"                                            # of each training step
 LATENCY, ALONE = "latency", "latency alone"                # ms by round, of spread blocks and of whole ones
 EXPOSED = "exposed communication"                          # ms
 FORESEEN, PEAK = "peak memory, foreseen", "peak memory"    # bytes, by the simulation and on a GPU
@@ -41,6 +42,8 @@ PEAKS = """\
 Foreseen: by torch's FSDPMemTracker on tensors without data; of what an operator takes for itself meanwhile it has
 softmax's alone. On a GPU: torch.cuda.max_memory_allocated."""
 FROM_ONE = "compute is that of one H200, as the ladder was recorded there"
+BESIDE = "the ring's model, beside GPUs"
+FROM_ALONE = "compute is what the whole blocks took alone, a third of it forward"
 
 
 def text(lines: list[Record], width: int | None = None) -> str:
@@ -56,7 +59,7 @@ def text(lines: list[Record], width: int | None = None) -> str:
     proved = table(rows, ["against one process in FP64", *ERRORS, "status"], width) if rows else ""
     simulated = SIMULATED if len(rows) < len(every) else ""
     blocks = [proved, _worst_parameters(every), _account(every, width), _peaks(every, width),
-              _times(every, width), _training(every), simulated, _model(every, width), "\n".join(reasons)]
+              _times(every, width), _training(every), simulated, _models(every, width), "\n".join(reasons)]
     return framed(lines, blocks, [])
 
 
@@ -157,18 +160,48 @@ def _efficiency(run: Run) -> tuple[float, float, float] | None:
     return rounds.paired_ratio(shares, values(timed))
 
 
-def _model(every: Sequence[Run], width: int | None) -> str:
-    """Milliseconds of a step by the ring's model, and what share of it is compute."""
-    rows = []
-    for of_case in every:
-        line = of_case.find(BOTH, MODEL)
-        if line:
-            told, seconds = extra(line), values(line)[0]
-            rows.append([_words(of_case), *(figures(1e3 * each) for each in
-                                            (told["compute"], told["gather"], told["reduce"], seconds)),
-                         f"{100 * told['compute'] / seconds:.1f} %"])
-    headers = [published.NO_COMMUNICATION, "compute ms", "gather, a layer", "reduce, a layer", "step ms", "compute"]
-    return "\n\n".join([table(rows, headers, width), FROM_ONE, ring.CONSTANTS]) if rows else ""
+def _models(every: Sequence[Run], width: int | None) -> str:
+    """Milliseconds of a step by the ring's model, simulated ones apart from those that GPUs have run."""
+    simulated, real = [], []
+    for run in every:
+        is_simulated = bool(run.variant.get("simulated"))
+        layer = modelled.recorded_layer(run) if is_simulated else _layer_alone(run)
+        if layer:
+            of_it = _modelled(run, *layer)
+            parts = of_it.compute, of_it.gather, of_it.reduce, of_it.waits, of_it.step
+            row = [_words(run), *(figures(1e3 * part) for part in parts)]
+            if is_simulated:
+                simulated.append([*row, f"{100 * of_it.compute / of_it.step:.1f} %"])
+            else:
+                took = statistics.median(run.samples(BOTH, "eager")) / 1e3
+                real.append([*row, figures(1e3 * took), f"{100 * (of_it.step / took - 1):+.0f}"])
+    headers = ["compute ms", "gather, a layer", "reduce, a layer", "waits ms", "step ms"]
+    blocks = []
+    if simulated:
+        blocks += [table(simulated, [published.NO_COMMUNICATION, *headers, "compute"], width), FROM_ONE]
+    if real:
+        blocks += [table(real, [BESIDE, *headers, "took ms", "off by %"], width), FROM_ALONE]
+    return "\n\n".join([*blocks, ring.CONSTANTS]) if blocks else ""
+
+
+def _layer_alone(run: Run) -> tuple[float, float] | None:
+    """Seconds of (forward, backward) of one of the whole blocks beside which spread ones were timed."""
+    whole = run.find(BOTH, ALONE)
+    if not whole:
+        return None
+    of_layer = statistics.median(values(whole)) / 1e3 / run.variant["layers"]
+    return of_layer / 3, of_layer * 2 / 3
+
+
+def _modelled(run: Run, forward: float, backward: float) -> modelled.Modelled:
+    """What the model says of it, from a record."""
+    told = run.info["config"]
+    config = BlockConfig(told["batch_size"], told["seq_len"], told["hidden_size"], told["num_heads"],
+                         told["ffn_hidden_size"], amp_dtype=DTYPES.get(told["amp_dtype"]))
+    _, layout = laid_out(run.variant["parallel"])
+    in_fp8 = run.lines[0]["benchmark"]["dtype"] == "float8"
+    return modelled.of_stack(config, run.variant["layers"], layout, Sharding.of_told(run.variant), forward, backward,
+                             in_fp8)
 
 
 def _stack(run: Run) -> str:

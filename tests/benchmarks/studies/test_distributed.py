@@ -3,6 +3,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import socket
@@ -25,6 +26,7 @@ from benchmarks.studies.distributed import (
     exposed,
     foreseen,
     launching,
+    modelled,
     parallel,
     proof,
     published,
@@ -35,7 +37,7 @@ from benchmarks.studies.distributed import (
     watch,
 )
 from benchmarks.studies.distributed.layout import Layout, parsed
-from common import BlockConfig, steps
+from common import BlockConfig, parameters, steps
 from common.block import oracle, traits
 from common.block.config import PRESETS
 from common.block.steps import ROOT
@@ -437,7 +439,16 @@ def test_an_account_that_is_off_fails(study_main, monkeypatch):
 def test_a_ring_takes_what_its_formula_says():
     assert ring.seconds(1e9, 1) == 0.0
     assert ring.seconds(ring.BUS, 8) == pytest.approx(7 / 8 + ring.BASE_S + 7 * ring.NVLINK_S)
-    assert ring.seconds(0.0, 16) == pytest.approx(ring.BASE_S + 13 * ring.NVLINK_S + 2 * ring.NETWORK_S)
+    assert ring.seconds(0.0, 16) == pytest.approx(ring.BASE_S + 14 * ring.NVLINK_S + ring.NETWORK_S)
+
+
+@unit
+def test_rings_that_run_at_once_share_a_nodes_network():
+    """hsdp:4x8 has eight rings over four nodes, one NIC for each; fsdp:4,tp:2 has two rings, both in one node."""
+    assert ring.seconds(ring.BUS, 4, 8) == pytest.approx(8 * 3 / 4 + ring.BASE_S + 3 * ring.NETWORK_S)
+    assert ring.seconds(ring.BUS, 4, 2) == ring.seconds(ring.BUS, 4)
+    assert ring.seconds(ring.BUS, 8, 2) == pytest.approx(
+        2 * 7 / 8 + ring.BASE_S + 6 * ring.NVLINK_S + ring.NETWORK_S)
 
 
 @unit
@@ -446,8 +457,32 @@ def test_what_hides_behind_compute_costs_nothing_but_at_the_ends():
     assert ring.total(hidden, 10) == pytest.approx(10 * 3.0 + 2 * 0.1 + 0.2)
     exposed = ring.Layer(forward=1.0, backward=2.0, gather=3.0, reduce=0.5)
     assert ring.total(exposed, 10) == pytest.approx(3 + 9 * 3 + 1 + 3 + 9 * 3.5 + 2 + 0.5)
+    kept = dataclasses.replace(exposed, gathered_again=False)
+    assert ring.total(kept, 10) == pytest.approx(3 + 9 * 3 + 1 + 9 * 2 + 2 + 0.5)
     forward, backward = ring.compute_of(ring.total(hidden, 10), 10, 0.1, 0.2)
     assert (forward, backward) == pytest.approx((1.0, 2.0))
+
+
+@unit
+def test_the_model_of_a_stack_moves_what_the_formulas_say():
+    """Bytes by hand: of TP the 16-bit output of both halves and the FP32 gradient of both inputs of a layer."""
+    config = PRESETS["te-tutorial"].replace(batch_size=1, dropout=0.0, amp_dtype=torch.bfloat16)
+    whole = modelled.of_stack(config, 4, Layout(), USUAL, 0.1, 0.2)
+    assert whole == modelled.Modelled(pytest.approx(1.2), pytest.approx(1.2), 0.0, 0.0, 0.0)
+    split = modelled.of_stack(config, 4, Layout(tensor=2), USUAL, 0.1, 0.2)
+    size = config.tokens * config.hidden_size
+    waits = 4 * 2 * 2 * (ring.seconds(2 * size, 2) + ring.seconds(4 * size, 2))
+    assert split == modelled.Modelled(pytest.approx(0.6 + waits), pytest.approx(0.6), pytest.approx(waits), 0.0, 0.0)
+    over_nodes = modelled.of_stack(config, 4, Layout(replicate=4, shard=8), USUAL, 0.1, 0.2)
+    of_layer = 4 * sum(math.prod(shape) for shape in parameters.shapes(config).values())
+    assert over_nodes.gather == ring.seconds(of_layer, 8)
+    assert over_nodes.reduce == pytest.approx(ring.seconds(of_layer, 8) + 2 * ring.seconds(of_layer / 8, 4, 8))
+
+
+@unit
+@pytest.mark.parametrize("sharding", [USUAL, parallel.Sharding("policy", False, 3, torch.bfloat16, 2.0)])
+def test_what_fsdp_was_told_is_read_back_from_a_record(sharding):
+    assert parallel.Sharding.of_told({"parallel": "fsdp:2", "layers": 4} | sharding.told) == sharding
 
 
 @unit
@@ -767,6 +802,7 @@ def test_times_are_shown_beside_those_of_one_gpu_alone():
     of_data = of_times(Layout(shard=2), spread=[100.0] * 6, alone=[95.0] * 6, communication_ms=30.0, exposed_ms=4.0)
     shown = STUDY.told(of_data)
     assert "163,840" in shown and "0.95 [0.95, 0.95]" in shown and tables.TIMES in shown
+    assert re.search(r"autocast +95\.0 +1\.13 +1\.13 +0\.000 +98\.4 +100 +-2\n", shown), shown
     of_tensor = of_times(Layout(tensor=2), spread=[100.0] * 6, alone=[160.0] * 6)
     assert "81,920" in (shown := STUDY.told(of_tensor)) and "0.80 [0.80, 0.80]" in shown
     assert "n/a: whole they do not fit" in STUDY.told(of_times(Layout(shard=2), spread=[100.0] * 6))

@@ -1,0 +1,55 @@
+"""Seconds of a step of spread blocks by the ring's model: what one GPU computes for them, and what the layout moves."""
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.records import RESULTS
+from benchmarks.records.read import Run, read, runs
+from benchmarks.studies.distributed import account, ring
+from benchmarks.studies.distributed.layout import Layout
+from benchmarks.studies.distributed.parallel import Sharding
+from common.block.config import BlockConfig
+from common.runtime.iteration import BOTH, FORWARD
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """Seconds: a step, what it computes, what it waits for ranks that share its batch, what hides behind a layer."""
+    step: float
+    compute: float
+    waits: float
+    gather: float                      # of a layer
+    reduce: float                      # of a layer
+
+
+def of_stack(config: BlockConfig, layers: int, layout: Layout, sharding: Sharding, forward: float, backward: float,
+             fp8: bool = False) -> Modelled:
+    """Of so many layers, whose forward and backward take one GPU so many seconds each when they are whole.
+
+    What FSDP moves hides behind the neighbouring layers. What tensor parallelism moves hides behind nothing: the next
+    matmul needs it. Its ranks split the compute evenly.
+    """
+    gathered, reduced = account.bytes_of_layer(config, layout, sharding, torch.float32)
+    gather = ring.seconds(gathered, layout.shard, layout.tensor)
+    reduce = ring.seconds(reduced, layout.shard, layout.tensor)
+    reduce += 2 * ring.seconds(reduced / layout.shard, layout.replicate, layout.shard * layout.tensor)
+    layer = ring.Layer(forward / layout.tensor, backward / layout.tensor, gather, reduce, sharding.reshard)
+    of_tensor = Layout(tensor=layout.tensor, sequence=layout.sequence)
+    waits = 0.0
+    for kind, moved in account.expected(config, layers, of_tensor, sharding, torch.float32, fp8).items():
+        once = moved.calls * ring.seconds(moved.bytes / moved.calls, layout.tensor)
+        waits += 2 * once if kind == account.REDUCE else once
+    compute = layers * (layer.forward + layer.backward)
+    return Modelled(ring.total(layer, layers) + waits, compute, waits, gather, reduce)
+
+
+def recorded_layer(run: Run) -> tuple[float, float] | None:
+    """Seconds of (forward, backward) of that block on one H200, by its faster launch; None without a record."""
+    for path in sorted((RESULTS / "h200").glob("ladder-*.jsonl")):
+        for of_ladder in runs(read(path)):
+            same = of_ladder.shape == run.shape and of_ladder.case["name"] == run.case["name"]
+            if same and of_ladder.info["parameter_dtype"] == "float32":
+                forward, both = of_ladder.best_ms(FORWARD), of_ladder.best_ms(BOTH)
+                if forward and both:
+                    return forward / 1e3, (both - forward) / 1e3
+    return None
