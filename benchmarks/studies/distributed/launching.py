@@ -130,6 +130,7 @@ def start(ranks: int, words: Sequence[str]) -> int:
             rdzv_endpoint="localhost:0", max_restarts=0, local_addr="localhost",
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=quiet))
         os.environ[OURS] = "1"
+        watch.record_collectives()
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         for name in logging.root.manager.loggerDict:               # each has a level of its own

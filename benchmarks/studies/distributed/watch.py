@@ -18,6 +18,7 @@ PAUSE = 0.5                            # seconds between two words of a rank
 BUSY = 0.01                            # seconds of CPU time in between that show it at work
 DEADLOCK = 15                          # seconds for which all ranks wait for each other, and none will ever go on
 STUCK = 5                              # seconds in one phase, behind which a rank tells what it waits for
+RECORDED = 2000                        # collectives that torch's flight recorder keeps: what newer versions keep
 ALIKE = ("all_reduce", "_base")        # in the names of collectives whose tensors have one size on all ranks
 GRACE = 30                             # seconds that torch's own timeout comes after this one: this one names the rank
 _OF_TORCH = str(Path(torch.__file__).parent)
@@ -95,6 +96,14 @@ def where(thread: int) -> tuple[str, str]:
             return ("", waits_in) if waits_in else (f"{Path(path).name}:{frame.f_lineno}", "")
         frame = frame.f_back
     return "", waits_in
+
+
+def record_collectives() -> None:
+    """Let torch's flight recorder run in the processes that this one starts: older versions do so on request alone.
+
+    They read the request when torch is imported.
+    """
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
 
 
 def unfinished() -> dict[str, str]:

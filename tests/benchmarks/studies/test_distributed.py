@@ -927,7 +927,9 @@ def waited_for(rank):
 @pytest.mark.skipif(not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"),
                     reason="this torch records no collectives of Gloo")
 def test_what_a_rank_has_begun_is_told_until_it_ends():
-    assert on_ranks(2, waited_for) == (["all_reduce [[3]] Float"], [])
+    with mock.patch.dict(os.environ):
+        watch.record_collectives()                         # the ranks inherit it
+        assert on_ranks(2, waited_for) == (["all_reduce [[3]] Float"], [])
 
 
 @unit
