@@ -42,6 +42,7 @@ PEAKS = """\
 Foreseen: by torch's FSDPMemTracker on tensors without data; of what an operator takes for itself meanwhile it has
 softmax's alone. On a GPU: torch.cuda.max_memory_allocated."""
 FROM_ONE = "compute is that of one H200, as the ladder was recorded there"
+NO_RECORD = "model of time n/a: no H200 was recorded at this shape; with --preset te-tutorial or gpt2 there is one"
 BESIDE = "the ring's model, beside GPUs"
 FROM_ALONE = "compute is what the whole blocks took alone, a third of it forward"
 
@@ -162,26 +163,34 @@ def _efficiency(run: Run) -> tuple[float, float, float] | None:
 
 def _models(every: Sequence[Run], width: int | None) -> str:
     """Milliseconds of a step by the ring's model, simulated ones apart from those that GPUs have run."""
-    simulated, real = [], []
-    for run in every:
-        is_simulated = bool(run.variant.get("simulated"))
-        layer = modelled.recorded_layer(run) if is_simulated else _layer_alone(run)
-        if layer:
+    simulated = [run for run in every if run.variant.get("simulated")]
+    shares, beside = [], []
+    for run in simulated:
+        if layer := modelled.recorded_layer(run):
             of_it = _modelled(run, *layer)
-            parts = of_it.compute, of_it.gather, of_it.reduce, of_it.waits, of_it.step
-            row = [_words(run), *(figures(1e3 * part) for part in parts)]
-            if is_simulated:
-                simulated.append([*row, f"{100 * of_it.compute / of_it.step:.1f} %"])
-            else:
-                took = statistics.median(run.samples(BOTH, "eager")) / 1e3
-                real.append([*row, figures(1e3 * took), f"{100 * (of_it.step / took - 1):+.0f}"])
+            shares.append([*_model_row(run, of_it), f"{100 * of_it.compute / of_it.step:.1f} %"])
+    for run in every:
+        if layer := _layer_alone(run):
+            of_it = _modelled(run, *layer)
+            took = statistics.median(run.samples(BOTH, "eager")) / 1e3
+            beside.append([*_model_row(run, of_it), figures(1e3 * took), f"{100 * (of_it.step / took - 1):+.0f}"])
     headers = ["compute ms", "gather, a layer", "reduce, a layer", "waits ms", "step ms"]
     blocks = []
-    if simulated:
-        blocks += [table(simulated, [published.NO_COMMUNICATION, *headers, "compute"], width), FROM_ONE]
-    if real:
-        blocks += [table(real, [BESIDE, *headers, "took ms", "off by %"], width), FROM_ALONE]
-    return "\n\n".join([*blocks, ring.CONSTANTS]) if blocks else ""
+    if shares:
+        blocks += [table(shares, [published.NO_COMMUNICATION, *headers, "compute"], width), FROM_ONE]
+    if beside:
+        blocks += [table(beside, [BESIDE, *headers, "took ms", "off by %"], width), FROM_ALONE]
+    if blocks:
+        blocks.append(ring.CONSTANTS)
+    if len(shares) < len(simulated):
+        blocks.append(NO_RECORD)
+    return "\n\n".join(blocks)
+
+
+def _model_row(run: Run, of_it: modelled.Modelled) -> list[str]:
+    """Which blocks they are, and the model's milliseconds."""
+    parts = of_it.compute, of_it.gather, of_it.reduce, of_it.waits, of_it.step
+    return [_words(run), *(figures(1e3 * part) for part in parts)]
 
 
 def _layer_alone(run: Run) -> tuple[float, float] | None:

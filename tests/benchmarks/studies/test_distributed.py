@@ -500,6 +500,9 @@ def test_a_block_that_was_recorded_has_a_modelled_step(study_main):
     words = ["--simulate", "8", "--layers", "2", "--preset", "te-tutorial", "--device", "cpu", "--published"]
     status, out, _ = study_main("distributed", *words)
     assert status == 0 and out.count(published.NO_COMMUNICATION) == 2 and tables.FROM_ONE in out, out
+    words = ["--simulate", "8", "--layers", "1", "--preset", "tiny", "--device", "cpu"]
+    status, out, _ = study_main("distributed", *words)
+    assert status == 0 and tables.NO_RECORD in out and tables.FROM_ONE not in out, out
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
