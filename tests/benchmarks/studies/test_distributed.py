@@ -640,6 +640,7 @@ def test_how_a_rank_ended_is_told():
     (["--simulate", "4", "--step", "4"], "its parameters are those of step 2"),
     (["--simulate", "8,4", "--parallel", "hsdp:2x4"], "that is 8 ranks, and there are 4"),
     (["--ranks", "2", "--prefetch", "-1"], "--prefetch -1"), (["--ranks", "2", "--divide-by", "0"], "--divide-by 0"),
+    (["--ranks", "2", "--divide-by", "4", "--parallel", "hsdp:2x1"], "--divide-by 4 --parallel hsdp:2x1"),
     (["--ranks", "0"], "whole number from 1"), (["--ranks", "2", "--timeout", "0"], "--timeout 0")])
 def test_a_mistake_is_one_line_before_any_process_starts(study_main, monkeypatch, words, said):
     monkeypatch.setattr(launching, "start", lambda *_: pytest.fail("it started"))
