@@ -32,6 +32,7 @@ from common.text import NOT_AVAILABLE, figures, markdown, number, ratio
 ROOT = steps.ROOT
 PAGES = [ROOT / name for name in ("README.md", "common/README.md", "benchmarks/README.md",
                                   "benchmarks/results/README.md", "benchmarks/kernels/README.md")]
+REFERENCE = "h200"                     # begins the names of the machines on which most was recorded
 WIDTH = 120                            # characters of a table that a page shows
 MARKER = re.compile(r"(<!-- begin (.+?) -->\n)(.*?)(<!-- end \2 -->)", re.DOTALL)
 Parts = Mapping[str, Callable[[], str]]              # name -> what makes its Markdown
@@ -62,10 +63,12 @@ class Question(Protocol):
 def recorded(name: str) -> list[Path]:
     """The recorded runs of a study, results/<machine>/<study>-<shape>: a file of records or a folder of such files.
 
-    GPUs come before CPUs, their default shape first.
+    GPUs come before CPUs, the one that most was recorded on first, and first its default shape.
     """
-    paths = [*RESULTS.glob(f"*/{name}-*.jsonl"), *RESULTS.glob(f"*/{name}-*/")]
-    return sorted(paths, key=lambda path: (path.parent.name == "cpu", not path.stem.endswith("te-tutorial"), path))
+    def place(path: Path) -> tuple[bool, bool, bool, Path]:
+        machine = path.parent.name
+        return machine == "cpu", not machine.startswith(REFERENCE), not path.stem.endswith("te-tutorial"), path
+    return sorted([*RESULTS.glob(f"*/{name}-*.jsonl"), *RESULTS.glob(f"*/{name}-*/")], key=place)
 
 
 def stem_of(path: Path) -> Path:
