@@ -59,7 +59,8 @@ class AutocastOfGPU(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
-        if function not in SOFTMAX or not torch.is_autocast_enabled("cpu"):
+        is_asked = bool((kwargs or {}).get("dtype"))       # for a dtype: it is no matter of autocast
+        if function not in SOFTMAX or is_asked or not torch.is_autocast_enabled("cpu"):
             return function(*args, **(kwargs or {}))
         scores, dim = _of_softmax(*args, **(kwargs or {}))
         with torch.autocast("cpu", enabled=False):
@@ -68,8 +69,8 @@ class AutocastOfGPU(TorchFunctionMode):
             return scores.float().softmax(dim)
 
 
-def _of_softmax(scores: Tensor, dim: int) -> tuple[Tensor, int]:
-    """As softmax takes them, by place or by name."""
+def _of_softmax(scores: Tensor, dim: int, **_: Any) -> tuple[Tensor, int]:
+    """As softmax takes them, by place or by name. torch.nn.functional's passes on what else it was not given."""
     return scores, dim
 
 

@@ -380,7 +380,9 @@ def test_softmax_is_foreseen_as_a_gpu_keeps_it(dtype):
         assert scores.softmax(dim=-1).dtype == dtype
         with torch.autocast("cpu", dtype):
             weights = scores.softmax(dim=-1)
-            assert weights.dtype == torch.softmax(scores, -1).dtype == torch.float32
+            others = torch.softmax(scores, -1), torch.nn.functional.softmax(scores, dim=-1)
+            assert {each.dtype for each in (weights, *others)} == {torch.float32}
+            assert scores.softmax(dim=-1, dtype=torch.float64).dtype == torch.float64
     weights.backward(torch.empty_like(weights))
     assert scores.grad.dtype == dtype
 
