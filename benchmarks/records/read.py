@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import schema
+from common.block.config import DTYPES, BlockConfig
 from common.outcome import Told
 from common.report.metrics import ENQUEUE, SHARE, Metric
 from common.report.record import Record
@@ -174,6 +175,12 @@ class Run:
     @property
     def shape(self) -> str:
         return shape(self.lines[0])
+
+    @property
+    def config(self) -> BlockConfig:
+        """Of a block's."""
+        told = self.info["config"]
+        return BlockConfig(**told | {"amp_dtype": DTYPES.get(told["amp_dtype"])})
 
     def find(self, mode: str, name: str, launch: str | None = None) -> Record | None:
         """The last record of that metric, or None."""

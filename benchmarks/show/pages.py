@@ -32,7 +32,7 @@ from common.text import NOT_AVAILABLE, figures, markdown, number, ratio
 ROOT = steps.ROOT
 PAGES = [ROOT / name for name in ("README.md", "common/README.md", "benchmarks/README.md",
                                   "benchmarks/results/README.md", "benchmarks/kernels/README.md")]
-REFERENCE = "h200"                     # begins the names of the machines on which most was recorded
+REFERENCE = "h200"                     # begins the names of the machines that most was recorded on
 WIDTH = 120                            # characters of a table that a page shows
 MARKER = re.compile(r"(<!-- begin (.+?) -->\n)(.*?)(<!-- end \2 -->)", re.DOTALL)
 Parts = Mapping[str, Callable[[], str]]              # name -> what makes its Markdown
@@ -63,7 +63,7 @@ class Question(Protocol):
 def recorded(name: str) -> list[Path]:
     """The recorded runs of a study, results/<machine>/<study>-<shape>: a file of records or a folder of such files.
 
-    GPUs come before CPUs, the one that most was recorded on first, and first its default shape.
+    GPUs come before CPUs, H200s before other GPUs, the default shape before others.
     """
     def place(path: Path) -> tuple[bool, bool, bool, Path]:
         machine = path.parent.name

@@ -307,17 +307,10 @@ def _shape(points: Points) -> str:
     sizes: dict[str, set[int]] = {}
     for _, by_step in points:
         for case_run in by_step.values():
-            for letter, size in _config(case_run).dimensions.items():
+            for letter, size in case_run.config.dimensions.items():
                 sizes.setdefault(letter, set()).add(size)
     words = [f"{letter}{min(seen)}" if len(seen) == 1 else f"{letter}*" for letter, seen in sizes.items()]
     return " ".join(words)
-
-
-def _config(case_run: Run) -> BlockConfig:
-    """The shape of a run, from its record."""
-    recorded = case_run.info["config"]
-    names = ("batch_size", "seq_len", "hidden_size", "num_heads", "ffn_hidden_size")
-    return BlockConfig(**{name: recorded[name] for name in names})
 
 
 def text(lines: list[Record], width: int | None = None) -> str:

@@ -79,8 +79,8 @@ def refine(options: Options) -> None:
     options.layout = parsed(options.parallel, ranks)
     options.layout.check(options.config, steps.load(options.step))
     if options.divide_by and options.layout.shard == 1:
-        raise ValueError(f"--divide-by {options.divide_by:g} --parallel {options.layout}: torch divides twice where no "
-                         "parameter is sharded; give fsdp, or leave one of them out")
+        raise ValueError(f"--divide-by {options.divide_by:g} --parallel {options.layout}: torch 2.14 divides twice "
+                         "where no parameter is sharded; give fsdp, or leave one of them out")
     if options.checkpoint and traits.fp8:
         raise ValueError(f"--step {options.step} --checkpoint: FP8's scales are no part of a checkpoint; "
                          "give another step")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.records import RESULTS
-from benchmarks.records.read import Run, read, runs
+from benchmarks.records.read import read, runs
 from benchmarks.studies.distributed import account, ring
 from benchmarks.studies.distributed.layout import Layout
 from benchmarks.studies.distributed.parallel import Sharding
@@ -43,13 +43,13 @@ def of_stack(config: BlockConfig, layers: int, layout: Layout, sharding: Shardin
     return Modelled(ring.total(layer, layers) + waits, compute, waits, gather, reduce)
 
 
-def recorded_layer(run: Run) -> tuple[float, float] | None:
-    """Seconds of (forward, backward) of that block on one H200, by its faster launch; None without a record."""
+def recorded_layers() -> dict[tuple[str, str], tuple[float, float]]:
+    """(step, shape) -> seconds of (forward, backward) of a block on one H200, by its faster launch, in FP32 parameters.
+    """
+    layers: dict[tuple[str, str], tuple[float, float]] = {}
     for path in sorted((RESULTS / "h200").glob("ladder-*.jsonl")):
-        for of_ladder in runs(read(path)):
-            same = of_ladder.shape == run.shape and of_ladder.case["name"] == run.case["name"]
-            if same and of_ladder.info["parameter_dtype"] == "float32":
-                forward, both = of_ladder.best_ms(FORWARD), of_ladder.best_ms(BOTH)
-                if forward and both:
-                    return forward / 1e3, (both - forward) / 1e3
-    return None
+        for run in runs(read(path)):
+            forward, both = run.best_ms(FORWARD), run.best_ms(BOTH)
+            if forward and both and run.info["parameter_dtype"] == "float32":
+                layers.setdefault((run.case["name"], run.shape), (forward / 1e3, (both - forward) / 1e3))
+    return layers

@@ -62,10 +62,9 @@ class Sharding:
     @classmethod
     def of_told(cls, variant: dict[str, Any]) -> "Sharding":
         """What was told so."""
-        usual = cls()
-        return cls(variant["precision"], "gathered" not in variant, variant.get("prefetch", usual.prefetch),
-                   DTYPES[variant["reduced in"]] if "reduced in" in variant else usual.reduce_dtype,
-                   variant.get("divided by"))
+        reduced_in = variant.get("reduced in", dtype_name(cls.reduce_dtype))
+        return cls(variant["precision"], "gathered" not in variant, variant.get("prefetch", cls.prefetch),
+                   DTYPES[reduced_in], variant.get("divided by"))
 
     def divided(self, layout: Layout) -> float:
         """How many times smaller than the mean over the batches gradients are."""
@@ -236,7 +235,7 @@ def _set(stack: Stack, layout: Layout, sharding: Sharding, device_type: str) -> 
     layers: list[FSDPModule] = [layer for layer in stack.layers if isinstance(layer, FSDPModule)]
     for place, layer in enumerate(layers):
         layer.set_force_sum_reduction_for_comms(device_type == "cpu")      # Gloo knows no other, and divides apart
-        if layout.shard > 1 or sharding.divide_by:                         # else torch 2.14 would divide twice
+        if layout.shard > 1:                                               # else torch 2.14 would divide twice
             layer.set_gradient_divide_factor(sharding.divide_by or layout.batches)
         if sharding.prefetch:
             layer.set_modules_to_forward_prefetch(layers[place + 1:place + 1 + sharding.prefetch])

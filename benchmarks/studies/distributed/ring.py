@@ -16,8 +16,8 @@ CONSTANTS = (f"constants: {BUS / 1e9:g} GB/s on the ring, {PER_NODE} GPUs a node
 def seconds(size: float, ranks: int, apart: int = 1) -> float:
     """That an all-gather or a reduce-scatter of `size` bytes in all takes; an all-reduce takes twice that.
 
-    Each of the ranks is the next but `apart` to its neighbour on the ring. So many rings run at once, and between nodes
-    they share the NICs. The formula is that of nccl-tests, the steps between nodes are those of NCCL's tuning.
+    Neighbours on the ring are `apart` ranks from each other. So many rings run at once, and between nodes they share
+    the NICs. The formula is that of nccl-tests. How many steps go between nodes is that of NCCL's tuning.
     """
     if ranks == 1:
         return 0.0

@@ -16,7 +16,6 @@ from benchmarks.studies.distributed.parallel import AUTOCAST, Sharding
 from benchmarks.studies.distributed.proof import BRANCH, GRADIENT, INPUT, LOSS, UPDATE
 from benchmarks.studies.distributed.timed import Timed
 from common.block import block_work
-from common.block.config import DTYPES, BlockConfig
 from common.report.record import Record, record
 from common.report.result import Result
 from common.runtime import peaks, rounds
@@ -41,10 +40,10 @@ copies between a gathered buffer and its parameters are among them."""
 PEAKS = """\
 Foreseen: by torch's FSDPMemTracker on tensors without data; of what an operator takes for itself meanwhile it has
 softmax's alone. On a GPU: torch.cuda.max_memory_allocated."""
-FROM_ONE = "compute is that of one H200, as the ladder was recorded there"
+FROM_ONE = "compute is that of one H200, as the ladder was recorded there; tp's ranks split it"
 NO_RECORD = "model of time n/a: no H200 was recorded at this shape; with --preset te-tutorial or gpt2 there is one"
 BESIDE = "the ring's model, beside GPUs"
-FROM_ALONE = "compute is what the whole blocks took alone, a third of it forward"
+FROM_ALONE = "compute is what the whole blocks took alone, a third of it taken as forward; tp's ranks split it"
 
 
 def text(lines: list[Record], width: int | None = None) -> str:
@@ -164,9 +163,10 @@ def _efficiency(run: Run) -> tuple[float, float, float] | None:
 def _models(every: Sequence[Run], width: int | None) -> str:
     """Milliseconds of a step by the ring's model, simulated ones apart from those that GPUs have run."""
     simulated = [run for run in every if run.variant.get("simulated")]
+    recorded = modelled.recorded_layers() if simulated else {}
     shares, beside = [], []
     for run in simulated:
-        if layer := modelled.recorded_layer(run):
+        if layer := recorded.get((run.case["name"], run.shape)):
             of_it = _modelled(run, *layer)
             shares.append([*_model_row(run, of_it), f"{100 * of_it.compute / of_it.step:.1f} %"])
     for run in every:
@@ -204,13 +204,10 @@ def _layer_alone(run: Run) -> tuple[float, float] | None:
 
 def _modelled(run: Run, forward: float, backward: float) -> modelled.Modelled:
     """What the model says of it, from a record."""
-    told = run.info["config"]
-    config = BlockConfig(told["batch_size"], told["seq_len"], told["hidden_size"], told["num_heads"],
-                         told["ffn_hidden_size"], amp_dtype=DTYPES.get(told["amp_dtype"]))
     _, layout = laid_out(run.variant["parallel"])
     in_fp8 = run.lines[0]["benchmark"]["dtype"] == "float8"
-    return modelled.of_stack(config, run.variant["layers"], layout, Sharding.of_told(run.variant), forward, backward,
-                             in_fp8)
+    sharding = Sharding.of_told(run.variant)
+    return modelled.of_stack(run.config, run.variant["layers"], layout, sharding, forward, backward, in_fp8)
 
 
 def _stack(run: Run) -> str:

@@ -99,10 +99,7 @@ def where(thread: int) -> tuple[str, str]:
 
 
 def record_collectives() -> None:
-    """Let torch's flight recorder run in the processes that this one starts: older versions do so on request alone.
-
-    They read the request when torch is imported.
-    """
+    """Let torch's flight recorder run in the processes that this one starts: torch 2.9 does so on request alone."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
 
 
