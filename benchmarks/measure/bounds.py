@@ -1,28 +1,34 @@
 """How far a tensor may be from the truth, and why so far: the bounds of both questions, for one tensor at a time."""
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks.measure.checks import LESS_ACCURATELY, Check
-from benchmarks.measure.observing import distance, norm
+from benchmarks.measure.checks import Check
+from benchmarks.measure.observing import distance, largest_difference, norm, projection
 from common.block.config import dtype_name
 
 # How far a right callable may be off, in FP64 and by the dtype that it computes in: (share of the tensor's own norm,
 # share of the norm of all gradients). Found by experiment, on models of many kinds.
 BOUNDS = {torch.float64: (1e-9, 1e-12), torch.float32: (2e-6, 1.2e-7), torch.float16: (4e-3, 5e-4),
           torch.bfloat16: (3e-2, 4e-3)}
+ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
 WITH_FP32_INSIDE = 3e-6, 1e-8              # in FP64, of code that computes something in FP32
 TIMES_THE_REFERENCE = 4                    # its own error
-LESS_ACCURATE = 0.1                        # of the tensor: beyond it, what is timed is another function than its copy
+TIMES_A_LOWER_ONE = 2                      # the error of the reference in a lower precision: what that explains
+TIMES_ITS_LARGEST = 4                      # that of its worst element: rounding is spread over a tensor
+MULTIPLE_FROM = 4                          # roundings: a factor beyond is a mistake, if the rest is at most half of it
+ELEMENTS_OF_A_MULTIPLE = 256               # of fewer elements, roundings may happen to look like a factor
 NOTHING_TOLD = 0.5                         # a bound of so much of the tensor tells nothing
 NUMERICS = {"tf32": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
 FP8_OUTPUT, FP8_GRADIENT = 10 ** (-20 / 20), 10 ** (-17 / 20)          # 20 and 17 dB
 FP64, FP32 = torch.float64, torch.float32
 NOT_TWICE = "the reference does not give the same twice"
 DRAWS_OTHERS = "the reference draws random numbers, and it draws others"
+
+Lower = Callable[[str], Iterable[tuple[str, Sequence[Tensor]]]]        # (name of the precision, the tensors)
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Standard:
     gate: float | None = None              # relative error that a caller allows instead
     meaning_told: bool = False             # the meaning was compared in FP64
     unreliable: str = ""                   # why the reference itself tells nothing
+    lower: Lower = lambda name: ()         # name of a tensor -> what the reference gives in lower precisions
 
     def gradient(self, name: str, seen: Sequence[Tensor] | None, truth: Sequence[Tensor] | None,
                  own: Sequence[Tensor] | None) -> Check | None:
@@ -76,23 +83,55 @@ class Standard:
         unit = whole if counts_as_zero else size
         if counts_as_zero:
             reason += ", of the norm of all: its true value is zero"
+        explained_by = ""
         passed, proven = error <= bound, bound < NOTHING_TOLD * unit or not unit
         if truth[0].numel() and not truth[0].isfinite().any():
             proven, reason = False, "the reference is finite nowhere"
         if self.unreliable and (not passed or self.unreliable == NOT_TWICE):
             passed, proven, reason = True, False, self.unreliable
-        elif not passed and self._is_less_accurate(error, size):
-            passed, reason = True, f"{LESS_ACCURATELY}: {reason}"
         elif not counts_as_zero and not norm(seen):
             passed, reason = False, "it is all zero, the reference's is not"
+        elif not counts_as_zero and (factor := self._factor(seen, truth, own, error, size)):
+            passed, reason = False, f"it is {factor:.4g} times the truth, which no rounding makes of it"
+        elif not passed and (explained_by := self._explained_by(name, seen, truth, error, size, whole)):
+            passed, reason = True, f"less accurate, as {explained_by} is; {reason}"
         elif passed and not proven and unit:
             reason = f"the bound is as large as the tensor: {reason}"
         unit = unit or 1.0                                             # the truth is exactly zero
-        return Check(name, self.question, passed, proven, error / unit, bound / unit, reason)
+        return Check(name, self.question, passed, proven, error / unit, bound / unit, reason, explained_by)
 
-    def _is_less_accurate(self, error: float, size: float) -> bool:
-        """Beyond its bound, and so near that what is timed is the function that its copy was found to be."""
-        return self.question == "precision" and self.meaning_told and error <= LESS_ACCURATE * size
+    def _explained_by(self, name: str, seen: Sequence[Tensor], truth: Sequence[Tensor], error: float, size: float,
+                      whole: float) -> str:
+        """The lower precision in which the reference is as far off, as a whole and at its worst element; or "".
+
+        Only where the meaning is right: what is timed is then the function that its copy was found to be.
+        """
+        if self.question != "precision" or not self.meaning_told or not math.isfinite(error):
+            return ""
+        for kind, rough in self.lower(name):
+            if rough[0].shape != truth[0].shape:
+                continue
+            rounding = ROUNDING[getattr(torch, kind, torch.float16)]                    # TF32 has FP16's mantissa
+            of_all = whole if name.startswith("gradient") else size
+            if error > TIMES_A_LOWER_ONE * max(distance(rough, truth), rounding * size, rounding * 1e-2 * of_all):
+                continue
+            largest = max(largest_difference(rough, truth), rounding * max(float(t.abs().max()) for t in truth))
+            if largest_difference(seen, truth) <= TIMES_ITS_LARGEST * largest:
+                return kind
+        return ""
+
+    def _factor(self, seen: Sequence[Tensor], truth: Sequence[Tensor], own: Sequence[Tensor], error: float, size: float
+                ) -> float | None:
+        """The factor of what is a multiple of the truth: rounding goes every way, and a factor one way. Else None."""
+        rounding = ROUNDING.get(self.dtype, 0.0)
+        told = self.question == "precision" and self.gate is None and truth[0].numel() >= ELEMENTS_OF_A_MULTIPLE
+        if not told or not math.isfinite(error) or error <= MULTIPLE_FROM * rounding * size:
+            return None
+        along = projection(seen, truth)
+        rest = math.sqrt(max(0.0, error**2 - (along * size)**2))
+        if abs(along) <= max(MULTIPLE_FROM * rounding, 8 * abs(projection(own, truth))) or rest > abs(along) * size / 2:
+            return None
+        return 1 + along
 
     def _bound(self, is_gradient: bool, size: float, whole: float, of_the_reference: float) -> tuple[float, str]:
         """(how far it may be off, why so far)."""

@@ -56,10 +56,8 @@ class Inputs:
     def copies(self, dtype: torch.dtype | None = None) -> "Inputs":
         """Copies of which the floating ones take gradients; in `dtype`, where that is given."""
         def copied(t: Tensor) -> Tensor:
-            t = t.detach().clone()
-            if not t.is_floating_point():
-                return t
-            return t.to(dtype or t.dtype).requires_grad_()
+            t = in_dtype(t.detach().clone(), dtype)
+            return t.requires_grad_() if takes_gradient(t) else t
         args, kwargs = pytree.tree_map_only(Tensor, copied, (self.args, dict(self.kwargs)))
         return Inputs(args, kwargs)
 
@@ -73,7 +71,7 @@ class Inputs:
         generator = torch.Generator().manual_seed(seed)
 
         def off(t: Tensor) -> Tensor:
-            if not t.is_floating_point():
+            if not takes_gradient(t):
                 return t
             steps = torch.randint(-1, 2, t.shape, generator=generator).to(t.device, t.dtype)
             rounding = TF32_EPSILON if tf32 and t.dtype == torch.float32 else torch.finfo(t.dtype).eps
@@ -87,8 +85,25 @@ class Inputs:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the first floating tensor; None where there is none."""
-        return next((t.dtype for t in self.named().values() if t.is_floating_point()), None)
+        """Of the first floating tensor; of a complex one that of its parts; None where there is none."""
+        return next((t.dtype.to_real() for t in self.named().values() if takes_gradient(t)), None)
+
+
+def takes_gradient(t: Tensor) -> bool:
+    """Whether its dtype does: a floating or a complex one."""
+    return t.is_floating_point() or t.is_complex()
+
+
+def in_dtype(t: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The tensor in a real dtype, or where it is complex in the one whose parts have that dtype; others as they are.
+
+    Complex numbers of 16 bits hardly exist in torch: there the parts are FP32.
+    """
+    if dtype is None or not takes_gradient(t):
+        return t
+    if t.is_complex():
+        return t.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+    return t.to(dtype)
 
 
 def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:

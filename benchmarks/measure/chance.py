@@ -1,99 +1,194 @@
 """Callables that draw random numbers: whether they do, and whether two of them draw from the same distribution.
 
-Two tests, since each alone misses half of what is wrong. The squared z-scores of the means are 1 on average where the
-means are the same. The ratio of the variances is 1 where these are. What the reference's own draws scatter by widens
-both bounds.
+Both are called many times, each time from another seed. Where they draw from one distribution it does not matter which
+of them a draw came from: a statistic of the two groups must then lie among those of the same draws dealt into groups at
+random (a permutation test, Pitman 1937). That holds however the elements of an output depend on each other. Three
+statistics are asked, since each misses what another finds: each element's mean, each element's variance, and how
+elements vary together (one dropout mask for all samples leaves mean and variance as they are).
 """
-import itertools
-import math
-import statistics
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks.measure.calls import named_buffers, outputs_of
+from benchmarks.measure.calls import outputs_of, takes_gradient
 from benchmarks.measure.checks import Check
 from benchmarks.measure.keeping import kept
-from benchmarks.measure.observing import Work, from_a_state
+from benchmarks.measure.observing import Work, backward, distance, norm
+from benchmarks.measure.state import Start
 from common.phases import Phase
 
-DRAWS, GROUPS = 64, 8                      # of each; the reference's fall into so many groups, to see their scatter
-Z_SQUARED, RATIO = 2.5, 1.33               # the bounds, at the least
-NOTHING_TOLD = 4.5, 2.0                    # bounds as wide as this tell nothing
+DRAWS, WITH_BACKWARD = 48, 16              # of each callable: forwards alone, and forwards with their backwards
+ELEMENTS = 2**16                           # that are looked at: more say no more, and would fill the memory
+PERMUTATIONS = 2000
+P_VALUE = 0.003                            # twice below it, by draws of their own, is a difference
 _SAME = 1e-3                               # of an output's norm: atomics of a GPU, in 16 bits
+_THEIRS, _OURS = 1000, 500_000             # where the seeds of candidate and reference begin
 
 
-def outputs(call: Callable, work: Work, seed: int) -> Tensor:
-    """All floating outputs of one call without gradients, in a row, in FP64."""
-    buffers = named_buffers(call)
-    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    with from_a_state(buffers, before, {}, seed), torch.no_grad():
+def _outputs(call: Callable, start: Start, work: Work, seed: int) -> list[Tensor]:
+    """What one call without gradients returns."""
+    start.begin(seed)
+    with torch.no_grad():
         returned = outputs_of(work.inputs.copies().call(call))
-        row = [t.detach().double().flatten() for t in returned.values() if t.is_floating_point()]
-    with from_a_state(buffers, before, {}, seed):
-        return torch.cat(row) if row else torch.zeros(0, dtype=torch.float64)
+    return [t.detach() for t in returned.values() if takes_gradient(t)]
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
+def _apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """How far, as a share of the norm."""
-    difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b).nan_to_num()
-    return float(difference.norm() / a.nan_to_num(0.0, 0.0, 0.0).norm().clamp_min(1e-300))
+    return distance(a, b) / max(norm(a), 1e-300)
 
 
 def draws(call: Callable, work: Work) -> bool:
     """Whether another seed gives other outputs."""
-    first = outputs(call, work, 0)
-    again, other = _apart(first, outputs(call, work, 0)), _apart(first, outputs(call, work, 1))
+    start = Start(call)
+    first = _outputs(call, start, work, 0)
+    other, again = (_apart(first, _outputs(call, start, work, seed)) for seed in (1, 0))
+    start.begin(0)
     return other > max(1e-6, 3 * again)
 
 
 def same_twice(call: Callable, work: Work) -> bool:
     """Whether the same seed gives the same outputs again."""
-    return _apart(outputs(call, work, 0), outputs(call, work, 0)) <= _SAME
+    start = Start(call)
+    apart = _apart(_outputs(call, start, work, 0), _outputs(call, start, work, 0))
+    start.begin(0)
+    return apart <= _SAME
 
 
-def checks(candidate: Callable, reference: Callable, reference_draws: bool, work: Work, say: Callable[..., None]
-           ) -> list[Check]:
-    """Mean and variance of both over `DRAWS` calls, dropout as they have it; none where neither draws."""
-    with kept(candidate, reference):
-        drawing = draws(candidate, work), reference_draws
+@dataclass(frozen=True)
+class Side:
+    """A callable whose draws are looked at, and the parameters whose gradients are, in the order of both."""
+    call: Callable
+    parameters: Sequence[Tensor]
+
+    def rows(self, work: Work, first_seed: int, with_backward: bool) -> Tensor:
+        """Some elements of what each call gives, [calls, elements] in FP64."""
+        start, rows = Start(self.call), []
+        for number in range(WITH_BACKWARD if with_backward else DRAWS):
+            seed = first_seed + number
+            given = self._with_gradients(start, work, seed) if with_backward else _outputs(self.call, start, work, seed)
+            rows.append(torch.cat([_some(t, len(given)) for t in given]))
+        start.begin(0)
+        return torch.stack(rows).nan_to_num(0.0, 0.0, 0.0)
+
+    def _with_gradients(self, start: Start, work: Work, seed: int) -> list[Tensor]:
+        start.begin(seed)
+        with torch.enable_grad():
+            inputs = work.inputs.copies()
+            outputs = backward(self.call, inputs, work)
+        leaves = [t for t in (*inputs.named().values(), *self.parameters) if takes_gradient(t)]
+        gradients = [torch.zeros_like(t) if t.grad is None else t.grad.to_dense() for t in leaves]
+        return [t.detach() for t in (*outputs.values(), *gradients) if takes_gradient(t)]
+
+
+def _some(t: Tensor, tensors: int) -> Tensor:
+    """The elements that are looked at, of one of so many tensors: all, or some at places that a seed chose."""
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    count = max(64, ELEMENTS // tensors)
+    flat = t.flatten()
+    if flat.numel() > count:
+        places = torch.randint(flat.numel(), (count,), generator=torch.Generator().manual_seed(flat.numel()))
+        flat = flat[places.to(flat.device)]
+    return flat.double()
+
+
+def checks(candidate: Side, reference: Side, reference_draws: bool, work: Work, has_gradients: bool,
+           say: Callable[..., None]) -> list[Check]:
+    """Whether both draw from one distribution, dropout as they have it; none where neither draws."""
+    with kept(candidate.call, reference.call):
+        drawing = draws(candidate.call, work), reference_draws
         if not any(drawing):
             return []
         if not all(drawing):
             reason = "its outputs are random, the reference's are not" if drawing[0] else "its dropout is gone"
-            return [Check("output with dropout", "chance", False, True, math.nan, math.nan, reason)]
+            return [Check("output with dropout", "chance", False, True, float("nan"), float("nan"), reason)]
         say(Phase.CHECKING, "dropout")
-        theirs = [outputs(candidate, work, 1000 + seed) for seed in range(DRAWS)]
-        ours = [outputs(reference, work, 5000 + seed) for seed in range(DRAWS)]
-    groups = [torch.stack(ours[first:first + DRAWS // GROUPS]) for first in range(0, DRAWS, DRAWS // GROUPS)]
-    return _of_draws(torch.stack(theirs), torch.stack(ours), groups)
+        found = _compared("output with dropout", candidate, reference, work, False)
+        if has_gradients and all(check.passed for check in found):
+            say(Phase.CHECKING, "dropout, backward")
+            found += _compared("gradients with dropout", candidate, reference, work, True)
+    return found
 
 
-def _of_draws(theirs: Tensor, ours: Tensor, groups: list[Tensor]) -> list[Check]:
-    """The two checks, from draws [number, elements]."""
-    scatter = max(z_squared(a, b) for a, b in itertools.combinations(groups, 2))
-    bound = max(Z_SQUARED, 1.5 * scatter)
-    z = z_squared(theirs, ours)
-    mean = Check("output with dropout, its mean", "chance", z <= bound, bound < NOTHING_TOLD[0], z, bound,
-                 f"squared z-scores of the mean over {DRAWS} draws")
-    logs = [math.log(max(_variance(group), 1e-300)) for group in groups]
-    widest = 4 * math.sqrt(2 / GROUPS) * statistics.stdev(logs)
-    bound = max(RATIO, math.exp(min(widest, 100.0)))
-    ratio = _variance(theirs) / _variance(ours)
-    worse = max(ratio, 1 / ratio) if ratio else math.inf
-    variance = Check("output with dropout, its variance", "chance", worse <= bound, bound < NOTHING_TOLD[1], worse,
-                     bound, f"{ratio:.2f} times the reference's over {DRAWS} draws")
-    return [mean, variance]
+def _compared(name: str, candidate: Side, reference: Side, work: Work, with_backward: bool) -> list[Check]:
+    """The checks of one kind of draws. What fails is tried once more with other seeds: chance fails no one twice."""
+    found: list[Check] = []
+    for attempt in range(2):
+        of_this = 100_000 * attempt
+        theirs = candidate.rows(work, _THEIRS + of_this, with_backward)
+        ours = reference.rows(work, _OURS + of_this, with_backward)
+        again = of_draws(name, theirs, ours)
+        failed_before = {check.name for check in found if not check.passed}
+        if not attempt or any(check.name in failed_before and not check.passed for check in again):
+            found = again
+        else:
+            found = [check for check in again if check.passed] or found
+        if all(check.passed for check in found):
+            break
+    return found
 
 
-def z_squared(a: Tensor, b: Tensor) -> float:
-    """The mean over elements of (difference of the means)^2 / its variance, from draws [number, elements] each."""
-    variance = a.var(0) / a.size(0) + b.var(0) / b.size(0)
-    random = variance > 0
-    return float(((a.mean(0) - b.mean(0))[random].square() / variance[random]).mean()) if random.any() else 0.0
+def of_draws(name: str, theirs: Tensor, ours: Tensor) -> list[Check]:
+    """The checks of mean and variance, and where both pass of how elements vary together, from [draws, elements] each.
+
+    Raises ValueError where the numbers of draws or elements differ.
+    """
+    if theirs.shape != ours.shape:
+        raise ValueError(f"draws of {tuple(theirs.shape)} and {tuple(ours.shape)}: give as many of both")
+    together = torch.cat([theirs, ours])
+    moves = together.std(0) > 1e-9 * together.abs().amax(0)
+    centred = together[:, moves] - together[:, moves].mean(0)
+    centred = centred / centred.std(0)
+    elements = max(1, int(moves.sum()))
+    squares = centred.square() - 1
+    of_means, of_squares = centred @ centred.T / elements, squares @ squares.T / elements
+    count = f"{len(ours)} draws of {ours.size(1)} elements"
+    ratio = float(theirs.var(0).mean() / ours.var(0).mean().clamp_min(1e-300))
+    can_tell = _can_tell(ours)
+    found = [_check(f"{name}, its mean", of_means, f"the mean of each element over {count}", can_tell),
+             _check(f"{name}, its variance", of_squares, f"{ratio:.2f} times the reference's over {count}", can_tell)]
+    if all(check.passed for check in found):
+        found.append(_check(f"{name}, together", of_means.square(), f"how elements vary together, {count}", can_tell))
+    return found
 
 
-def _variance(drawn: Tensor) -> float:
-    """The mean over elements."""
-    return float(drawn.nan_to_num(0.0, 0.0, 0.0).var(0).mean())
+def _check(name: str, similarity: Tensor, reason: str, can_tell: bool) -> Check:
+    """Whether candidate and reference are further apart than their draws dealt at random, from [draws, draws]."""
+    apart, at_random = _permuted(similarity)
+    p_value = (1 + int((at_random >= apart).sum())) / (1 + len(at_random))
+    bound = float(at_random.quantile(1 - P_VALUE))
+    passed = p_value > P_VALUE
+    return Check(name, "chance", passed, can_tell or not passed, float(apart), bound, reason)
+
+
+def _permuted(similarity: Tensor) -> tuple[Tensor, Tensor]:
+    """(how far the first half of all draws is from the second, the same of halves dealt at random)."""
+    similarity = similarity - similarity.diag().diag()
+    dealt = _dealt(similarity.size(0)).to(similarity.device)
+    apart = ((dealt @ similarity) * dealt).sum(1) / (similarity.size(0) / 2) ** 2
+    return apart[0], apart[1:]
+
+
+@functools.cache
+def _dealt(draws_of_both: int) -> Tensor:
+    """1 or -1 for the side of each draw, [1 + PERMUTATIONS, draws]: first as they came, then at random."""
+    sides = torch.ones(draws_of_both, dtype=torch.float64)
+    sides[draws_of_both // 2:] = -1
+    generator = torch.Generator().manual_seed(0)
+    at_random = [sides[torch.randperm(draws_of_both, generator=generator)] for _ in range(PERMUTATIONS)]
+    return torch.stack([sides, *at_random])
+
+
+def _can_tell(ours: Tensor) -> bool:
+    """Whether so many draws would show a spread that is twice the reference's."""
+    first, second = ours[::2], ours[1::2]
+    wider = second.mean(0) + 2 * (second - second.mean(0))
+    together = torch.cat([first, wider[:len(first)]])
+    moves = together.std(0) > 1e-9 * together.abs().amax(0)
+    squares = ((together[:, moves] - together[:, moves].mean(0)) / together[:, moves].std(0)).square() - 1
+    apart, at_random = _permuted(squares @ squares.T)
+    return bool((at_random >= apart).double().mean() <= 10 * P_VALUE)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure.calls import held_by, uncompiled
+from benchmarks.measure.calls import held_by, in_dtype, uncompiled
+from benchmarks.measure.state import generators_of
 
 
 def deep_copy(call: Callable, dtype: torch.dtype | None = None) -> Callable:
@@ -66,6 +67,9 @@ class _Copies:
         """Functions that were set on it, as a `forward` of its own, refer to the copy too."""
         if id(module) in self.memo:                      # inside one that was copied
             return self.memo[id(module)]
+        for generator in generators_of(module):          # torch's own can't be copied
+            if isinstance(generator, torch.Generator):
+                self.memo.setdefault(id(generator), torch.Generator(generator.device).set_state(generator.get_state()))
         copied = converted(copy.deepcopy(module, self.memo), self.dtype)
         self._keep(module, copied)
         for inner in copied.modules():
@@ -98,7 +102,7 @@ def converted(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """The module with everything floating in `dtype`, tensors that are no buffers too."""
     if dtype is None:
         return module
-    module.to(dtype)
+    module._apply(lambda t: in_dtype(t, dtype))          # `to` would drop what is imaginary
     for parameter in module.parameters():
         if not parameter.is_leaf:                        # a scripted module's, which then has a history
             parameter.detach_().requires_grad_()
@@ -110,6 +114,5 @@ def converted(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 def _tensor_in(t: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None or not t.is_floating_point() or t.dtype == dtype:
-        return t
-    return t.detach().to(dtype).requires_grad_(t.requires_grad)
+    converted_t = in_dtype(t, dtype)
+    return t if converted_t is t else converted_t.detach().requires_grad_(t.requires_grad)

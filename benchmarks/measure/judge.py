@@ -8,7 +8,7 @@
 What can't be told is `unproven`, with the reason.
 """
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from benchmarks.measure.bounds import DRAWS_OTHERS, FP32, FP64, NOT_TWICE, NUMER
 from benchmarks.measure.calls import Inputs, first_names, named_buffers, named_parameters, partners
 from benchmarks.measure.checks import WITHOUT_GRADIENTS, Check, Judgement
 from benchmarks.measure.copying import deep_copy
-from benchmarks.measure.keeping import compiled_inside, kept, loaded, without_dropout
+from benchmarks.measure.keeping import kept, loaded, without_dropout
 from benchmarks.measure.observing import Loss, Observation, Work, observe, rounding_in
-from benchmarks.measure.truth import Truth, error_in_words, working_dtype
+from benchmarks.measure.truth import CONTRADICTS, Truth, error_in_words, furthest_output, working_dtype
 from common.block.config import dtype_name
 from common.outcome import Failed, in_a_line, is_out_of_memory
 from common.phases import Phase
@@ -49,6 +49,7 @@ class Judge:
         self.checks: list[Check] = []
         self.notes: list[str] = []
         self.meaning_told = False
+        self.draws = True                      # whether it draws random numbers
 
     def judge(self) -> Judgement:
         """All checks. Whatever the candidate raises passes, but for a Failed: that is a check that failed."""
@@ -57,14 +58,13 @@ class Judge:
             try:
                 with loaded(self.parameters | self.buffers, self._values()) as others:
                     self._note_values(others)
-                    with without_dropout(self.candidate):
-                        self._ask()
-                        if self._failed():
+                    self.draws = chance.draws(self.candidate, self.truth.work)
+                    self._ask()
+                    if self._failed():
+                        with without_dropout(self.candidate), without_dropout(self.truth.plain):
                             hint = hints.hint(self.candidate, self.truth, self.checks)
-                    if not self._failed():
-                        truth = self.truth
-                        self.checks += chance.checks(self.candidate, truth.plain, truth.has_dropout, truth.work,
-                                                     truth.say)
+                    else:
+                        self._ask_chance()
             except Failed as error:
                 self._wrong("call", str(error))
         return Judgement(self.checks, self._truth_in_words(), self.notes, self.numerics, hint)
@@ -77,11 +77,26 @@ class Judge:
         if self._failed():
             return
         truth.say(Phase.CHECKING, "the precision")
-        seen = observe(self.candidate, truth.work, overwrites_output=self.overwrites_output)
+        seen = observe(self.candidate, truth.work, overwrites_output=self.overwrites_output, draws=self.draws)
         own = truth.own(self.numerics)
         self._check_form(seen, own)
         if not self._failed():
             self._compare_precision(seen, own)
+
+    def _ask_chance(self) -> None:
+        truth = self.truth
+        theirs, ours = [], []
+        for our, their in self._pairs().items():
+            if truth.parameters[our].shape == self.parameters[their].shape:
+                theirs.append(self.parameters[their])
+                ours.append(named_parameters(truth.plain)[our])
+        self.checks += chance.checks(chance.Side(self.candidate, theirs), chance.Side(truth.plain, ours),
+                                     truth.has_dropout, truth.work, bool(truth.exact.takes_gradient), truth.say)
+
+    def _pairs(self) -> dict[str, str]:
+        """Our parameter -> theirs, each pair once; a tied one stands under its first name."""
+        ours_first, theirs_first = first_names(self.truth.parameters), first_names(self.parameters)
+        return {ours_first[our]: theirs_first[their] for their, our in self.partners.items()}
 
     def _compare_precision(self, seen: Observation, own: Observation) -> None:
         """Where the meaning is right and a gradient is far off, the reference is asked how far its own may be."""
@@ -115,10 +130,20 @@ class Judge:
             shapes = tuple(self.parameters[their].shape), tuple(self.truth.values[our].shape)
             if shapes[0] != shapes[1]:
                 self.notes.append(f"{their} is {shapes[0]}, the reference's {shapes[1]}: it keeps its own values")
+        self._note_ties()
         without = [name for name in self.parameters if name not in self.partners]
         if without:
             self.notes.append(f"{len(without)} of its parameters have no partner in the reference "
                               f"({', '.join(without[:3])}{', ...' if len(without) > 3 else ''})")
+
+    def _note_ties(self) -> None:
+        """Those of one side alone: then one holds a value that the other has not, and trains otherwise."""
+        ours_first, theirs_first = first_names(self.truth.parameters), first_names(self.parameters)
+        for their, our in self.partners.items():
+            their_first = theirs_first[their]
+            our_first = self.partners.get(their_first)
+            if their != their_first and our_first and ours_first[our_first] != ours_first[our]:
+                self.notes.append(f"{their_first} and {their} are one tensor here, two in the reference")
 
     def _truth_in_words(self) -> str:
         if self.gate is not None:
@@ -134,13 +159,14 @@ class Judge:
         for dtype in (FP64, FP32)[:2 if self.dtype in (torch.float16, torch.bfloat16) else 1]:
             try:
                 copy = deep_copy(self.candidate, dtype)
-                with without_dropout(copy), loaded(named_parameters(copy) | named_buffers(copy), self._values()):
+                # Compiled code is judged uncompiled: precision is that of the object itself.
+                with (torch.compiler.set_stance("force_eager"),
+                      loaded(named_parameters(copy) | named_buffers(copy), self._values())):
                     rounds_to = rounding_in(copy, self.truth.work) if dtype == FP64 else None
                     if rounds_to not in (None, FP32):
                         self._no_fp64(f"it rounds to {dtype_name(rounds_to)} on its way")
                         return
-                    alone = not compiled_inside(copy)                  # that would be compiled once more
-                    seen = observe(copy, self.truth.work, dtype, self.overwrites_output, alone)
+                    seen = observe(copy, self.truth.work, dtype, self.overwrites_output, draws=self.draws)
                     own = self.truth.exact if dtype == FP64 else self.truth.in_dtype(dtype)
             except Failed:
                 raise
@@ -156,7 +182,14 @@ class Judge:
     def _compare_meaning(self, seen: Observation, own: Observation, dtype: torch.dtype, fp32_inside: bool) -> None:
         """Values of its own, folded or split from the reference's, were rounded to its dtype when they were made."""
         self._compare(seen, own, self._standard("meaning", dtype, fp32_inside))
-        if not self._failed() or not self._has_values_of_its_own() or dtype != FP64:
+        if not self._failed() or dtype != FP64:
+            return
+        if self._is_contradicted(seen):
+            self.checks.clear()
+            self.meaning_told = False
+            self._no_fp64("its FP64 copy is another function than it is itself")
+            return
+        if not self._has_values_of_its_own():
             return
         if self.dtype == FP32 and not fp32_inside:
             self.checks.clear()
@@ -165,6 +198,17 @@ class Judge:
             self.checks.clear()
             self.meaning_told = False
             self._no_fp64(f"parameters without a partner are rounded to {dtype_name(self.dtype)}")
+
+    def _is_contradicted(self, in_fp64: Observation) -> bool:
+        """Whether the candidate itself gives what the reference gives, and its FP64 copy something else.
+
+        Then the copy says nothing of what is timed. Only FP32 is near enough to FP64 to say so.
+        """
+        if self.dtype != FP32 or furthest_output(in_fp64, self.truth.exact) <= CONTRADICTS[FP32]:
+            return False
+        own = observe(self.candidate, self.truth.work, overwrites_output=True, draws=self.draws)
+        return (furthest_output(own, in_fp64) > CONTRADICTS[FP32]
+                and furthest_output(own, self.truth.own(None)) <= CONTRADICTS[FP32] / 100)
 
     def _has_values_of_its_own(self) -> bool:
         """Whether a parameter or buffer is neither loaded from the reference nor a constant that is equal there."""
@@ -211,6 +255,8 @@ class Judge:
         answers in FP64 whatever it is given says nothing of dtypes."""
         if dtype == expected:
             return True
+        if dtype.is_complex and expected.is_complex:
+            dtype, expected = dtype.to_real(), expected.to_real()
         floating = dtype.is_floating_point and expected.is_floating_point
         return floating and (self.numerics is not None or expected == FP64 != self.truth.work.inputs.dtype)
 
@@ -222,7 +268,14 @@ class Judge:
         if truth.draws and not unreliable:
             unreliable = DRAWS_OTHERS
         numerics = self.numerics if question == "precision" else None
-        return Standard(question, dtype, *truth.norms, fp32_inside, numerics, self.gate, self.meaning_told, unreliable)
+        return Standard(question, dtype, *truth.norms, fp32_inside, numerics, self.gate, self.meaning_told, unreliable,
+                        self._lower)
+
+    def _lower(self, name: str) -> Iterator[tuple[str, Sequence[Tensor]]]:
+        """What the reference gives for a tensor in each lower precision."""
+        for kind, rough in self.truth.lower():
+            if tensors := rough.of(name):
+                yield kind, tensors
 
     def _compare(self, seen: Observation, own: Observation, standard: Standard) -> None:
         exact = self.truth.exact
@@ -239,7 +292,6 @@ class Judge:
         self._compare_buffers(standard, seen, own)
 
     def _compare_parameters(self, standard: Standard, seen: Observation, own: Observation) -> None:
-        """Each pair once; a tied one stands under its first name."""
         ours_first, theirs_first = first_names(self.truth.parameters), first_names(self.parameters)
         pairs = dict.fromkeys((ours_first[our], theirs_first[their]) for their, our in self.partners.items())
         exact = self.truth.exact.gradients

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.measure.calls import modules_of, named_parameters
+from benchmarks.measure.calls import first_names, modules_of, named_parameters
+from benchmarks.measure.state import State, random_numbers_kept
 from common.runtime import compiler
 
-_PLAIN = (bool, int, float, str, type(None))           # attributes that can be put back
 _DROPOUT_P = {                                         # function -> place of its rate among the arguments
     F.dropout: 1, torch.dropout: 1, F.alpha_dropout: 1, F.dropout1d: 1, F.dropout2d: 1, F.dropout3d: 1,
     F.feature_alpha_dropout: 1, F.scaled_dot_product_attention: 4}
@@ -19,45 +19,35 @@ _DROPOUT_P = {                                         # function -> place of it
 
 @contextlib.contextmanager
 def kept(*calls: Callable) -> Iterator[None]:
-    """Afterwards every module behind these is as it was, after an error and Ctrl-C too; so are torch's random numbers.
+    """Afterwards everything behind these is as it was, after an error and Ctrl-C too; so are all random numbers.
 
-    That is: mode, plain attributes, buffers, gradients, and which parameters take one.
+    That is: mode, attributes, lists and dicts, buffers, gradients, and which parameters take one.
     """
-    modules = list({id(module): module for call in calls for module in modules_of(call)}.values())
     parameters = list({id(t): t for call in calls for t in named_parameters(call).values()}.values())
-    attributes = [(module, _plain(module)) for module in modules]
-    buffers = [(module, name, t, t.detach().clone())
-               for module in modules for name, t in module._buffers.items() if t is not None]
     gradients = [(t, t.grad, t.requires_grad) for t in parameters]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    state = State(*calls)
     try:
-        with torch.random.fork_rng(devices):
+        with random_numbers_kept():
             yield
     finally:
-        for module, plain in attributes:
-            for name, value in plain.items():
-                if vars(module).get(name, plain) is not value:
-                    vars(module)[name] = value
-        for module, name, t, value in buffers:
-            module._buffers[name] = t
-            with torch.no_grad():
-                t.copy_(value)
+        state.restore()
         for t, gradient, wanted in gradients:
             t.grad = gradient
             if t.is_leaf:
                 t.requires_grad_(wanted)
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
-
-
 @contextlib.contextmanager
 def loaded(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Meanwhile these parameters have those values, by name; gives the names of those whose own were others."""
-    own = {}
+    """Meanwhile these parameters have those values, by name; gives the names of those whose own were others.
+
+    A tensor of several names, as a tied one has, takes the value of the first.
+    """
+    own: dict[str, Tensor] = {}
+    firsts = first_names({name: parameters[name] for name in values})
     with torch.no_grad():
-        for name, value in values.items():
+        for name in dict.fromkeys(firsts.values()):
+            value = values[name]
             value = value.to(parameters[name].device, parameters[name].dtype)
             if not torch.equal(parameters[name], value):
                 own[name] = parameters[name].detach().clone()
@@ -79,8 +69,8 @@ def compiled_inside(call: Callable) -> bool:
 
 
 @contextlib.contextmanager
-def without_dropout(call: Callable) -> Iterator[None]:
-    """Meanwhile it drops nothing, in train mode too: neither its modules nor the functions that it calls.
+def without_dropout(call: Callable, functions: bool = True) -> Iterator[None]:
+    """Meanwhile it drops nothing, in train mode too: neither its modules nor, with `functions`, those that it calls.
 
     Compiled code does not see the functions; there the rate must be an attribute whose name holds "drop", of a module
     or of its config.
@@ -95,7 +85,7 @@ def without_dropout(call: Callable) -> Iterator[None]:
                         setattr(holder, name, 0.0)
                         changed.append((holder, name, value))
     try:
-        with contextlib.nullcontext() if compiled_inside(call) else _NoDropout():
+        with _NoDropout() if functions and not compiled_inside(call) else contextlib.nullcontext():
             yield
     finally:
         for holder, name, value in changed:

@@ -1,19 +1,24 @@
 """One look at what a callable gives: outputs, gradients, buffers, and what it did to inputs and earlier outputs."""
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.measure.calls import Inputs, first_names, named_buffers, named_parameters, outputs_of
+from benchmarks.measure.calls import Inputs, outputs_of, takes_gradient
+from benchmarks.measure.checks import WITHOUT_GRADIENTS
+from benchmarks.measure.keeping import without_dropout
+from benchmarks.measure.state import Start
 from common.outcome import Failed, in_a_line
 
 Loss = Callable[[Any], Tensor]
+PIECE = 2**24                              # elements that are compared at once
 COTANGENT_SEED = 0x9E3779B9              # of 32 bits: a CPU generator takes no more
 SMALL = 2**16                              # elements: of a larger gradient only the first cotangent's is kept
 
@@ -44,24 +49,34 @@ class Observation:
     overwritten: list[str] = field(default_factory=list)                       # outputs that a later call wrote to
     backward_raises: str = ""                                                  # what, where its inputs were changed
 
+    def of(self, name: str) -> Sequence[Tensor] | None:
+        """The tensors behind the name of a check: an output, with or without gradients, a gradient, or a buffer."""
+        if name in self.gradients:
+            return self.gradients[name]
+        for tensors, suffix in ((self.outputs, ""), (self.forward_alone, WITHOUT_GRADIENTS)):
+            if name.endswith(suffix) and name.removesuffix(suffix) in tensors:
+                return [tensors[name.removesuffix(suffix)]]
+        buffer = self.buffers.get(name.removeprefix("buffer "))
+        return None if buffer is None else [buffer]
+
 
 def observe(call: Callable, work: Work, dtype: torch.dtype | None = None, overwrites_output: bool = False,
-            alone: bool = True) -> Observation:
+            alone: bool = True, draws: bool = True) -> Observation:
     """Run a callable a few times, each from the same state, on copies of its inputs, in `dtype` where that is given.
 
-    `alone`: without gradients, too. Its buffers and gradients change: `keeping.kept` puts them back.
+    Dropout is off. `alone`: without gradients, too. One that `draws` no random numbers then runs without the mode that
+    turns functions of dropout off: torch leaves its fast paths under any such mode. Buffers and gradients change:
+    `keeping.kept` puts them back.
     """
-    parameters = _unique(named_parameters(call))
-    buffers = named_buffers(call)
-    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    seen = Observation({})
+    start, seen = Start(call), Observation({})
     for number in range(1 if work.loss else work.cotangents):
-        with from_a_state(buffers, before, parameters, work.seed), torch.enable_grad():
+        start.begin(work.seed)
+        with torch.enable_grad(), without_dropout(call), exact_attention(dtype):
             inputs = work.inputs.copies(dtype)
             returned = inputs.call(call)
             outputs = outputs_of(returned)
             if number == 0:
-                _look_at(seen, outputs, inputs, work, dtype, buffers, before)
+                _look_at(seen, outputs, inputs, work, dtype, start)
             if not seen.takes_gradient:
                 break
             loss = work.loss(returned) if work.loss else None
@@ -72,14 +87,20 @@ def observe(call: Callable, work: Work, dtype: torch.dtype | None = None, overwr
                     raise
                 seen.backward_raises = in_a_line(error)
                 break
-            _add(seen.gradients, inputs, parameters, number)
+            _add(seen.gradients, inputs, start.parameters, number)
+        del inputs, returned, outputs, loss                            # before the next run fills the memory anew
     if alone:
-        with from_a_state(buffers, before, parameters, work.seed), torch.no_grad():
-            own = *parameters.values(), *buffers.values()
+        start.begin(work.seed)
+        with torch.no_grad(), without_dropout(call, functions=draws), exact_attention(dtype):
+            own = *start.parameters.values(), *start.buffers.values()
             _look_without_gradients(call, work, dtype, seen, overwrites_output, own)
-    with from_a_state(buffers, before, parameters, work.seed):
-        pass
+    start.begin(work.seed)
     return seen
+
+
+def exact_attention(dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
+    """In FP64 attention is its formula: torch's fused one is wrong there on a CPU where the mask is FP32."""
+    return sdpa_kernel(SDPBackend.MATH) if dtype == torch.float64 else contextlib.nullcontext()
 
 
 def _look_without_gradients(call: Callable, work: Work, dtype: torch.dtype | None, seen: Observation,
@@ -91,32 +112,15 @@ def _look_without_gradients(call: Callable, work: Work, dtype: torch.dtype | Non
 
 
 def _look_at(seen: Observation, outputs: dict[str, Tensor], inputs: Inputs, work: Work, dtype: torch.dtype | None,
-             buffers: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+             start: Start) -> None:
     """What can be seen right after the forward."""
     seen.outputs = _cloned(outputs)
     seen.takes_gradient = [name for name, output in outputs.items() if output.requires_grad]
-    seen.buffers = _cloned(buffers)
-    seen.changed_buffers = [name for name, buffer in buffers.items() if not same_values(buffer, before[name])]
+    seen.buffers = _cloned(start.buffers)
+    seen.changed_buffers = [name for name, buffer in start.buffers.items()
+                            if not same_values(buffer, start.before[name])]
     as_given = work.inputs.copies(dtype).named()
     seen.changed_inputs = [name for name, t in inputs.named().items() if not same_values(t, as_given[name])]
-
-
-def _unique(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without the further names of tied ones."""
-    return {name: parameters[name] for name in first_names(parameters).values()}
-
-
-@contextlib.contextmanager
-def from_a_state(buffers: dict[str, Tensor], before: dict[str, Tensor], parameters: dict[str, Tensor], seed: int
-                 ) -> Iterator[None]:
-    """Begin with these buffers, without gradients, and with the same random numbers."""
-    with torch.no_grad():
-        for name, buffer in buffers.items():
-            buffer.copy_(before[name])
-    for parameter in parameters.values():
-        parameter.grad = None
-    torch.manual_seed(seed)
-    yield
 
 
 def _cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -136,7 +140,21 @@ def cotangent(output: Tensor, place: int, number: int, seed: int) -> Tensor:
     """
     generator = torch.Generator().manual_seed(COTANGENT_SEED + 1000 * seed + 100 * number + place)
     values = torch.randn(output.shape, generator=generator).bfloat16()
+    if output.is_complex():
+        imaginary = torch.randn(output.shape, generator=generator).bfloat16()
+        return torch.complex(values.float(), imaginary.float()).to(output.device, output.dtype)
     return values.to(output.device, output.dtype)
+
+
+def backward(call: Callable, inputs: Inputs, work: Work, number: int = 0) -> dict[str, Tensor]:
+    """Run a forward and its backward, where it has one; the outputs."""
+    returned = inputs.call(call)
+    outputs = outputs_of(returned)
+    taking = [name for name, output in outputs.items() if output.requires_grad]
+    loss = work.loss(returned) if work.loss else None
+    if taking:
+        _run_backward(outputs, taking, loss, work.seed, number)
+    return outputs
 
 
 def _run_backward(outputs: dict[str, Tensor], taking: Sequence[str], loss: Tensor | None, seed: int, number: int
@@ -155,8 +173,8 @@ def _run_backward(outputs: dict[str, Tensor], taking: Sequence[str], loss: Tenso
 
 def _add(gradients: dict[str, list[Tensor] | None], inputs: Inputs, parameters: dict[str, Tensor], number: int) -> None:
     """Keep copies of the gradients that a backward left: a captured graph would write over them."""
-    floating = {name: t for name, t in inputs.named().items() if t.is_floating_point()}
-    for name, t in (*floating.items(), *parameters.items()):
+    differentiable = {name: t for name, t in inputs.named().items() if takes_gradient(t)}
+    for name, t in (*differentiable.items(), *parameters.items()):
         if t.grad is None:
             gradients.setdefault(f"gradient of {name}", None)
         elif number == 0 or t.numel() < SMALL:
@@ -170,23 +188,24 @@ def _overwritten(call: Callable, inputs: Inputs, own: Sequence[Tensor]) -> list[
     Memory that it shares with its inputs, parameters or buffers is left alone.
     """
     untouchable = {t.untyped_storage().data_ptr() for t in (*inputs.named().values(), *own)}
-    marked = {}
-    for name, output in outputs_of(inputs.call(call)).items():
-        if output.numel() and output.untyped_storage().data_ptr() not in untouchable:
-            kept = output.clone()
-            mark = torch.where(kept == 1, 0, 1).to(kept.dtype)         # differs from it everywhere
-            with contextlib.suppress(RuntimeError):                    # an expanded tensor can't be written to
-                output.copy_(mark)
-                marked[name] = output, mark, kept
+    outputs = {name: output for name, output in outputs_of(inputs.call(call)).items()
+               if output.numel() and output.untyped_storage().data_ptr() not in untouchable}
+    values = {name: output.clone() for name, output in outputs.items()}
+    for output in outputs.values():
+        with contextlib.suppress(RuntimeError):                        # an expanded tensor can't be written to
+            output.copy_(torch.where(output == 1, 0, 1).to(output.dtype))              # differs from it everywhere
+    marked = {name: output.clone() for name, output in outputs.items()}                # two may share their memory
     inputs.call(call)
     names = []
-    for name, (output, mark, kept) in marked.items():
+    for name, output in outputs.items():
         try:
-            if not torch.equal(output, mark):
+            if not torch.equal(output, marked[name]):
                 names.append(name)
-            output.copy_(kept)
         except RuntimeError:                                           # torch's own graph trees refuse to be read then
             names.append(name)
+    for name, output in outputs.items():
+        with contextlib.suppress(RuntimeError):
+            output.copy_(values[name])
     return names
 
 
@@ -200,8 +219,8 @@ class _Rounding(TorchDispatchMode):
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel() > 1:
-                self.dtypes.add(leaf.dtype)
+            if isinstance(leaf, Tensor) and takes_gradient(leaf) and leaf.numel() > 1:
+                self.dtypes.add(leaf.dtype.to_real())
         return result
 
 
@@ -211,9 +230,10 @@ def rounding_in(call: Callable, work: Work) -> torch.dtype | None:
     Compiled code is looked at as it was before.
     """
     inputs, seen = work.inputs.copies(torch.float64), _Rounding()
-    buffers = named_buffers(call)
-    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), from_a_state(buffers, before, {}, work.seed):
+    start = Start(call)
+    start.begin(work.seed)
+    with (torch.compiler.set_stance("force_eager"), torch.enable_grad(), without_dropout(call),
+          exact_attention(torch.float64)):
         with seen:
             returned = inputs.call(call)
             loss = work.loss(returned) if work.loss else None
@@ -225,8 +245,7 @@ def rounding_in(call: Callable, work: Work) -> torch.dtype | None:
                 loss.backward()
             elif taking:
                 torch.autograd.backward([outputs[name] for name in taking], given)
-    with from_a_state(buffers, before, named_parameters(call), work.seed):
-        pass
+    start.begin(work.seed)
     below = [dtype for dtype in seen.dtypes if dtype != torch.float64]
     return max(below, key=lambda dtype: torch.finfo(dtype).eps) if below else None
 
@@ -238,20 +257,48 @@ def norm(tensors: Sequence[Tensor]) -> float:
     """The L2 norm of a tensor, as the root mean square over several cotangents. What is infinite counts as zero."""
     total = 0.0
     for t in tensors:
-        total += float(torch.nan_to_num(_wide(t), 0.0, 0.0, 0.0).square().sum())
+        for part in _parts(t):
+            total += float(_wide(part).nan_to_num(0.0, 0.0, 0.0).square().sum())
     return math.sqrt(total / len(tensors)) if tensors else 0.0
 
 
 def distance(values: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """The norm of the difference. Equal infinities and NaN at the same places count as equal; else it is infinite."""
     total = 0.0
-    for value, truth in zip(values, exact, strict=False):
-        value, truth = _wide(value).to(truth.device), _wide(truth)
-        same = (value == truth) | (value.isnan() & truth.isnan())
-        if not ((value.isfinite() & truth.isfinite()) | same).all():
-            return math.inf
-        total += float(torch.where(same, 0.0, value - truth).square().sum())
+    for whole_value, whole_truth in zip(values, exact, strict=False):
+        for value, truth in zip(_parts(whole_value), _parts(whole_truth), strict=True):
+            value, truth = _wide(value).to(truth.device), _wide(truth)
+            same = (value == truth) | (value.isnan() & truth.isnan())
+            if not ((value.isfinite() & truth.isfinite()) | same).all():
+                return math.inf
+            total += float(torch.where(same, 0.0, value - truth).square().sum())
     return math.sqrt(total / len(exact)) if exact else 0.0
+
+
+def largest_difference(values: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Of one element; places where either is not finite count as equal."""
+    largest = 0.0
+    for whole_value, whole_truth in zip(values, exact, strict=False):
+        for value, truth in zip(_parts(whole_value), _parts(whole_truth), strict=True):
+            apart = (_wide(value).to(truth.device) - _wide(truth)).abs().nan_to_num(0.0, 0.0, 0.0)
+            largest = max(largest, float(apart.amax())) if apart.numel() else largest
+    return largest
+
+
+def projection(values: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """How much of the truth a difference holds: 0.02 where values are 1.02 times the truth, about 0 for rounding."""
+    along = total = 0.0
+    for whole_value, whole_truth in zip(values, exact, strict=False):
+        for value, truth in zip(_parts(whole_value), _parts(whole_truth), strict=True):
+            value, truth = _wide(value).to(truth.device), _wide(truth)
+            along += float(((value - truth) * truth).nan_to_num(0.0, 0.0, 0.0).sum())
+            total += float(truth.square().nan_to_num(0.0, 0.0, 0.0).sum())
+    return along / total if total else 0.0
+
+
+def _parts(t: Tensor) -> Sequence[Tensor]:
+    """It in pieces that fit beside it in FP64: of logits a copy each would fill the memory."""
+    return t.flatten().split(PIECE)
 
 
 def _wide(t: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.measure import chance
 from benchmarks.measure.bounds import FP32, FP64
-from benchmarks.measure.calls import Inputs, named_buffers, named_parameters
+from benchmarks.measure.calls import Inputs, named_buffers, named_parameters, takes_gradient
 from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.keeping import kept, without_dropout
 from benchmarks.measure.observing import Observation, Work, distance, norm, observe, rounding_in
@@ -17,6 +17,9 @@ from common.outcome import Failed, in_a_line, is_out_of_memory
 from common.phases import Phase
 
 PERTURBATIONS = 8
+LOWER = {FP32: ("float16", "bfloat16"), torch.float16: ("bfloat16",)}
+# Of an output's norm, what no rounding of a dtype explains.
+CONTRADICTS = {FP64: 1e-6, FP32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.3}
 
 
 class Truth:
@@ -31,13 +34,15 @@ class Truth:
         self.parameters, self.buffers = named_parameters(reference), named_buffers(reference)
         self.why_not_fp64 = ""
         self.copy: Callable | None = None
-        self._own: dict[str | None, Observation] = {}
+        self._own: dict[str | None, Observation] = {}          # by what it multiplies in
+        self._lower: dict[str, Observation] = {}               # by the dtype of a whole copy
         with kept(reference):
             self.plain = self._as_given()
             self.has_dropout = chance.draws(self.plain, work)
-        with kept(reference, self.plain), without_dropout(self.plain):
-            self.draws = chance.draws(self.plain, work)
-            self.same_twice = chance.same_twice(self.plain, work)
+        with kept(reference, self.plain):
+            with without_dropout(self.plain):
+                self.draws = chance.draws(self.plain, work)
+                self.same_twice = chance.same_twice(self.plain, work)
             self._find()
         self.norms = norms_of_all(self.exact)
         exact = self.plain if self.copy is None else self.copy
@@ -71,19 +76,37 @@ class Truth:
             self.say(Phase.CHECKING, f"the truth in {dtype_name(dtype)}")
             try:
                 self.copy = deep_copy(self.plain, dtype)
-                with without_dropout(self.copy):
-                    self.rounds_to = rounding_in(self.copy, self.work) if dtype == FP64 else None
-                    if self.rounds_to in (torch.float16, torch.bfloat16):
-                        self.why_not_fp64 = f"the reference rounds to {dtype_name(self.rounds_to)} on its way"
-                    self.exact = observe(self.copy, self.work, dtype)
+                self.rounds_to = rounding_in(self.copy, self.work) if dtype == FP64 else None
+                if self.rounds_to in (torch.float16, torch.bfloat16):
+                    self.why_not_fp64 = f"the reference rounds to {dtype_name(self.rounds_to)} on its way"
+                self.exact = self._observed(self.copy, dtype)
                 self.exact_dtype = dtype
-                return
+                if dtype != FP64 or not self._is_contradicted():
+                    return
             except Failed as error:
                 raise ValueError(f"the reference can't be judged by: {error}") from None
             except Exception as error:
                 self.why_not_fp64 = self.why_not_fp64 or error_in_words(error)
         self.copy, self.exact_dtype, self.rounds_to = None, self.dtype, None
-        self.exact = observe(self.plain, self.work)
+        self.exact = self._observed(self.plain)
+
+    def _observed(self, call: Callable, dtype: torch.dtype | None = None) -> Observation:
+        return observe(call, self.work, dtype, draws=self.has_dropout)
+
+    def _is_contradicted(self) -> bool:
+        """Whether the reference at its own dtype gives something else than rounding makes of its FP64 copy's outputs.
+
+        Then something in the copy is another function: a library's kernel that is wrong in FP64. What 16 bits can't
+        tell is asked in FP32.
+        """
+        own = self.own(None)
+        for dtype in dict.fromkeys((self.dtype, FP32)):
+            of_plain = own if dtype == self.dtype else self.in_dtype(dtype)
+            apart = furthest_output(of_plain, self.exact)
+            if apart <= CONTRADICTS[dtype]:
+                return False
+        self.why_not_fp64 = f"its outputs in FP64 are {apart:.1e} from those in {dtype_name(dtype)}"
+        return True
 
     @property
     def has_meaning(self) -> bool:
@@ -101,8 +124,8 @@ class Truth:
         """What the reference gives at its own dtype, multiplying in what was declared."""
         kind = None if numerics == "float8" else numerics
         if kind not in self._own:
-            with kept(self.plain), without_dropout(self.plain), multiplying_in(kind, self.work.inputs):
-                self._own[kind] = observe(self.plain, self.work)
+            with kept(self.plain), multiplying_in(kind, self.work.inputs):
+                self._own[kind] = self._observed(self.plain)
         return self._own[kind]
 
     def furthest(self, numerics: str | None) -> Observation:
@@ -117,15 +140,27 @@ class Truth:
         kind = None if numerics == "float8" else numerics
         for number in range(PERTURBATIONS):
             work = dataclasses.replace(self.work, inputs=self.work.inputs.off_by_a_rounding(number, tf32))
-            with kept(self.plain), without_dropout(self.plain), multiplying_in(kind, self.work.inputs):
+            with kept(self.plain), multiplying_in(kind, self.work.inputs):
                 found = _further(found, observe(self.plain, work, alone=False), self.exact)
         return found
 
+    def lower(self) -> Iterator[tuple[str, Observation]]:
+        """What it gives in each precision below its own, best first: under autocast, and as a copy in that dtype."""
+        if self.dtype == FP32 and self.work.inputs.device.type == "cuda":
+            yield "tf32", self.own("tf32")
+        for kind in LOWER.get(self.dtype, ()):
+            for way in (self.own, self._copied_in):
+                with contextlib.suppress(Exception):                   # it need not run there
+                    yield kind, way(kind)
+
+    def _copied_in(self, kind: str) -> Observation:
+        if kind not in self._lower:
+            self._lower[kind] = self.in_dtype(getattr(torch, kind))
+        return self._lower[kind]
+
     def in_dtype(self, dtype: torch.dtype) -> Observation:
         """What a copy of it gives in that dtype."""
-        copy = deep_copy(self.plain, dtype)
-        with without_dropout(copy):
-            return observe(copy, self.work, dtype)
+        return self._observed(deep_copy(self.plain, dtype), dtype)
 
 
 def _further(a: Observation, b: Observation, exact: Observation) -> Observation:
@@ -136,6 +171,16 @@ def _further(a: Observation, b: Observation, exact: Observation) -> Observation:
         if truth and mine and other and distance(other, truth) > distance(mine, truth):
             gradients[name] = other
     return dataclasses.replace(a, gradients=gradients)
+
+
+def furthest_output(a: Observation, b: Observation) -> float:
+    """How far an output of one run is from the other's, as a share of its norm; 0 where there are no such outputs."""
+    apart = [0.0]
+    for mine, other in ((a.outputs, b.outputs), (a.forward_alone, b.forward_alone)):
+        for name, exact in other.items():
+            if takes_gradient(exact) and name in mine and mine[name].shape == exact.shape:
+                apart.append(distance([mine[name]], [exact]) / max(norm([exact]), 1e-300))
+    return max(apart)
 
 
 @contextlib.contextmanager
@@ -159,7 +204,7 @@ def norms_of_all(seen: Observation) -> tuple[float, float]:
     """(of all outputs, of all gradients of parameters together; of the inputs' where there are none)."""
     gradients = {name: g for name, g in seen.gradients.items() if g is not None}
     of_parameters = [g for name, g in gradients.items() if not name.startswith("gradient of input ")]
-    outputs = math.hypot(*(norm([t]) for t in seen.outputs.values() if t.is_floating_point()))
+    outputs = math.hypot(*(norm([t]) for t in seen.outputs.values() if takes_gradient(t)))
     return outputs, math.hypot(*(norm(g) for g in of_parameters or gradients.values()))
 
 
@@ -167,8 +212,9 @@ def working_dtype(call: Callable, inputs: Inputs) -> torch.dtype:
     """Of most of its parameters; without any, of the inputs."""
     elements: dict[torch.dtype, int] = {}
     for t in named_parameters(call).values():
-        if t.is_floating_point():
-            elements[t.dtype] = elements.get(t.dtype, 0) + t.numel()
+        if takes_gradient(t):
+            dtype = t.dtype.to_real()
+            elements[dtype] = elements.get(dtype, 0) + t.numel()
     return max(elements, key=lambda dtype: elements[dtype]) if elements else inputs.dtype or FP32
 
 

@@ -1,5 +1,6 @@
 """The judge, on modules that are right and modules that are wrong: by the name of the tensor."""
 import copy
+import threading
 
 import pytest
 import torch
@@ -211,17 +212,16 @@ def test_a_reference_without_fp64_is_no_oracle():
 
 @pytest.mark.unit
 def test_a_module_that_can_not_be_copied_is_judged_all_the_same():
-    class KeepsANonLeaf(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.last = super().forward(x)
-            return self.last
+    class HoldsALock(nn.Linear):
+        def __init__(self, width: int) -> None:
+            super().__init__(width, width)
+            self.lock = threading.Lock()
     torch.manual_seed(0)
     reference = random(nn.Linear(8, 8), torch.float32)
-    candidate = KeepsANonLeaf(8, 8)
+    candidate = HoldsALock(8)
     candidate.load_state_dict(reference.state_dict())
-    candidate(tensor(2, 8))
     judgement = validate(candidate, reference, tensor(4, 8))
-    assert judgement.passed and any(note.startswith("no FP64 (RuntimeError") for note in judgement.notes)
+    assert judgement.passed and any(note.startswith("no FP64 (TypeError: cannot pickle") for note in judgement.notes)
 
 
 @pytest.mark.unit
@@ -559,7 +559,8 @@ def test_a_mode_that_differs_is_hinted_at():
 @pytest.mark.unit
 @pytest.mark.parametrize("name, said", [
     ("the polarity of a mask", "it sees later positions"), ("a transposed weight", "transpose it"),
-    ("GELU without tanh", "another form of GELU"), ("an epsilon of 1e-6", "such as an epsilon")])
+    ("GELU without tanh", "the other form of GELU"),
+    ("an epsilon of 1e-6", "eps of LayerNorm is 1e-06, the reference's is 1e-05")])
 def test_known_mistakes_are_hinted_at(name, said):
     assert said in judged(WRONG[name](torch.float32)).failure
 
@@ -603,3 +604,122 @@ def test_each_step_is_step_0_in_the_numerics_that_it_declares(step):
 def test_16_bits_that_are_not_declared_are_less_accurate():
     judgement = step_against_the_first(steps.load(1), torch.bfloat16, None)
     assert judgement.passed and "output" in {check.name for check in judgement.less_accurate}
+
+
+# ------------------------------------------------------------------------------------- less accurate, and by how much
+
+
+LARGE = tensor(64, 64)
+
+
+def of_fp32(change):
+    """GELU, and in FP32 what `change` makes of it: right in its FP64 copy alone."""
+    return lambda x: change(gelu(x)) if x.dtype == torch.float32 else gelu(x)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("change", [
+    lambda y: y * 1.05, lambda y: y * 1.02, lambda y: y * 1.002, lambda y: y + 0.01, lambda y: y * 0.95,
+    lambda y: torch.cat([1.2 * y[:1], y[1:]]), lambda y: y.clamp(max=2), lambda y: y + 0.05 * y.flip(0)],
+    ids=["1.05", "1.02", "1.002", "plus 0.01", "0.95", "a row", "clamped", "another's"])
+def test_what_no_lower_precision_explains_is_refused(change):
+    judgement = validate(of_fp32(change), gelu, LARGE)
+    assert "output" in failed(judgement), judgement
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("change, kind", [
+    (lambda y: y.half().float(), "float16"), (lambda y: y.bfloat16().float(), "bfloat16")])
+def test_what_is_less_accurate_names_the_precision_that_explains_it(change, kind):
+    judgement = validate(of_fp32(change), gelu, LARGE)
+    assert judgement.passed and {check.explained_by for check in judgement.less_accurate} == {kind}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("times, passes", [(1.9, True), (2.6, False)])
+def test_the_error_that_a_lower_precision_explains_has_two_sides(times, passes):
+    """An error in every element's own direction, as rounding has it, on either side of twice BF16's."""
+    noise = torch.randn(64, 64, generator=torch.Generator().manual_seed(5))
+
+    def noisy(x: Tensor) -> Tensor:
+        y = gelu(x)
+        if x.dtype != torch.float32:
+            return y
+        rounded = (gelu(x.bfloat16()).float() - y).norm() / y.norm()
+        return y + times * rounded * y.norm() * noise / noise.norm()
+    assert validate(noisy, gelu, LARGE).passed == passes
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor, passes", [(1.0, True), (1.03, False), (0.97, False)])
+def test_a_factor_within_16_bits_bound_is_no_rounding(dtype, factor, passes):
+    """A bound of 3 % would hide it, and its FP64 copy does not have it."""
+    judgement = validate(lambda x: factor * gelu(x) if x.dtype == dtype else gelu(x), gelu, LARGE.to(dtype))
+    assert judgement.passed == passes
+    assert passes or "times the truth, which no rounding makes of it" in judgement.failure
+
+
+# ------------------------------------------------------------------------------------- truths that are wrong themselves
+
+
+def additive(S: int, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.zeros(S, S, dtype=dtype).masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -torch.inf)
+
+
+def masked_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT / q.size(-1) ** 0.5 + additive(q.size(-2))).softmax(-1) @ v
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("mask", [
+    additive, lambda S: torch.where(additive(S) < 0, -1e9, 0.0),
+    lambda S: nn.Transformer.generate_square_subsequent_mask(S),
+    lambda S: additive(S) == 0], ids=["zeros", "where", "nn.Transformer", "bool"])
+@pytest.mark.parametrize("as_reference", [False, True])
+def test_an_fp32_mask_beside_fp64_queries_misleads_neither_side(mask, as_reference):
+    def library(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask(q.size(-2)))
+    qkv = tuple(tensor(2, 4, 16, 16, seed=seed) for seed in range(3))
+    pair = (masked_by_hand, library) if as_reference else (library, masked_by_hand)
+    judgement = validate(*pair, qkv)
+    assert judgement.passed and judgement.proven, judgement
+    assert not validate(lambda q, k, v: library(q, k, v) * 1.01, masked_by_hand, qkv).passed
+
+
+def another_in_fp64(x: Tensor) -> Tensor:
+    return gelu(x) + (x if x.dtype == torch.float64 else 0)
+
+
+@pytest.mark.unit
+def test_a_truth_that_contradicts_its_reference_is_no_oracle():
+    judgement = validate(gelu, another_in_fp64, LARGE)
+    assert judgement.passed and "no oracle: its outputs in FP64 are" in judgement.truth
+    assert not validate(lambda x: 1.5 * gelu(x), another_in_fp64, LARGE).passed
+
+
+@pytest.mark.unit
+def test_a_copy_that_contradicts_its_candidate_says_nothing_of_it():
+    judgement = validate(another_in_fp64, gelu, LARGE)
+    assert judgement.passed and any("its FP64 copy is another function than it is itself" in note
+                                    for note in judgement.notes)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("nested", [True, False])
+def test_what_runs_without_gradients_is_judged_as_it_runs_there(nested):
+    """TransformerEncoder leaves zeros at the padding in inference alone."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
+    plain = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    candidate = nn.TransformerEncoder(layer, 1, enable_nested_tensor=nested).eval()
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 4:] = True
+    inputs = {"src": tensor(2, 6, 16), "src_key_padding_mask": padding}
+    judgement = validate(candidate, plain, inputs)
+    assert failed(judgement) == ({"output without gradients"} if nested else set())
+
+
+@pytest.mark.unit
+def test_no_hint_is_given_where_no_trial_fits():
+    assert validate(lambda x: gelu(x) + 1e-4 * x, gelu, LARGE).hint == ""

@@ -1,0 +1,206 @@
+"""The state behind a callable: what its calls read and change besides their inputs, and how to put it back."""
+import contextlib
+import functools
+import random
+import types
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, MutableSet
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.measure.calls import first_names, modules_of, named_buffers, named_parameters, uncompiled
+
+_FOREIGN = ("torch", "numpy", "builtins", "typing", "types", "functools", "collections", "triton", "transformer_engine")
+_DEEPEST = 12
+_LONGEST = 1000                            # what a longer container holds is data: it is put back, not looked into
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+
+
+class State:
+    """What is behind some callables now: attributes, containers, tensors that are no parameters, random generators.
+
+    `restore` puts all of it back: names that are new are removed, lists and dicts hold what they held, tensors have
+    their values. Values of parameters are not kept: no forward writes to those.
+    """
+
+    def __init__(self, *calls: Callable):
+        self.generators: list[Generator] = []
+        self._undo: list[Callable[[], object]] = []
+        self._seen: dict[int, Any] = {}                  # kept alive, so that an id stays what it stands for
+        self._depth = 0
+        for call in calls:
+            for behind in (call, *modules_of(call)):
+                self._visit(behind)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for undo in self._undo:
+            undo()
+
+    def _visit(self, value: Any) -> None:
+        value = uncompiled(value) if callable(value) else value
+        constant = isinstance(value, (str, bytes, int, float, type(None), type, nn.Parameter))
+        if constant or id(value) in self._seen or self._depth > _DEEPEST:
+            return
+        self._seen[id(value)] = value
+        self._depth += 1
+        self._keep(value)
+        self._depth -= 1
+
+    def _keep(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._keep_tensor(value)
+        elif isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+            self.generators.append(value)
+            self._undo.append(_generator_undo(value))
+        elif isinstance(value, (MutableMapping, MutableSequence, MutableSet)):
+            self._keep_container(value)
+        elif isinstance(value, (tuple, frozenset)):
+            self._visit_all(value)
+        elif isinstance(value, types.FunctionType):
+            if not _is_foreign(value.__module__):        # what torch.compile made has state of its own
+                self._visit_function(value)
+        elif isinstance(value, types.MethodType):
+            self._visit(value.__self__)
+        elif isinstance(value, functools.partial):
+            self._visit_all((value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, nn.Module):
+            self._keep_module(value)
+        elif hasattr(value, "__dict__") and not _is_foreign(type(value).__module__):       # a config, a cache
+            self._keep_container(vars(value))
+
+    def _visit_all(self, values: Any) -> None:
+        if len(values) <= _LONGEST:
+            for value in list(values):
+                self._visit(value)
+
+    def _visit_function(self, function: types.FunctionType) -> None:
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):        # a cell that is still empty
+                self._visit(cell.cell_contents)
+                self._undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
+        self._visit_all(function.__defaults__ or ())
+        for name in _globals_of(function):
+            value = function.__globals__[name]
+            if isinstance(value, (types.FunctionType, nn.Module, MutableSequence, MutableMapping, torch.Generator)):
+                self._visit(value)
+
+    def _keep_module(self, module: nn.Module) -> None:
+        """Its hooks stay the same ones; what they refer to is not the module's."""
+        self._keep_container(vars(module), visits=False)
+        for name, value in vars(module).items():
+            if name.endswith("_hooks"):
+                self._keep_container(value, visits=False)
+            else:
+                self._visit(value)
+
+    def _keep_tensor(self, t: Tensor) -> None:
+        if t.layout != torch.strided or t.is_meta or (t.requires_grad and t.is_leaf):
+            return
+        value = t.detach().clone()
+
+        def undo() -> None:
+            with torch.no_grad(), contextlib.suppress(RuntimeError):           # an expanded one can't be written to
+                if t.shape == value.shape:
+                    t.copy_(value)
+        self._undo.append(undo)
+
+    def _keep_container(self, value: Any, visits: bool = True) -> None:
+        """A dict, list, set or what is like them: what it holds, then what that holds."""
+        if isinstance(value, MutableMapping):
+            items = dict(value)
+
+            def undo_mapping() -> None:
+                if not _same_items(dict(value), items):
+                    value.clear()
+                    value.update(items)
+            self._undo.append(undo_mapping)
+            self._visit_all(items.values() if visits else ())
+            return
+        members = list(value)
+
+        def undo() -> None:
+            if len(value) != len(members) or any(a is not b for a, b in zip(value, members, strict=True)):
+                value.clear()
+                for member in members:
+                    value.add(member) if isinstance(value, MutableSet) else value.append(member)
+        self._undo.append(undo)
+        self._visit_all(members if visits else ())
+
+
+def generators_of(call: Callable) -> list[Generator]:
+    """The generators of random numbers that a callable has for itself."""
+    return State(call).generators
+
+
+class Start:
+    """The state from which every run of a callable begins: its buffers, no gradients, the same random numbers."""
+
+    def __init__(self, call: Callable):
+        parameters = named_parameters(call)
+        self.parameters = {name: parameters[name] for name in first_names(parameters).values()}     # a tied one once
+        self.buffers = named_buffers(call)
+        self.before = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
+        self._generators = generators_of(call)
+
+    def begin(self, seed: int) -> None:
+        """Go back to it."""
+        with torch.no_grad():
+            for name, buffer in self.buffers.items():
+                buffer.copy_(self.before[name])
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        seed_all(seed, self._generators)
+
+
+def _same_items(a: dict, b: dict) -> bool:
+    return list(a) == list(b) and all(a[key] is b[key] for key in b)
+
+
+def _is_foreign(module: str | None) -> bool:
+    """Whether what is defined there keeps its own state: a library's, or a module of Python itself."""
+    return (module or "").partition(".")[0] in _FOREIGN
+
+
+def _globals_of(function: types.FunctionType) -> list[str]:
+    return [name for name in function.__code__.co_names if name in function.__globals__]
+
+
+def _generator_undo(generator: Generator) -> Callable[[], object]:
+    if isinstance(generator, torch.Generator):
+        return functools.partial(generator.set_state, generator.get_state())
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.RandomState):
+        return functools.partial(generator.set_state, generator.get_state())
+    return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+
+
+def seed_all(seed: int, generators: list[Generator]) -> None:
+    """Seed torch, Python's `random`, numpy, and generators that a callable has for itself."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    for generator in generators:
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif isinstance(generator, (random.Random, np.random.RandomState)):
+            generator.seed(seed)
+        else:
+            fresh = type(generator.bit_generator)(seed)
+            generator.bit_generator.state = fresh.state
+
+
+@contextlib.contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Afterwards torch's, Python's and numpy's random numbers go on where they were."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)

@@ -1,0 +1,139 @@
+"""Whether two callables draw from one distribution: mean and variance of each element, and how they vary together."""
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.examples.pairs import tensor
+from benchmarks.measure import chance
+from benchmarks.measure.calls import Inputs
+from benchmarks.measure.judge import validate
+from benchmarks.measure.observing import Work
+
+pytestmark = pytest.mark.unit
+
+
+class Dropped(nn.Module):
+    """Dropout inside a small network; `extra` draws first shift the random numbers."""
+
+    def __init__(self, p: float = 0.2, extra: int = 0, drop=F.dropout):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.p, self.extra, self.drop = p, extra, drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.rand(self.extra, device=x.device)
+        return self.second(self.drop(self.first(x), self.p, self.training))
+
+
+@pytest.mark.parametrize("extra", range(1, 31))
+def test_equal_dropout_that_draws_in_another_order_passes(extra):
+    judgement = validate(Dropped(extra=extra), Dropped(), tensor(8, 16, seed=extra))
+    assert judgement.passed and judgement.proven, judgement
+
+
+def layer_drop(x: Tensor, p: float, training: bool) -> Tensor:
+    return x if float(torch.rand(())) > p else x * 0
+
+
+def test_a_layer_that_is_left_out_as_a_whole_passes_in_another_order():
+    drop = {"drop": layer_drop, "p": 0.5}
+    assert validate(Dropped(extra=1, **drop), Dropped(**drop), tensor(8, 16)).passed
+    assert not validate(Dropped(extra=1, drop=layer_drop, p=0.05), Dropped(**drop), tensor(8, 16)).passed
+
+
+def unscaled(x: Tensor, p: float, training: bool) -> Tensor:
+    return x * (F.dropout(torch.ones_like(x), p, training) > 0)
+
+
+def one_mask_for_all(x: Tensor, p: float, training: bool) -> Tensor:
+    return x * F.dropout(torch.ones_like(x[:1]), p, training)
+
+
+def on_half_of_the_columns(x: Tensor, p: float, training: bool) -> Tensor:
+    """Twice the variance on one half and none on the other: the same in total."""
+    half = x.size(-1) // 2
+    twice = 2 * p / (1 + p)                              # p / (1 - p) is the variance of a factor
+    return torch.cat([F.dropout(x[:, :half], twice, training), x[:, half:]], dim=-1)
+
+
+class BackwardOfAnotherMask(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, p):
+        ctx.p = p
+        return F.dropout(x, p)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+
+def mask_lost_in_backward(x: Tensor, p: float, training: bool) -> Tensor:
+    return BackwardOfAnotherMask.apply(x, p)
+
+
+def only_without_gradients(x: Tensor, p: float, training: bool) -> Tensor:
+    return x if torch.is_grad_enabled() else F.dropout(x, p, training)
+
+
+class Elementwise(Dropped):
+    """Dropout last: each element of the output has a mask of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.rand(self.extra)
+        return self.drop(self.first(x), self.p, self.training)
+
+
+@pytest.mark.parametrize("kind", [Dropped, Elementwise])
+@pytest.mark.parametrize("drop, p, found_by", [
+    (F.dropout, 0.1, "variance"), (F.dropout, 0.3, "variance"), (unscaled, 0.2, "mean"),
+    (one_mask_for_all, 0.2, "together"), (on_half_of_the_columns, 0.2, "variance"),
+    (mask_lost_in_backward, 0.2, "gradients with dropout"), (only_without_gradients, 0.2, "gradients with dropout"),
+])
+def test_another_distribution_is_refused(kind, drop, p, found_by):
+    judgement = validate(kind(drop=drop, p=p, extra=1), kind(), tensor(8, 16))
+    failed = [check.name for check in judgement if not check.passed]
+    assert failed and all("with dropout" in name for name in failed)
+    assert any(found_by in name for name in failed) or kind is Dropped
+
+
+def test_equal_draws_are_told_apart_by_chance_no_more_often_than_is_said():
+    """Of 300 pairs of equal distributions few fall below the p-value at the first look, and none twice."""
+    generator = torch.Generator().manual_seed(0)
+    below = 0
+    for _ in range(100):
+        shared = torch.randn(96, 1, generator=generator, dtype=torch.float64)
+        drawn = shared * torch.randn(1, 40, generator=generator, dtype=torch.float64).abs()
+        drawn = drawn + torch.randn(96, 40, generator=generator, dtype=torch.float64)
+        below += sum(not check.passed for check in chance.of_draws("output", drawn[:48], drawn[48:]))
+    assert below <= 5
+
+
+@pytest.mark.parametrize("factor, passes", [(1.0, True), (1.5, False)])
+def test_a_spread_on_either_side_of_what_is_told(factor, passes):
+    generator = torch.Generator().manual_seed(1)
+    ours, theirs = (torch.randn(48, 200, generator=generator, dtype=torch.float64) for _ in range(2))
+    assert all(check.passed for check in chance.of_draws("output", factor * theirs, ours)) == passes
+
+
+def test_draws_of_other_sizes_are_refused_in_a_line():
+    with pytest.raises(ValueError, match=r"draws of \(4, 3\) and \(4, 5\)"):
+        chance.of_draws("output", torch.ones(4, 3), torch.ones(4, 5))
+
+
+def test_a_large_output_is_looked_at_in_places_and_never_copied_whole():
+    """Rows hold some elements of each tensor, however large it is."""
+    module = nn.Sequential(nn.Linear(4, 4096), nn.Dropout(0.5))
+    side = chance.Side(module, list(module.parameters()))
+    work = Work(Inputs.of(tensor(256, 4)))
+    assert side.rows(work, 0, with_backward=False).shape == (chance.DRAWS, chance.ELEMENTS)
+    assert side.rows(work, 0, with_backward=True).size(1) <= 2 * chance.ELEMENTS
+
+
+def test_a_model_in_eval_draws_nothing():
+    assert not chance.draws(Dropped().eval(), Work(Inputs.of(tensor(8, 16))))
+    module = copy.deepcopy(Dropped())
+    assert chance.draws(module, Work(Inputs.of(tensor(8, 16))))

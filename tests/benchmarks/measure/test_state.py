@@ -1,0 +1,219 @@
+"""What a judge leaves behind, and from what state each run begins: attributes, lists, ties, generators, dtypes."""
+import collections
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.examples.pairs import tensor
+from benchmarks.measure.judge import validate
+from benchmarks.measure.state import State
+
+pytestmark = pytest.mark.unit
+
+
+class Remembers(nn.Linear):
+    """Its forward changes whatever a module may hold."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.seen, self.log, self.kinds = [1.0], {"calls": 0}, {"a"}
+        self.nested, self.queue = {"deep": [[0]]}, collections.deque([1])
+        self.cache, self.config = torch.zeros(4), Config()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(2.0)
+        self.log["calls"] += 1
+        self.kinds.add("b")
+        self.nested["deep"][0].append(1)
+        self.queue.append(2)
+        self.config.calls.append(1)
+        self.config.last = "forward"
+        with torch.no_grad():
+            self.cache.add_(1)
+        self.new_one = x.shape
+        if "late" not in self._modules:
+            self.late = nn.Identity()
+        return self.late(super().forward(x))
+
+
+class Config:
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+
+def held_in(module: Remembers) -> tuple:
+    lists = module.seen, module.log, module.kinds, module.nested, list(module.queue), vars(module.config)
+    return copy.deepcopy(lists), module.cache.clone(), sorted(vars(module)), sorted(module._modules)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_lists_new_attributes_and_objects_are_afterwards_as_they_were(fails):
+    torch.manual_seed(0)
+    reference = Remembers()
+    candidate = copy.deepcopy(reference)
+    if fails:
+        candidate.register_forward_hook(lambda module, given, y: 2 * y)
+    expected = held_in(reference)
+    assert validate(candidate, reference, tensor(2, 4)).passed != fails
+    for module in (reference, candidate):
+        lists, cache, names, modules = held_in(module)
+        assert (lists, names, modules) == (expected[0], expected[2], expected[3])
+        assert torch.equal(cache, expected[1])
+
+
+def test_a_state_sees_what_a_function_closes_over():
+    layers, calls = [nn.BatchNorm1d(4)], {"number": 0}
+
+    def call(x: Tensor) -> Tensor:
+        calls["number"] += 1
+        return layers[0](x)
+    state = State(call)
+    call(tensor(8, 4))
+    state.restore()
+    assert calls == {"number": 0} and int(layers[0].num_batches_tracked) == 0
+
+
+class Tied(nn.Module):
+    def __init__(self, ties: bool):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        if ties:
+            self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("ties", [(True, False), (False, True), (True, True), (False, False)])
+def test_ties_of_either_side_come_back_with_their_values(ties):
+    torch.manual_seed(0)
+    candidate, reference = map(Tied, ties)
+    before = [{name: t.clone() for name, t in module.state_dict().items()} for module in (candidate, reference)]
+    judgement = validate(candidate, reference, tensor(2, 4))
+    for module, values in zip((candidate, reference), before, strict=True):
+        assert all(torch.equal(t, values[name]) for name, t in module.state_dict().items())
+    assert judgement.passed == (ties[0] == ties[1])
+    assert (candidate.second.weight is candidate.first.weight) == ties[0]
+
+
+def test_a_tied_candidate_beside_an_untied_reference_is_said():
+    torch.manual_seed(0)
+    judgement = validate(Tied(True), Tied(False), tensor(2, 4))
+    assert any("first.weight and second.weight are one tensor here, two in the reference" in note
+               for note in judgement.notes)
+
+
+@pytest.mark.parametrize("returned", [
+    lambda y: (y, y[:, -1]), lambda y: (y[0], y), lambda y: [y, y], lambda y: (y, y.mT),
+    lambda y: (y, y.flatten()[::2])])
+def test_outputs_that_share_memory_are_not_written_over(returned):
+    def call(x: Tensor):
+        return returned(x * 2)
+
+    def clones(x: Tensor):
+        return [t.clone() for t in returned(x * 2)]
+    same_form = validate(call, call, tensor(4, 4))
+    assert same_form.proven, same_form
+    assert validate(lambda x: tuple(clones(x)), lambda x: tuple(call(x)), tensor(4, 4)).proven
+    assert validate(lambda x: tuple(call(x)), lambda x: tuple(clones(x)), tensor(4, 4)).proven
+
+
+def test_a_buffer_behind_a_view_is_still_found():
+    buffer = torch.zeros(4, 4)
+
+    def call(x: Tensor):
+        y = torch.mul(x.detach(), 2, out=buffer)
+        return y, y[:, -1]
+    failure = validate(call, lambda x: (x.detach() * 2, x.detach()[:, -1] * 2), tensor(4, 4)).failure
+    assert "a later call writes over it" in failure
+
+
+# ------------------------------------------------------------------------------------------------------- random numbers
+
+
+class Draws(nn.Module):
+    """By a source that torch.manual_seed does not reach."""
+
+    def __init__(self, source: str):
+        super().__init__()
+        self.linear, self.source = nn.Linear(4, 4), source
+        self.torchs, self.pythons, self.numpys = torch.Generator(), random.Random(0), np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        draw = {"python": random.random, "numpy": np.random.rand, "a generator of torch": self.of_torch,
+                "a generator of Python": self.pythons.random, "a generator of numpy": self.numpys.random}[self.source]
+        return self.linear(x) * (1 + float(draw()))
+
+    def of_torch(self) -> float:
+        return torch.rand(1, generator=self.torchs).item()
+
+
+SOURCES = ["python", "numpy", "a generator of torch", "a generator of Python", "a generator of numpy"]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_module_that_draws_by_itself_equals_itself(source):
+    torch.manual_seed(0)
+    module = Draws(source)
+    assert validate(copy.deepcopy(module), module, tensor(4, 4)).passed
+    wrong = copy.deepcopy(module)
+    wrong.register_forward_hook(lambda module, given, y: 1.5 * y)
+    assert not validate(wrong, module, tensor(4, 4)).outputs_proven
+
+
+def test_every_source_of_random_numbers_goes_on_where_it_was():
+    module = Draws("a generator of torch")
+
+    def drawn() -> tuple:
+        return (random.random(), float(np.random.rand()), float(torch.rand(1)), module.of_torch(),
+                module.pythons.random(), float(module.numpys.random()))
+    states = State(module)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(3)
+    expected = drawn()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(3)
+    states.restore()
+    validate(module, copy.deepcopy(module), tensor(4, 4))
+    assert drawn() == expected
+
+
+# -------------------------------------------------------------------------------------------------------------- complex
+
+
+class Rotary(nn.Module):
+    """Complex parameter, complex buffer, a product of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+        self.register_buffer("turn", torch.polar(torch.ones(4), torch.arange(4.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.weight.dtype) @ self.weight) * self.turn
+
+
+@pytest.mark.parametrize("inputs", [tensor(3, 4), torch.complex(tensor(3, 4), tensor(3, 4, seed=1))])
+@pytest.mark.parametrize("change, passes", [
+    (lambda y: y, True), (lambda y: y.conj(), False), (lambda y: torch.complex(y.real, 0.5 * y.imag), False)])
+def test_complex_parameters_inputs_and_outputs(inputs, change, passes):
+    torch.manual_seed(0)
+    reference = Rotary()
+    candidate = copy.deepcopy(reference)
+    candidate.register_forward_hook(lambda module, given, y: change(y))
+    judgement = validate(candidate, reference, inputs)
+    assert judgement.passed == passes
+    assert not passes or (judgement.proven and judgement.truth == "FP64"
+                          and judgement.counted() == "1 output, 2 gradients")
+
+
+def test_an_imaginary_part_that_loses_its_gradient_is_found():
+    torch.manual_seed(0)
+    reference = Rotary()
+    candidate = copy.deepcopy(reference)
+    candidate.weight.register_hook(lambda gradient: torch.complex(gradient.real, torch.zeros_like(gradient.real)))
+    assert "gradient of weight" in validate(candidate, reference, tensor(3, 4)).failure
