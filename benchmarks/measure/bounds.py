@@ -28,6 +28,14 @@ FP64, FP32 = torch.float64, torch.float32
 NOT_TWICE = "the reference does not give the same twice"
 DRAWS_OTHERS = "the reference draws random numbers, and it draws others"
 
+def rounding_of(dtype: torch.dtype, numerics: str | None) -> float:
+    """What rounding explains, as a share of an output's norm, by the dtype or by the numerics that were declared."""
+    if numerics == "float8":
+        return FP8_OUTPUT
+    share, _ = BOUNDS[NUMERICS[numerics] if numerics else dtype]
+    return share
+
+
 Lower = Callable[[str], Iterable[tuple[str, Sequence[Tensor]]]]        # (name of the precision, the tensors)
 
 
@@ -44,6 +52,7 @@ class Standard:
     meaning_told: bool = False             # the meaning was compared in FP64
     unreliable: str = ""                   # why the reference itself tells nothing
     lower: Lower = lambda name: ()         # name of a tensor -> what the reference gives in lower precisions
+    off_by: Callable[[str], float] = lambda name: 0.0      # -> how far what counts as the truth is off, of its norm
 
     def gradient(self, name: str, seen: Sequence[Tensor] | None, truth: Sequence[Tensor] | None,
                  own: Sequence[Tensor] | None) -> Check | None:
@@ -78,7 +87,7 @@ class Standard:
         is_gradient = name.startswith("gradient")
         whole = self.gradients_norm if is_gradient else self.outputs_norm
         size, error = norm(truth), distance(seen, truth)
-        bound, reason = self._bound(is_gradient, size, whole, distance(own, truth))
+        bound, reason = self._bound(is_gradient, size, whole, distance(own, truth) + self.off_by(name) * size)
         counts_as_zero = size <= (WITH_FP32_INSIDE if self.fp32_inside else BOUNDS[FP64])[1] * whole
         unit = whole if counts_as_zero else size
         if counts_as_zero:

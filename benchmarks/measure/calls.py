@@ -61,6 +61,23 @@ class Inputs:
         args, kwargs = pytree.tree_map_only(Tensor, copied, (self.args, dict(self.kwargs)))
         return Inputs(args, kwargs)
 
+    def first(self, samples: int) -> "Inputs":
+        """The first so many samples: of every tensor whose first dimension is the batch's."""
+        return self._narrowed(lambda size: 0, samples)
+
+    def last(self, samples: int) -> "Inputs":
+        """The last so many."""
+        return self._narrowed(lambda size: size - samples, samples)
+
+    def _narrowed(self, begin: Callable[[int], int], samples: int) -> "Inputs":
+        tensors = list(self.named().values())
+        total = next((t for t in tensors if t.ndim > 1), tensors[0]).size(0)
+
+        def narrowed(t: Tensor) -> Tensor:
+            return t.narrow(0, begin(total), samples) if t.ndim and t.size(0) == total else t
+        args, kwargs = pytree.tree_map_only(Tensor, narrowed, (self.args, dict(self.kwargs)))
+        return Inputs(args, kwargs)
+
     @property
     def device(self) -> torch.device:
         """That of the first tensor."""

@@ -24,6 +24,7 @@ DRAWS, WITH_BACKWARD = 48, 16              # of each callable: forwards alone, a
 ELEMENTS = 2**16                           # that are looked at: more say no more, and would fill the memory
 PERMUTATIONS = 2000
 P_VALUE = 0.003                            # twice below it, by draws of their own, is a difference
+EFFECT = 0.1**2                            # of a variance: by less, rounding may move means or variances
 _SAME = 1e-3                               # of an output's norm: atomics of a GPU, in 16 bits
 _THEIRS, _OURS = 1000, 500_000             # where the seeds of candidate and reference begin
 
@@ -64,15 +65,16 @@ class Side:
     call: Callable
     parameters: Sequence[Tensor]
 
-    def rows(self, work: Work, first_seed: int, with_backward: bool) -> Tensor:
-        """Some elements of what each call gives, [calls, elements] in FP64."""
-        start, rows = Start(self.call), []
+    def rows(self, work: Work, first_seed: int, with_backward: bool) -> list[Tensor]:
+        """Some elements of what each call gives, for each tensor [calls, elements] in FP64."""
+        start = Start(self.call)
+        rows: list[list[Tensor]] = []
         for number in range(WITH_BACKWARD if with_backward else DRAWS):
             seed = first_seed + number
             given = self._with_gradients(start, work, seed) if with_backward else _outputs(self.call, start, work, seed)
-            rows.append(torch.cat([_some(t, len(given)) for t in given]))
+            rows.append([_some(t, len(given)) for t in given])
         start.begin(0)
-        return torch.stack(rows).nan_to_num(0.0, 0.0, 0.0)
+        return [torch.stack(draws_of_one).nan_to_num(0.0, 0.0, 0.0) for draws_of_one in zip(*rows, strict=True)]
 
     def _with_gradients(self, start: Start, work: Work, seed: int) -> list[Tensor]:
         start.begin(seed)
@@ -96,9 +98,12 @@ def _some(t: Tensor, tensors: int) -> Tensor:
     return flat.double()
 
 
-def checks(candidate: Side, reference: Side, reference_draws: bool, work: Work, has_gradients: bool,
+def checks(candidate: Side, reference: Side, reference_draws: bool, work: Work, has_gradients: bool, rounding: float,
            say: Callable[..., None]) -> list[Check]:
-    """Whether both draw from one distribution, dropout as they have it; none where neither draws."""
+    """Whether both draw from one distribution, dropout as they have it; none where neither draws.
+
+    `rounding` is what may move an output between both, as a share of its norm.
+    """
     with kept(candidate.call, reference.call):
         drawing = draws(candidate.call, work), reference_draws
         if not any(drawing):
@@ -107,21 +112,22 @@ def checks(candidate: Side, reference: Side, reference_draws: bool, work: Work, 
             reason = "its outputs are random, the reference's are not" if drawing[0] else "its dropout is gone"
             return [Check("output with dropout", "chance", False, True, float("nan"), float("nan"), reason)]
         say(Phase.CHECKING, "dropout")
-        found = _compared("output with dropout", candidate, reference, work, False)
+        found = _compared("output with dropout", candidate, reference, work, False, rounding)
         if has_gradients and all(check.passed for check in found):
             say(Phase.CHECKING, "dropout, backward")
-            found += _compared("gradients with dropout", candidate, reference, work, True)
+            found += _compared("gradients with dropout", candidate, reference, work, True, rounding)
     return found
 
 
-def _compared(name: str, candidate: Side, reference: Side, work: Work, with_backward: bool) -> list[Check]:
+def _compared(name: str, candidate: Side, reference: Side, work: Work, with_backward: bool, rounding: float
+              ) -> list[Check]:
     """The checks of one kind of draws. What fails is tried once more with other seeds: chance fails no one twice."""
     found: list[Check] = []
     for attempt in range(2):
         of_this = 100_000 * attempt
         theirs = candidate.rows(work, _THEIRS + of_this, with_backward)
         ours = reference.rows(work, _OURS + of_this, with_backward)
-        again = of_draws(name, theirs, ours)
+        again = of_draws(name, *_in_proportion(theirs, ours), rounding)
         failed_before = {check.name for check in found if not check.passed}
         if not attempt or any(check.name in failed_before and not check.passed for check in again):
             found = again
@@ -132,15 +138,25 @@ def _compared(name: str, candidate: Side, reference: Side, work: Work, with_back
     return found
 
 
-def of_draws(name: str, theirs: Tensor, ours: Tensor) -> list[Check]:
+def _in_proportion(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """All tensors of both side by side, each in units of its root mean square in the reference."""
+    sizes = [max(float(t.square().mean().sqrt()), 1e-300) for t in ours]
+    return tuple(torch.cat([t / size for t, size in zip(side, sizes, strict=True)], dim=1)     # type: ignore[return-value]
+                 for side in (theirs, ours))
+
+
+def of_draws(name: str, theirs: Tensor, ours: Tensor, rounding: float = 1e-9) -> list[Check]:
     """The checks of mean and variance, and where both pass of how elements vary together, from [draws, elements] each.
 
-    Raises ValueError where the numbers of draws or elements differ.
+    Elements that vary by less than `rounding` count as constant: those are compared without dropout. None, where all
+    are. Raises ValueError where the numbers of draws or elements differ.
     """
     if theirs.shape != ours.shape:
         raise ValueError(f"draws of {tuple(theirs.shape)} and {tuple(ours.shape)}: give as many of both")
     together = torch.cat([theirs, ours])
-    moves = together.std(0) > 1e-9 * together.abs().amax(0)
+    moves = torch.maximum(theirs.std(0), ours.std(0)) > rounding
+    if not moves.any():
+        return []
     centred = together[:, moves] - together[:, moves].mean(0)
     centred = centred / centred.std(0)
     elements = max(1, int(moves.sum()))
@@ -148,20 +164,21 @@ def of_draws(name: str, theirs: Tensor, ours: Tensor) -> list[Check]:
     of_means, of_squares = centred @ centred.T / elements, squares @ squares.T / elements
     count = f"{len(ours)} draws of {ours.size(1)} elements"
     ratio = float(theirs.var(0).mean() / ours.var(0).mean().clamp_min(1e-300))
-    can_tell = _can_tell(ours)
+    can_tell = _can_tell(ours[:, moves])
     found = [_check(f"{name}, its mean", of_means, f"the mean of each element over {count}", can_tell),
              _check(f"{name}, its variance", of_squares, f"{ratio:.2f} times the reference's over {count}", can_tell)]
     if all(check.passed for check in found):
-        found.append(_check(f"{name}, together", of_means.square(), f"how elements vary together, {count}", can_tell))
+        reason = f"how elements vary together, {count}"
+        found.append(_check(f"{name}, together", of_means.square(), reason, can_tell, least=0.0))
     return found
 
 
-def _check(name: str, similarity: Tensor, reason: str, can_tell: bool) -> Check:
-    """Whether candidate and reference are further apart than their draws dealt at random, from [draws, draws]."""
+def _check(name: str, similarity: Tensor, reason: str, can_tell: bool, least: float = EFFECT) -> Check:
+    """Whether candidate and reference are further apart than their draws dealt at random, and by `least` at least."""
     apart, at_random = _permuted(similarity)
     p_value = (1 + int((at_random >= apart).sum())) / (1 + len(at_random))
-    bound = float(at_random.quantile(1 - P_VALUE))
-    passed = p_value > P_VALUE
+    bound = max(float(at_random.quantile(1 - P_VALUE)), least)
+    passed = p_value > P_VALUE or float(apart) <= least
     return Check(name, "chance", passed, can_tell or not passed, float(apart), bound, reason)
 
 
@@ -188,7 +205,6 @@ def _can_tell(ours: Tensor) -> bool:
     first, second = ours[::2], ours[1::2]
     wider = second.mean(0) + 2 * (second - second.mean(0))
     together = torch.cat([first, wider[:len(first)]])
-    moves = together.std(0) > 1e-9 * together.abs().amax(0)
-    squares = ((together[:, moves] - together[:, moves].mean(0)) / together[:, moves].std(0)).square() - 1
+    squares = ((together - together.mean(0)) / together.std(0).clamp_min(1e-300)).square() - 1
     apart, at_random = _permuted(squares @ squares.T)
     return bool((at_random >= apart).double().mean() <= 10 * P_VALUE)

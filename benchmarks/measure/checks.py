@@ -36,6 +36,14 @@ class Judgement:
     notes: list[str] = field(default_factory=list)
     numerics: str | None = None            # that were declared
     hint: str = ""
+    does_not_fit: bool = False             # it ran out of memory
+
+    @property
+    def status(self) -> str:
+        """ok, unproven, failed or oom."""
+        if self.does_not_fit:
+            return "oom"
+        return ("ok" if self.outputs_proven else "unproven") if self.passed else "failed"
 
     @property
     def passed(self) -> bool:

@@ -12,6 +12,7 @@ from benchmarks.measure.calls import Inputs, modules_of, outputs_of
 from benchmarks.measure.checks import Check
 from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.keeping import without_dropout
+from benchmarks.measure.observing import exact_attention
 from benchmarks.measure.state import Start
 
 CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}       # of a norm: two tensors that fit
@@ -19,16 +20,16 @@ CLOSE_IN_16_BITS = 2e-2
 
 
 def hint(candidate: Callable, truth: Any, checks: Sequence[Check]) -> str:
-    """The first that fits; "" where none does. `truth` has the reference (`plain`), its FP64 copy and its `work`.
+    """The first that fits; "" where none does. `truth` has the reference (`plain`) and its `work`.
 
     Trials run in FP64 where the meaning failed: what is wrong by little shows there alone.
     """
     failed = [check for check in checks if not check.passed and check.question != "form"]
     with contextlib.suppress(Exception), torch.no_grad():
         if any(check.question == "meaning" for check in failed) and truth.has_meaning:
-            copy = deep_copy(candidate, torch.float64)
-            with without_dropout(copy):
-                return _from_trials(copy, truth.copy, Inputs(*_in_fp64(truth.work.inputs)))
+            copy, reference = deep_copy(candidate, torch.float64), deep_copy(truth.plain, torch.float64)
+            with without_dropout(copy), without_dropout(reference), exact_attention(torch.float64):
+                return _from_trials(copy, reference, Inputs(*_in_fp64(truth.few.inputs)))
         return _from_trials(candidate, truth.plain, truth.work.inputs) if failed else ""
     return ""
 

@@ -14,17 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import chance, hints
+from benchmarks.measure import bounds, chance, hints
 from benchmarks.measure.bounds import DRAWS_OTHERS, FP32, FP64, NOT_TWICE, NUMERICS, Standard
 from benchmarks.measure.calls import Inputs, first_names, named_buffers, named_parameters, partners
 from benchmarks.measure.checks import WITHOUT_GRADIENTS, Check, Judgement
 from benchmarks.measure.copying import deep_copy
-from benchmarks.measure.keeping import kept, loaded, without_dropout
+from benchmarks.measure.keeping import kept, loaded, uncompiled_meanwhile, without_dropout
 from benchmarks.measure.observing import Loss, Observation, Work, observe, rounding_in
-from benchmarks.measure.truth import CONTRADICTS, Truth, error_in_words, furthest_output, working_dtype
+from benchmarks.measure.truth import (
+    CONTRADICTS,
+    Truth,
+    free_memory,
+    furthest_output,
+    norms_of_all,
+    why_not,
+    working_dtype,
+)
 from common.block.config import dtype_name
 from common.outcome import Failed, in_a_line, is_out_of_memory
 from common.phases import Phase
+from common.runtime import machine
 
 
 def check_numerics(numerics: str | None) -> None:
@@ -67,6 +76,9 @@ class Judge:
                         self._ask_chance()
             except Failed as error:
                 self._wrong("call", str(error))
+        if self.truth.is_few:
+            self.notes.append(f"{self.truth.in_words.partition(',')[0]}: {self.truth.why_few}; the whole batch is held "
+                              f"against the reference in {dtype_name(self.truth.dtype)}")
         return Judgement(self.checks, self._truth_in_words(), self.notes, self.numerics, hint)
 
     def _ask(self) -> None:
@@ -91,7 +103,8 @@ class Judge:
                 theirs.append(self.parameters[their])
                 ours.append(named_parameters(truth.plain)[our])
         self.checks += chance.checks(chance.Side(self.candidate, theirs), chance.Side(truth.plain, ours),
-                                     truth.has_dropout, truth.work, bool(truth.exact.takes_gradient), truth.say)
+                                     truth.has_dropout, truth.work, bool(truth.exact.takes_gradient),
+                                     bounds.rounding_of(self.dtype, self.numerics), truth.say)
 
     def _pairs(self) -> dict[str, str]:
         """Our parameter -> theirs, each pair once; a tied one stands under its first name."""
@@ -158,26 +171,34 @@ class Judge:
             return self._no_fp64(self.truth.why_not_fp64)
         for dtype in (FP64, FP32)[:2 if self.dtype in (torch.float16, torch.bfloat16) else 1]:
             try:
-                copy = deep_copy(self.candidate, dtype)
-                # Compiled code is judged uncompiled: precision is that of the object itself.
-                with (torch.compiler.set_stance("force_eager"),
-                      loaded(named_parameters(copy) | named_buffers(copy), self._values())):
-                    rounds_to = rounding_in(copy, self.truth.work) if dtype == FP64 else None
-                    if rounds_to not in (None, FP32):
-                        self._no_fp64(f"it rounds to {dtype_name(rounds_to)} on its way")
-                        return
-                    seen = observe(copy, self.truth.work, dtype, self.overwrites_output, draws=self.draws)
-                    own = self.truth.exact if dtype == FP64 else self.truth.in_dtype(dtype)
+                rounds_to, seen = self._seen_in(dtype)
             except Failed:
                 raise
             except Exception as error:
-                self._no_fp64(error_in_words(error))
+                self._no_fp64(why_not(error))
                 continue
+            finally:
+                free_memory()
+            if rounds_to not in (None, FP32):
+                return self._no_fp64(f"it rounds to {dtype_name(rounds_to)} on its way")
+            own = self.truth.exact if dtype == FP64 else self.truth.in_dtype(dtype)
             self._check_form(seen, own, dtypes=False)
             if not self._failed():
                 self.meaning_told = dtype == FP64
                 self._compare_meaning(seen, own, dtype, FP32 in (rounds_to, self.truth.rounds_to))
             return
+
+    def _seen_in(self, dtype: torch.dtype) -> tuple[torch.dtype | None, Observation]:
+        """(what a copy of the candidate in that dtype rounds to on its way, what it gives).
+
+        Compiled modules run as they were written: precision is that of the object itself.
+        """
+        copy, few = deep_copy(self.candidate, dtype), self.truth.few
+        with uncompiled_meanwhile(copy), loaded(named_parameters(copy) | named_buffers(copy), self._values()):
+            rounds_to = rounding_in(copy, few) if dtype == FP64 else None
+            if rounds_to not in (None, FP32):
+                return rounds_to, Observation({})
+            return rounds_to, observe(copy, few, dtype, self.overwrites_output, draws=self.draws)
 
     def _compare_meaning(self, seen: Observation, own: Observation, dtype: torch.dtype, fp32_inside: bool) -> None:
         """Values of its own, folded or split from the reference's, were rounded to its dtype when they were made."""
@@ -206,9 +227,10 @@ class Judge:
         """
         if self.dtype != FP32 or furthest_output(in_fp64, self.truth.exact) <= CONTRADICTS[FP32]:
             return False
-        own = observe(self.candidate, self.truth.work, overwrites_output=True, draws=self.draws)
+        with uncompiled_meanwhile(self.candidate):
+            own = observe(self.candidate, self.truth.few, overwrites_output=True, draws=self.draws)
         return (furthest_output(own, in_fp64) > CONTRADICTS[FP32]
-                and furthest_output(own, self.truth.own(None)) <= CONTRADICTS[FP32] / 100)
+                and furthest_output(own, self.truth.own_on_few()) <= CONTRADICTS[FP32] / 100)
 
     def _has_values_of_its_own(self) -> bool:
         """Whether a parameter or buffer is neither loaded from the reference nor a constant that is equal there."""
@@ -268,8 +290,13 @@ class Judge:
         if truth.draws and not unreliable:
             unreliable = DRAWS_OTHERS
         numerics = self.numerics if question == "precision" else None
-        return Standard(question, dtype, *truth.norms, fp32_inside, numerics, self.gate, self.meaning_told, unreliable,
-                        self._lower)
+        norms = norms_of_all(self._held_against(question))
+        return Standard(question, dtype, *norms, fp32_inside, numerics, self.gate, self.meaning_told, unreliable,
+                        self._lower, truth.off_by if question == "precision" else lambda name: 0.0)
+
+    def _held_against(self, question: str) -> Observation:
+        """The meaning against FP64 of as many samples as fit, the precision against all samples."""
+        return self.truth.exact if question == "meaning" else self.truth.whole
 
     def _lower(self, name: str) -> Iterator[tuple[str, Sequence[Tensor]]]:
         """What the reference gives for a tensor in each lower precision."""
@@ -278,7 +305,7 @@ class Judge:
                 yield kind, tensors
 
     def _compare(self, seen: Observation, own: Observation, standard: Standard) -> None:
-        exact = self.truth.exact
+        exact = self._held_against(standard.question)
         for name, truth in exact.outputs.items():
             self.checks.append(standard.tensor(name, [seen.outputs[name]], [truth], [own.outputs[name]]))
             if name in seen.forward_alone and name in own.forward_alone:
@@ -294,7 +321,7 @@ class Judge:
     def _compare_parameters(self, standard: Standard, seen: Observation, own: Observation) -> None:
         ours_first, theirs_first = first_names(self.truth.parameters), first_names(self.parameters)
         pairs = dict.fromkeys((ours_first[our], theirs_first[their]) for their, our in self.partners.items())
-        exact = self.truth.exact.gradients
+        exact = self._held_against(standard.question).gradients
         for our, their in pairs:
             name = f"gradient of {our}"
             if self.truth.values[our].shape != self.parameters[their].shape:
@@ -311,7 +338,7 @@ class Judge:
 
     def _compare_buffers(self, standard: Standard, seen: Observation, own: Observation) -> None:
         """Those that a call changes, of either: constants may be kept in any way."""
-        exact = self.truth.exact
+        exact = self._held_against(standard.question)
         for their, our in self.buffer_partners.items():
             changed = our in exact.changed_buffers or their in seen.changed_buffers
             if changed and seen.buffers[their].shape == own.buffers[our].shape:
@@ -351,7 +378,10 @@ def validate(candidate: Callable, reference: Callable, inputs: Any, loss: Loss |
     try:
         return judge.judge()
     except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        return Judgement([Check("call", "form", False, True, math.nan, math.nan, f"it raises {in_a_line(error)}")],
-                         truth.in_words, [], numerics)
+        reason = f"it raises {in_a_line(error)}"
+        does_not_fit = is_out_of_memory(error)
+    free_memory()
+    if does_not_fit:
+        reason = f"out of memory: {machine.peak_in_words(truth.work.inputs.device)}"
+    return Judgement([Check("call", "form", False, True, math.nan, math.nan, reason)], truth.in_words, [], numerics,
+                     does_not_fit=does_not_fit)

@@ -68,6 +68,15 @@ def compiled_inside(call: Callable) -> bool:
     return compiler.holds_compiled(call) or any(map(compiler.is_compiled, modules_of(call)))
 
 
+def uncompiled_meanwhile(call: Callable) -> contextlib.AbstractContextManager:
+    """Modules that went through torch.compile run as they were written: what they mean is no matter of a compiler.
+
+    A module that compiles by a backend of its own, which rewrites it, is left as it is.
+    """
+    is_compiled = any(map(compiler.is_compiled, modules_of(call)))
+    return torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def without_dropout(call: Callable, functions: bool = True) -> Iterator[None]:
     """Meanwhile it drops nothing, in train mode too: neither its modules nor, with `functions`, those that it calls.

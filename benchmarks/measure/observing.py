@@ -35,6 +35,10 @@ class Work:
         if self.cotangents < 1:
             raise ValueError(f"cotangents is {self.cotangents}: give 1 or more")
 
+    def first(self, samples: int) -> "Work":
+        """The same on the first so many samples. A loss is made for all of them: outputs get cotangents instead."""
+        return Work(self.inputs.first(samples), None, self.cotangents, self.seed)
+
 
 @dataclass
 class Observation:

@@ -1,16 +1,17 @@
 """What a reference means: its outputs and gradients in FP64, or in the best dtype that it runs in."""
 import contextlib
 import dataclasses
+import gc
 import math
 from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.measure import chance
+from benchmarks.measure import chance, fitting
 from benchmarks.measure.bounds import FP32, FP64
 from benchmarks.measure.calls import Inputs, named_buffers, named_parameters, takes_gradient
 from benchmarks.measure.copying import deep_copy
-from benchmarks.measure.keeping import kept, without_dropout
+from benchmarks.measure.keeping import kept, uncompiled_meanwhile, without_dropout
 from benchmarks.measure.observing import Observation, Work, distance, norm, observe, rounding_in
 from common.block.config import dtype_name
 from common.outcome import Failed, in_a_line, is_out_of_memory
@@ -25,17 +26,19 @@ CONTRADICTS = {FP64: 1e-6, FP32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.3}
 class Truth:
     """What a reference means: its outputs and gradients in FP64, or in the best dtype that it runs in.
 
-    Raises ValueError where the reference can't be called on these inputs.
+    Where FP64 of all samples does not fit, or would take too long, `exact` is of the first few (`few`) and `whole`, by
+    which the whole batch is judged, is what the reference gives at its own dtype. Raises ValueError where the reference
+    can't be called on these inputs.
     """
 
     def __init__(self, reference: Callable, work: Work, say: Callable[..., None] = lambda *what: None):
         self.reference, self.work, self.say = reference, work, say
+        self.few = work
         self.dtype = working_dtype(reference, work.inputs)
         self.parameters, self.buffers = named_parameters(reference), named_buffers(reference)
-        self.why_not_fp64 = ""
-        self.copy: Callable | None = None
+        self.why_not_fp64 = self.why_few = ""
+        self.rounds_to: torch.dtype | None = None
         self._own: dict[str | None, Observation] = {}          # by what it multiplies in
-        self._lower: dict[str, Observation] = {}               # by the dtype of a whole copy
         with kept(reference):
             self.plain = self._as_given()
             self.has_dropout = chance.draws(self.plain, work)
@@ -44,12 +47,31 @@ class Truth:
                 self.draws = chance.draws(self.plain, work)
                 self.same_twice = chance.same_twice(self.plain, work)
             self._find()
-        self.norms = norms_of_all(self.exact)
-        exact = self.plain if self.copy is None else self.copy
-        self.values = {name: t.detach() for name, t in named_parameters(exact).items()}
-        for name, buffer in named_buffers(exact).items():                # constants may be kept in any way
+            self._own_of_few = self.own_on_few() if self.is_few else None
+        self.values = {name: t.detach() for name, t in named_parameters(self.plain).items()}
+        for name, buffer in named_buffers(self.plain).items():           # constants may be kept in any way
             if name in self.exact.changed_buffers or name.rpartition(".")[2].startswith("running_"):
-                self.values[name] = buffer.detach()
+                self.values[name] = buffer.detach().clone()
+
+    @property
+    def is_few(self) -> bool:
+        """Whether `exact` is of fewer samples than the work has."""
+        return self.few is not self.work
+
+    @property
+    def whole(self) -> Observation:
+        """What the whole batch is held against."""
+        return self.own(None) if self.is_few else self.exact
+
+    def off_by(self, name: str) -> float:
+        """How far the reference itself is from FP64, as a share of a tensor's norm: of few samples, where `whole` is
+        what it gives itself; else 0, as the distance from `whole` tells."""
+        own = self._own_of_few.of(name) if self._own_of_few else None
+        exact = self.exact.of(name)
+        if own is None or exact is None or own[0].shape != exact[0].shape:
+            return 0.0
+        apart = distance(own, exact) / max(norm(exact), 1e-300)
+        return apart if math.isfinite(apart) else 0.0
 
     def _as_given(self) -> Callable:
         """The reference, where it runs on the inputs; else, and where it is in FP64 itself, a copy in their dtype."""
@@ -71,27 +93,51 @@ class Truth:
         return deep_copy(self.reference, inputs)
 
     def _find(self) -> None:
-        """The truth, and in which dtype it could be had."""
+        """The truth, and in which dtype and of how many samples it could be had."""
         for dtype in dict.fromkeys((FP64, FP32, self.dtype)):
             self.say(Phase.CHECKING, f"the truth in {dtype_name(dtype)}")
             try:
-                self.copy = deep_copy(self.plain, dtype)
-                self.rounds_to = rounding_in(self.copy, self.work) if dtype == FP64 else None
-                if self.rounds_to in (torch.float16, torch.bfloat16):
-                    self.why_not_fp64 = f"the reference rounds to {dtype_name(self.rounds_to)} on its way"
-                self.exact = self._observed(self.copy, dtype)
-                self.exact_dtype = dtype
+                self._look_in(dtype)
                 if dtype != FP64 or not self._is_contradicted():
                     return
             except Failed as error:
                 raise ValueError(f"the reference can't be judged by: {error}") from None
             except Exception as error:
-                self.why_not_fp64 = self.why_not_fp64 or error_in_words(error)
-        self.copy, self.exact_dtype, self.rounds_to = None, self.dtype, None
-        self.exact = self._observed(self.plain)
+                self.why_not_fp64 = self.why_not_fp64 or why_not(error)
+                self.few = self.work
+            free_memory()
+        self.exact_dtype, self.few = self.dtype, self.work
+        self.rounds_to = None
+        self.exact = self.own(None)
 
-    def _observed(self, call: Callable, dtype: torch.dtype | None = None) -> Observation:
-        return observe(call, self.work, dtype, draws=self.has_dropout)
+    def _look_in(self, dtype: torch.dtype) -> None:
+        """Observe a copy in that dtype, of all samples or as many as fit."""
+        copy = deep_copy(self.plain, dtype)
+        total = fitting.samples_of(self.work.inputs)
+        samples, self.why_few = fitting.that_fit(copy, self.plain, self.work, dtype, self.has_dropout)
+        while True:
+            self.few = self.work if samples == total else self.work.first(samples)
+            try:
+                self.rounds_to = rounding_in(copy, self.few) if dtype == FP64 else None
+                self.exact = self._observed(copy, self.few, dtype)
+                break
+            except Exception as error:
+                fewer = samples // 2
+                if not is_out_of_memory(error) or not fewer:
+                    raise
+                self.why_few = f"{fitting.words(dtype)} of {samples} samples does not fit"
+            samples = fewer
+            free_memory()
+            if not fitting.stand_alone(self.plain, self.work, samples, self.has_dropout):
+                raise fitting.DoesNotFit(f"{self.why_few}, and its samples depend on each other")
+        if self.rounds_to in (torch.float16, torch.bfloat16):
+            self.why_not_fp64 = f"the reference rounds to {dtype_name(self.rounds_to)} on its way"
+        self.exact_dtype = dtype
+
+    def _observed(self, call: Callable, work: Work, dtype: torch.dtype | None = None, eager: bool = False
+                  ) -> Observation:
+        with uncompiled_meanwhile(call) if eager else contextlib.nullcontext():
+            return observe(call, work, dtype, draws=self.has_dropout)
 
     def _is_contradicted(self) -> bool:
         """Whether the reference at its own dtype gives something else than rounding makes of its FP64 copy's outputs.
@@ -99,14 +145,17 @@ class Truth:
         Then something in the copy is another function: a library's kernel that is wrong in FP64. What 16 bits can't
         tell is asked in FP32.
         """
-        own = self.own(None)
         for dtype in dict.fromkeys((self.dtype, FP32)):
-            of_plain = own if dtype == self.dtype else self.in_dtype(dtype)
+            of_plain = self.own_on_few() if dtype == self.dtype else self.in_dtype(dtype)
             apart = furthest_output(of_plain, self.exact)
             if apart <= CONTRADICTS[dtype]:
                 return False
         self.why_not_fp64 = f"its outputs in FP64 are {apart:.1e} from those in {dtype_name(dtype)}"
         return True
+
+    def own_on_few(self) -> Observation:
+        """What it gives at its own dtype, of as many samples as `exact`."""
+        return self._observed(self.plain, self.few, eager=True) if self.is_few else self.own(None)
 
     @property
     def has_meaning(self) -> bool:
@@ -116,16 +165,22 @@ class Truth:
     @property
     def in_words(self) -> str:
         if self.has_meaning:
-            return "FP64" + (", which computes something in FP32 on its way" if self.rounds_to else "")
+            rounds = ", which computes something in FP32 on its way" if self.rounds_to else ""
+            return f"FP64{self._of_few()}{rounds}"
         kind = "FP64" if self.exact_dtype == FP64 else f"the reference in {dtype_name(self.exact_dtype)}"
-        return f"{kind}, no oracle: {self.why_not_fp64}"
+        return f"{kind}{self._of_few()}, no oracle: {self.why_not_fp64}"
+
+    def _of_few(self) -> str:
+        if not self.is_few:
+            return ""
+        return f" of {fitting.samples_of(self.few.inputs)} of {fitting.samples_of(self.work.inputs)} samples"
 
     def own(self, numerics: str | None) -> Observation:
         """What the reference gives at its own dtype, multiplying in what was declared."""
         kind = None if numerics == "float8" else numerics
         if kind not in self._own:
             with kept(self.plain), multiplying_in(kind, self.work.inputs):
-                self._own[kind] = self._observed(self.plain)
+                self._own[kind] = self._observed(self.plain, self.work)
         return self._own[kind]
 
     def furthest(self, numerics: str | None) -> Observation:
@@ -141,7 +196,7 @@ class Truth:
         for number in range(PERTURBATIONS):
             work = dataclasses.replace(self.work, inputs=self.work.inputs.off_by_a_rounding(number, tf32))
             with kept(self.plain), multiplying_in(kind, self.work.inputs):
-                found = _further(found, observe(self.plain, work, alone=False), self.exact)
+                found = _further(found, observe(self.plain, work, alone=False), self.whole)
         return found
 
     def lower(self) -> Iterator[tuple[str, Observation]]:
@@ -154,13 +209,12 @@ class Truth:
                     yield kind, way(kind)
 
     def _copied_in(self, kind: str) -> Observation:
-        if kind not in self._lower:
-            self._lower[kind] = self.in_dtype(getattr(torch, kind))
-        return self._lower[kind]
+        dtype = getattr(torch, kind)
+        return self._observed(deep_copy(self.plain, dtype), self.work, dtype)
 
     def in_dtype(self, dtype: torch.dtype) -> Observation:
-        """What a copy of it gives in that dtype."""
-        return self._observed(deep_copy(self.plain, dtype), dtype)
+        """What a copy of it gives in that dtype, of as many samples as `exact`."""
+        return self._observed(deep_copy(self.plain, dtype), self.few, dtype)
 
 
 def _further(a: Observation, b: Observation, exact: Observation) -> Observation:
@@ -218,5 +272,15 @@ def working_dtype(call: Callable, inputs: Inputs) -> torch.dtype:
     return max(elements, key=lambda dtype: elements[dtype]) if elements else inputs.dtype or FP32
 
 
-def error_in_words(error: Exception) -> str:
+def why_not(error: Exception) -> str:
+    """Why something could not be told, in a line."""
+    if isinstance(error, fitting.DoesNotFit):
+        return str(error)
     return "out of memory" if is_out_of_memory(error) else in_a_line(error)
+
+
+def free_memory() -> None:
+    """Give back what nothing refers to any longer, before as much is allocated again."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

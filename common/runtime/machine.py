@@ -175,6 +175,19 @@ def memory_total(device: torch.device) -> int:
     return total
 
 
+def memory_free(device: torch.device) -> int:
+    """Bytes that could be allocated now, what torch has cached for itself included."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    total = memory_total(device)
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
+        return min(total, int(available.split()[1]) * 1024)
+    return total
+
+
 def at_power_cap(state: Mapping[str, Any]) -> bool | None:
     """Whether a GPU's clocks were held down by its power cap in that state; None where that is not known."""
     return POWER_CAP in state["throttled"] if "throttled" in state else None

@@ -119,6 +119,32 @@ def test_a_spread_on_either_side_of_what_is_told(factor, passes):
     assert all(check.passed for check in chance.of_draws("output", factor * theirs, ours)) == passes
 
 
+def half_constant(x: Tensor, p: float, training: bool) -> Tensor:
+    half = x.size(-1) // 2
+    return torch.cat([F.dropout(x[:, :half], p, training), x[:, half:]], dim=-1)
+
+
+def half_constant_in_bf16(x: Tensor, p: float, training: bool) -> Tensor:
+    return half_constant(x.bfloat16().float() if x.dtype == torch.float32 else x, p, training)
+
+
+@pytest.mark.parametrize("kind", [Dropped, Elementwise])
+def test_rounding_is_no_other_distribution(kind):
+    """Elements that do not vary differ by a rounding between both, in each and every draw."""
+    judgement = validate(kind(drop=half_constant_in_bf16, extra=1), kind(drop=half_constant), tensor(8, 16),
+                         numerics="bfloat16")
+    assert judgement.passed, judgement
+    noisy = validate(lambda x: x + torch.randn_like(x), lambda x: torch.randn_like(x) + x, tensor(8, 16))
+    assert noisy.passed, noisy
+
+
+@pytest.mark.parametrize("shift, passes", [(0.0, True), (0.07, True), (0.15, False)])
+def test_a_mean_on_either_side_of_what_rounding_may_move(shift, passes):
+    generator = torch.Generator().manual_seed(1)
+    ours, theirs = (torch.randn(48, 4000, generator=generator, dtype=torch.float64) for _ in range(2))
+    assert all(check.passed for check in chance.of_draws("output", theirs + shift, ours)) == passes
+
+
 def test_draws_of_other_sizes_are_refused_in_a_line():
     with pytest.raises(ValueError, match=r"draws of \(4, 3\) and \(4, 5\)"):
         chance.of_draws("output", torch.ones(4, 3), torch.ones(4, 5))
@@ -129,8 +155,8 @@ def test_a_large_output_is_looked_at_in_places_and_never_copied_whole():
     module = nn.Sequential(nn.Linear(4, 4096), nn.Dropout(0.5))
     side = chance.Side(module, list(module.parameters()))
     work = Work(Inputs.of(tensor(256, 4)))
-    assert side.rows(work, 0, with_backward=False).shape == (chance.DRAWS, chance.ELEMENTS)
-    assert side.rows(work, 0, with_backward=True).size(1) <= 2 * chance.ELEMENTS
+    assert [rows.shape for rows in side.rows(work, 0, with_backward=False)] == [(chance.DRAWS, chance.ELEMENTS)]
+    assert sum(rows.size(1) for rows in side.rows(work, 0, with_backward=True)) <= 2 * chance.ELEMENTS
 
 
 def test_a_model_in_eval_draws_nothing():

@@ -1,0 +1,160 @@
+"""How many samples of a batch FP64 fits: what that needs in memory and time, and whether samples stand alone.
+
+A model that fills half of a GPU in FP32 does not fit twice as wide. Then fewer samples tell what it means, and the
+whole batch is held against the reference at its own dtype. That is sound where a sample's output does not depend on
+the others, which is found by running it.
+"""
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure.bounds import BOUNDS
+from benchmarks.measure.calls import Inputs, named_parameters, outputs_of, takes_gradient
+from benchmarks.measure.keeping import uncompiled_meanwhile, without_dropout
+from benchmarks.measure.observing import Work, distance, exact_attention, norm
+from benchmarks.measure.state import Start
+from common.outcome import is_out_of_memory
+from common.runtime.machine import memory_free
+
+SECONDS = 10.0                             # that one look in FP64 may take
+SHARE = 0.7                                # of the memory that is free; the rest is for what nothing counts here
+FORWARDS_OF_A_LOOK = 14                    # as long as so many forwards: three times forward and backward, and others
+SLOWEST = 64                               # times FP32's time: FP64 on a GPU that has it for the desktop alone
+OUTPUTS, PARAMETERS = 5, 3                 # copies that a look holds: of what is returned, and of parameters
+
+
+class DoesNotFit(MemoryError):
+    """Not even one sample does; the message says why."""
+
+
+def samples_of(inputs: Inputs) -> int:
+    """The size of the batch: the first dimension of the first tensor that has more than one, else of the first."""
+    tensors = list(inputs.named().values())
+    first = next((t for t in tensors if t.ndim > 1), tensors[0])
+    return first.size(0) if first.ndim else 1
+
+
+def that_fit(copy: Callable, plain: Callable, work: Work, dtype: torch.dtype, draws: bool) -> tuple[int, str]:
+    """(how many samples a look at `copy`, in `dtype`, may have; why not all, or "").
+
+    `plain` is the reference that it is a copy of. Raises DoesNotFit where a part of the batch would fit and its samples
+    depend on each other, or where none fits.
+    """
+    total = samples_of(work.inputs)
+    seconds, of_samples, of_parameters = _forward(plain, work)
+    free = SHARE * memory_free(work.inputs.device)
+    needed = of_samples + of_parameters
+    fitting, why = total, ""
+    if needed > free:
+        fitting = max(0, int(total * (free - of_parameters) / of_samples))
+        why = f"{words(dtype)} of all {total} needs about {needed / 2**30:,.0f} GiB, {free / 2**30:,.0f} may be used"
+    if fitting and seconds * SLOWEST * FORWARDS_OF_A_LOOK > SECONDS:
+        in_time = _in_time(copy, work, dtype, fitting)
+        if in_time < fitting:
+            fitting, why = in_time, f"{words(dtype)} of all {total} would take longer than {SECONDS:g} s a look"
+    if fitting >= total:
+        return total, ""
+    if not fitting:
+        raise DoesNotFit(f"{why}: not even one sample fits")
+    fitting = 2 ** (fitting.bit_length() - 1)
+    if not stand_alone(plain, work, fitting, draws):
+        raise DoesNotFit(f"{why}, and its samples depend on each other")
+    return fitting, why
+
+
+def words(dtype: torch.dtype) -> str:
+    """FP64, say."""
+    return f"FP{torch.finfo(dtype).bits}"
+
+
+def _forward(plain: Callable, work: Work) -> tuple[float, int, int]:
+    """(seconds of a forward with gradients at its own dtype, bytes that a look at all samples needs in FP64 for them,
+    and for parameters)."""
+    kept: dict[int, int] = {}                            # address -> bytes in FP64
+    own = {t.untyped_storage().data_ptr() for t in named_parameters(plain).values()}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            wider = 8 / t.dtype.to_real().itemsize if takes_gradient(t) else 1
+            kept[storage.data_ptr()] = int(storage.nbytes() * wider)
+        return t
+    start = Start(plain)
+    seconds = []
+    for _ in range(2):                                   # the first has what is done once
+        kept.clear()
+        start.begin(work.seed)
+        _wait(work)
+        began = time.perf_counter()
+        with torch.enable_grad(), without_dropout(plain), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            outputs = outputs_of(work.inputs.copies().call(plain))
+            of_outputs = 8 * sum(t.numel() for t in outputs.values())
+            del outputs
+        _wait(work)
+        seconds.append(time.perf_counter() - began)
+        if seconds[0] * SLOWEST * FORWARDS_OF_A_LOOK <= SECONDS:
+            break
+    start.begin(work.seed)
+    of_parameters = 8 * sum(t.numel() for t in start.parameters.values())
+    return min(seconds), sum(kept.values()) + OUTPUTS * of_outputs, PARAMETERS * of_parameters
+
+
+def _wait(work: Work) -> None:
+    if work.inputs.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _in_time(copy: Callable, work: Work, dtype: torch.dtype, most: int) -> int:
+    """The largest power of two, or `most`, of samples whose look takes no longer than is allowed; at least one."""
+    start, count, fits = Start(copy), 1, 1
+    while fits < most:
+        try:
+            seconds = min(_seconds(copy, start, work, dtype, count) for _ in range(2 if count == 1 else 1))
+        except Exception as error:                       # it can't be called with fewer: memory alone decides
+            fits = most if not is_out_of_memory(error) else fits
+            break
+        if seconds * FORWARDS_OF_A_LOOK > SECONDS:
+            break
+        fits = count
+        count = min(2 * count, most)
+    start.begin(work.seed)
+    return fits
+
+
+def _seconds(copy: Callable, start: Start, work: Work, dtype: torch.dtype, samples: int) -> float:
+    """Of a forward without gradients of so many samples."""
+    start.begin(work.seed)
+    _wait(work)
+    began = time.perf_counter()
+    with torch.no_grad(), without_dropout(copy), exact_attention(dtype):
+        work.inputs.first(samples).copies(dtype).call(copy)
+    _wait(work)
+    return time.perf_counter() - began
+
+
+def stand_alone(call: Callable, work: Work, samples: int, draws: bool) -> bool:
+    """Whether the first and the last so many samples give by themselves what they give among all."""
+    total, start = samples_of(work.inputs), Start(call)
+    found = []
+    with torch.no_grad(), without_dropout(call, functions=draws), uncompiled_meanwhile(call):
+        try:
+            of_all, first, last = (_outputs(call, inputs, start, work.seed) for inputs in (
+                work.inputs, work.inputs.first(samples), work.inputs.last(samples)))
+        except Exception:                                # a size that it was made for
+            return False
+    for name, whole in of_all.items():
+        if whole.ndim and whole.size(0) == total and takes_gradient(whole):
+            share = 2 * BOUNDS[whole.dtype.to_real()][0]
+            for part, expected in ((first, whole[:samples]), (last, whole[-samples:])):
+                same_shape = name in part and part[name].shape == expected.shape
+                found.append(same_shape and distance([part[name]], [expected]) <= share * norm([expected]))
+    return bool(found) and all(found)
+
+
+def _outputs(call: Callable, inputs: Inputs, start: Start, seed: int) -> dict[str, Tensor]:
+    start.begin(seed)
+    outputs = outputs_of(inputs.copies().call(call))
+    start.begin(seed)
+    return outputs
