@@ -8,7 +8,7 @@ elements vary together (one dropout mask for all samples leaves mean and varianc
 """
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from benchmarks.measure.observing import Work, backward, distance, norm
 from benchmarks.measure.state import Start
 from common.phases import Phase
 
-DRAWS, WITH_BACKWARD = 48, 16              # of each callable: forwards alone, and forwards with their backwards
+DRAWS, WITH_BACKWARD = 32, 12              # of each callable: forwards alone, and forwards with their backwards
 ELEMENTS = 2**16                           # that are looked at: more say no more, and would fill the memory
 PERMUTATIONS = 2000
 P_VALUE = 0.003                            # twice below it, by draws of their own, is a difference
@@ -64,9 +64,16 @@ class Side:
     """A callable whose draws are looked at, and the parameters whose gradients are, in the order of both."""
     call: Callable
     parameters: Sequence[Tensor]
+    drawn: dict[tuple[int, bool], list[Tensor]] = field(default_factory=dict)      # by first seed and kind
 
     def rows(self, work: Work, first_seed: int, with_backward: bool) -> list[Tensor]:
-        """Some elements of what each call gives, for each tensor [calls, elements] in FP64."""
+        """Some elements of what each call gives, for each tensor [calls, elements] in FP64: drawn once."""
+        key = first_seed, with_backward
+        if key not in self.drawn:
+            self.drawn[key] = self._draw(work, first_seed, with_backward)
+        return self.drawn[key]
+
+    def _draw(self, work: Work, first_seed: int, with_backward: bool) -> list[Tensor]:
         start = Start(self.call)
         rows: list[list[Tensor]] = []
         for number in range(WITH_BACKWARD if with_backward else DRAWS):

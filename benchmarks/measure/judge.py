@@ -97,12 +97,10 @@ class Judge:
 
     def _ask_chance(self) -> None:
         truth = self.truth
-        theirs, ours = [], []
-        for our, their in self._pairs().items():
-            if truth.parameters[our].shape == self.parameters[their].shape:
-                theirs.append(self.parameters[their])
-                ours.append(named_parameters(truth.plain)[our])
-        self.checks += chance.checks(chance.Side(self.candidate, theirs), chance.Side(truth.plain, ours),
+        pairs = {our: their for our, their in self._pairs().items()
+                 if truth.parameters[our].shape == self.parameters[their].shape}
+        theirs = chance.Side(self.candidate, [self.parameters[their] for their in pairs.values()])
+        self.checks += chance.checks(theirs, truth.drawing(tuple(pairs)),
                                      truth.has_dropout, truth.work, bool(truth.exact.takes_gradient),
                                      bounds.rounding_of(self.dtype, self.numerics), truth.say)
 

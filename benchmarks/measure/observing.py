@@ -110,7 +110,10 @@ def exact_attention(dtype: torch.dtype | None) -> contextlib.AbstractContextMana
 def _look_without_gradients(call: Callable, work: Work, dtype: torch.dtype | None, seen: Observation,
                             overwrites_output: bool, own: Sequence[Tensor]) -> None:
     """The outputs of a forward alone, and whether a later one writes over them."""
-    seen.forward_alone = _cloned(outputs_of(work.inputs.copies(dtype).call(call)))
+    for name, output in outputs_of(work.inputs.copies(dtype).call(call)).items():
+        with_gradients = seen.outputs.get(name)                        # most often the very same: kept once
+        is_same = with_gradients is not None and same_bits(output, with_gradients)
+        seen.forward_alone[name] = with_gradients if is_same else output.detach().clone()
     if not overwrites_output:
         seen.overwritten = _overwritten(call, work.inputs.copies(dtype), own)
 
@@ -136,18 +139,26 @@ def same_values(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num())
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether shape, dtype and every element are the same."""
+    return a.dtype == b.dtype and torch.equal(a.detach(), b)
+
+
 def cotangent(output: Tensor, place: int, number: int, seed: int) -> Tensor:
     """N(0, 1), rounded to BF16, so that every dtype has the same one.
 
-    Its seeds are far from those that people take. An input drawn from the same one would be equal to it, and where both
+    Drawn where the output is: a CPU takes seconds for the logits of a GPT. Its seeds are far from those that people take. An input drawn from the same one would be equal to it, and where both
     are parallel the gradient of a norm vanishes: it would tell nothing.
     """
-    generator = torch.Generator().manual_seed(COTANGENT_SEED + 1000 * seed + 100 * number + place)
-    values = torch.randn(output.shape, generator=generator).bfloat16()
+    generator = torch.Generator(output.device).manual_seed(COTANGENT_SEED + 1000 * seed + 100 * number + place)
+    values = _normal(output, generator)
     if output.is_complex():
-        imaginary = torch.randn(output.shape, generator=generator).bfloat16()
-        return torch.complex(values.float(), imaginary.float()).to(output.device, output.dtype)
-    return values.to(output.device, output.dtype)
+        return torch.complex(values.float(), _normal(output, generator).float()).to(output.dtype)
+    return values.to(output.dtype)
+
+
+def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator, device=like.device).bfloat16()
 
 
 def backward(call: Callable, inputs: Inputs, work: Work, number: int = 0) -> dict[str, Tensor]:

@@ -39,6 +39,7 @@ class Truth:
         self.why_not_fp64 = self.why_few = ""
         self.rounds_to: torch.dtype | None = None
         self._own: dict[str | None, Observation] = {}          # by what it multiplies in
+        self._drawing: dict[tuple[str, ...], chance.Side] = {}
         with kept(reference):
             self.plain = self._as_given()
             self.has_dropout = chance.draws(self.plain, work)
@@ -62,6 +63,13 @@ class Truth:
     def whole(self) -> Observation:
         """What the whole batch is held against."""
         return self.own(None) if self.is_few else self.exact
+
+    def drawing(self, names: tuple[str, ...]) -> chance.Side:
+        """The reference as what draws random numbers, beside the gradients of these parameters."""
+        if names not in self._drawing:
+            parameters = named_parameters(self.plain)
+            self._drawing[names] = chance.Side(self.plain, [parameters[name] for name in names])
+        return self._drawing[names]
 
     def off_by(self, name: str) -> float:
         """How far the reference itself is from FP64, as a share of a tensor's norm: of few samples, where `whole` is
