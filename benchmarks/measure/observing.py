@@ -147,8 +147,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def cotangent(output: Tensor, place: int, number: int, seed: int) -> Tensor:
     """N(0, 1), rounded to BF16, so that every dtype has the same one.
 
-    Drawn where the output is: a CPU takes seconds for the logits of a GPT. Its seeds are far from those that people take. An input drawn from the same one would be equal to it, and where both
-    are parallel the gradient of a norm vanishes: it would tell nothing.
+    Drawn where the output is: a CPU takes seconds for the logits of a GPT. Its seeds are far from those that people
+    take. An input drawn from the same one would be equal to it, and where both are parallel the gradient of a norm
+    vanishes: it would tell nothing.
     """
     generator = torch.Generator(output.device).manual_seed(COTANGENT_SEED + 1000 * seed + 100 * number + place)
     values = _normal(output, generator)
