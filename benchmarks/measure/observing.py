@@ -111,9 +111,9 @@ def _look_without_gradients(call: Callable, work: Work, dtype: torch.dtype | Non
                             overwrites_output: bool, own: Sequence[Tensor]) -> None:
     """The outputs of a forward alone, and whether a later one writes over them."""
     for name, output in outputs_of(work.inputs.copies(dtype).call(call)).items():
-        with_gradients = seen.outputs.get(name)                        # most often the very same: kept once
-        is_same = with_gradients is not None and same_bits(output, with_gradients)
-        seen.forward_alone[name] = with_gradients if is_same else output.detach().clone()
+        recorded = seen.outputs.get(name)                              # most often the very same: kept once
+        is_same = recorded is not None and same_bits(output, recorded)
+        seen.forward_alone[name] = recorded if recorded is not None and is_same else output.detach().clone()
     if not overwrites_output:
         seen.overwritten = _overwritten(call, work.inputs.copies(dtype), own)
 

@@ -14,6 +14,7 @@ from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.keeping import kept, uncompiled_meanwhile, without_dropout
 from benchmarks.measure.observing import Observation, Work, distance, norm, observe, rounding_in
 from common.block.config import dtype_name
+from common.block.precision import multiplying_float32_in
 from common.outcome import Failed, in_a_line, is_out_of_memory
 from common.phases import Phase
 
@@ -251,12 +252,8 @@ def multiplying_in(numerics: str | None, inputs: Inputs) -> Iterator[None]:
     if numerics is None:
         yield
     elif numerics == "tf32":
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high")
-        try:
+        with multiplying_float32_in("high"):
             yield
-        finally:
-            torch.set_float32_matmul_precision(before)
     else:
         with torch.autocast(inputs.device.type, getattr(torch, numerics)):
             yield

@@ -4,7 +4,9 @@ torch.set_float32_matmul_precision is one switch for the whole process, and cuBL
 the backward included. A block that sets it around its forward alone computes its gradients in whatever another block
 set last.
 """
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,6 +40,17 @@ def float32_matmul_precision(precision: str):
             return y
         return wrapped
     return decorate
+
+
+@contextlib.contextmanager
+def multiplying_float32_in(precision: str) -> Iterator[None]:
+    """Meanwhile FP32 matmuls run in `precision`, "highest" or "high"; the caller's setting is back after errors too."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _set_until_backward_ends(precision: str) -> None:

@@ -9,12 +9,14 @@ import dataclasses
 import gc
 import statistics
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..block.config import BlockConfig, dtype_name
+from ..block.evidence import Evidence
 from ..outcome import Failed, is_out_of_memory, judged
 from ..phases import Phase
 from ..report.record import Record, check_records, peak_records, record, row_records, status_record
@@ -22,7 +24,7 @@ from ..report.record_file import RecordFile
 from ..report.result import Result, Row
 from ..runtime import compiler, engine, machine, rounds, timing
 from ..runtime.iteration import BOTH, LAUNCHES, Iteration
-from ..runtime.peaks import MeasuredPeaks
+from ..runtime.peaks import YARDSTICKS, MeasuredPeaks
 from . import attribution, measurement
 from .cases import Case, Group, Setting
 from .measurement import Work
@@ -133,16 +135,32 @@ class Session:
 
     def _calibrate(self, entry: Entry, sustained: bool) -> None:
         """Measure the peaks that its work goes by."""
-        workload = entry.subject.workload if entry.subject else None
-        if workload is None:
+        subject, workload = entry.subject, entry.subject.workload if entry.subject else None
+        if subject is None or workload is None:
             return
         with self._judged(entry):
-            self.peaks.of(workload)
-            if sustained:
-                self.peaks.sustain(workload)
-            measurement.say_peaks(entry.result, self.peaks)
+            if self._fits(lambda: self.peaks.of(workload)):
+                if sustained:
+                    self._fits(lambda: self.peaks.sustain(workload))
+                measurement.say_peaks(entry.result, self.peaks)
+            else:                                            # the case fits, the peaks' tensors beside it do not
+                subject.workload = None
+                for yardstick in YARDSTICKS:
+                    entry.result.peaks[yardstick] = "n/a: out of memory beside the cases"
         if entry.result.status != "ok":
             self.fail(entry, "run", entry.result.status, entry.result.reason)
+
+    def _fits(self, work: Callable[[], object]) -> bool:
+        """Do it; False where memory ends meanwhile. For what stands beside a case: the case itself has done nothing
+        wrong, and what was sampled of it counts."""
+        try:
+            work()
+            return True
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        self._free()
+        return False
 
     def prepare(self, case: Case, times_emulation: bool = False) -> Entry:
         """Build and check a case. What went wrong is the status of its result, and its subject is then None.
@@ -219,7 +237,8 @@ class Session:
         with compiler.compiled_for_good(subject.call):
             row.timing = timing.measure(work.run, clock, work.between, rule, show, timing.calibration(self.device))
         self.say(Phase.METERING, what)
-        measurement.read_state(work, row, entry.result, self.device, row.timing.median, group.metered)
+        median = row.timing.median
+        self._fits(lambda: measurement.read_state(work, row, entry.result, self.device, median, group.metered))
         work.between()
 
     def _time_in_rounds(self, group: Group, mode: str) -> None:
@@ -254,7 +273,7 @@ class Session:
 
             def profile() -> None:
                 self.say(Phase.PROFILING, mode)
-                profiler.burst(entry, number, work.run, work.between, expected[key])
+                self._fits(lambda: profiler.burst(entry, number, work.run, work.between, expected[key]))
 
             # The second of two bursts finds the GPU warmer: so each is the second in half of the rounds.
             if profiled and number % 2:
@@ -266,12 +285,13 @@ class Session:
             if looked_into and number == self.rounds - 1:
                 self.say(Phase.METERING if group.metered else Phase.READING_CLOCKS, mode)
                 row = entry.result.rows[mode, launch]
-                measurement.read_state(work, row, entry.result, self.device, expected[key], group.metered)
+                self._fits(lambda: measurement.read_state(work, row, entry.result, self.device, expected[key],
+                                                          group.metered))
                 for other in self.launches:
                     entry.result.rows[mode, other].state = row.state
 
         samples = self._sample(mode, works, clock, expected, visit)
-        if samples is None:                                   # something was compiled again: time the others without it
+        if samples is None:                                   # one has failed: time the others without it
             del works, profiler
             return self._time_in_rounds(group, mode)
         self.progress.sampled(sum(_timed_seconds(clock, key, samples, expected) for key in works))
@@ -289,7 +309,7 @@ class Session:
 
     def _sample(self, mode: str, works: dict[Key, Work], clock: timing.Clock, expected: dict[Key, float],
                 visit: Callable[[int, Key, Callable[[], None]], None]) -> dict[Key, timing.Samples] | None:
-        """The samples of all rounds. None where a case was compiled again meanwhile: it has failed."""
+        """The samples of all rounds. None where a case has failed: compiled again meanwhile, or out of memory."""
         self.say(Phase.SAMPLING, mode)
 
         def show(number: int) -> None:
@@ -297,13 +317,25 @@ class Session:
 
         runs, between = _calls(works)
         calls = [entry.subject.call for entry in self.alive() if entry.subject]
+        visited: list[Key] = []                               # the one whose turn it is
+
+        def visit_and_note(number: int, key: Key, take: Callable[[], None]) -> None:
+            visited[:] = [key]
+            visit(number, key, take)
         try:
             with compiler.compiled_for_good(*calls):
-                return rounds.interleaved(runs, clock, self.rounds, between, self.seed, show, expected, visit)
+                return rounds.interleaved(runs, clock, self.rounds, between, self.seed, show, expected, visit_and_note)
         except Failed as error:
             reason = str(error)
-        for entry in self._compiled_again(works):
-            self.fail(entry, mode, "failed", reason)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or not isinstance(visited[0], RowKey):
+                raise
+            reason = ""
+        if reason:
+            for entry in self._compiled_again(works):
+                self.fail(entry, mode, "failed", reason)
+        elif isinstance(visited[0], RowKey):
+            self.fail(visited[0].entry, mode, "oom", "out of memory beside the other cases")
         return None
 
     def _fill_rows(self, mode: str, works: dict[Key, Work], samples: dict[Key, timing.Samples], clock: timing.Clock
@@ -335,7 +367,8 @@ class Session:
                 for (mode, _), row in entry.result.rows.items():
                     if row.timing:
                         rows.append((row, entry.subject.workload, mode))
-        measurement.hold_against_limits(rows, self.peaks)
+        if not self._fits(lambda: measurement.hold_against_limits(rows, self.peaks)):
+            measurement.hold_against_limits(rows, self.peaks)            # by the peaks that are known: once is enough
         for result in results:
             measurement.say_peaks(result, self.peaks)
 
@@ -344,10 +377,13 @@ class Session:
         result, subject = entry.result, entry.subject
         assert subject is not None
         eager = result.rows[mode, "eager"]
-        if watched and eager.timing and self.device.type == "cuda":      # by now the host has done it many times
-            eager.enqueue_ms = timing.enqueue_ms(iteration.run, iteration.between)
-        self.say(Phase.OBSERVING, f"which kernels run, {mode}")
-        measurement.see_kernels(subject, iteration, mode, result, self.trace if mode == BOTH else None)
+        def look() -> None:
+            if watched and eager.timing and self.device.type == "cuda":      # by now the host has done it many times
+                eager.enqueue_ms = timing.enqueue_ms(iteration.run, iteration.between)
+            self.say(Phase.OBSERVING, f"which kernels run, {mode}")
+            measurement.see_kernels(subject, iteration, mode, result, self.trace if mode == BOTH else None)
+        if not self._fits(look):
+            result.evidence[mode] = Evidence(Counter(), Counter(), "unproven", "out of memory while kernels were seen")
         seen = result.evidence[mode]
         if seen.verdict == "refuted":
             result.status, result.reason = "failed", f"{mode} did not run as {result.name} claims: {seen.because}"

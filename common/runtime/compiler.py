@@ -57,8 +57,11 @@ def is_compiled(module: Callable) -> bool:
 
 
 def holds_compiled(module: Callable, depth: int = 2) -> bool:
-    """Whether it was compiled, or has a compiled function among its attributes, as step 4 has, or among theirs."""
+    """Whether it was compiled, or a module in it was, as of a model that is compiled block by block, or it has a
+    compiled function among its attributes, as step 4 has, or among theirs."""
     if is_compiled(module):
+        return True
+    if isinstance(module, torch.nn.Module) and any(map(is_compiled, module.modules())):
         return True
     inside = getattr(module, "__dict__", {}).values() if depth else ()
     return any(holds_compiled(value, depth - 1) for value in inside if callable(value))

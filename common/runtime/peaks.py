@@ -17,6 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..block.precision import multiplying_float32_in
 from ..block.workload import ATTENTION, COPY, MATMUL, MEMORY, Operation, Workload
 from . import machine
 from .iteration import BOTH
@@ -127,11 +128,8 @@ def multiply(left: torch.Tensor, right: torch.Tensor, dtype: str) -> torch.Tenso
         scale = _one(left.device)
         return torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16,
                                 use_fast_accum=True)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    product = torch.mm(left, right)
-    torch.set_float32_matmul_precision(before)
-    return product
+    with multiplying_float32_in("high" if dtype == "tf32" else "highest"):
+        return torch.mm(left, right)
 
 
 @functools.cache                           # to fill one for each call would be a kernel more
@@ -236,7 +234,7 @@ def measure_sustained(workload: Workload, name: str, device: torch.device) -> Su
     """The sustained rate of `name`, an operation's. The best of all work of that kind counts."""
     method = METHODS[device.type]
     trials = []
-    for work in _work(workload, name, device):
+    for work in list(_work(workload, name, device)) or [_square_work(name, device)]:     # attention by hand alone
         seconds, _ = _look(work, method.trial, device)
         trials.append((work.amount / seconds, work))
     trials.sort(key=lambda trial: -trial[0])
@@ -244,10 +242,13 @@ def measure_sustained(workload: Workload, name: str, device: torch.device) -> Su
     finals = [steady(work, device) for rate, work in trials[:method.finalists] if rate >= method.close * best_rate]
     best = max(finals, key=lambda sustained: sustained.rate)
     if name != COPY and " " not in name:
-        shape = square(device)
-        large = Work(f"square: {list(shape)}", matmul_work("forward", *shape, name, device), 2.0 * math.prod(shape))
-        best.square = steady(large, device).rate
+        best.square = steady(_square_work(name, device), device).rate
     return best
+
+
+def _square_work(name: str, device: torch.device) -> Work:
+    shape = square(device)
+    return Work(f"square: {list(shape)}", matmul_work("forward", *shape, name, device), 2.0 * math.prod(shape))
 
 
 def _work(workload: Workload, name: str, device: torch.device) -> Iterator[Work]:

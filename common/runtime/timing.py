@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..block.precision import multiplying_float32_in
+
 CACHE_STATE = "as the previous iteration left it"
 _BEGAN = time.perf_counter()            # offsets of samples count from here: when this process imported its clock
 
@@ -166,10 +168,8 @@ def calibration(device: torch.device | str) -> dict[str, Callable]:
         product = torch.empty_like(a)
 
         def multiply() -> None:
-            before = torch.get_float32_matmul_precision()            # an environment may allow TF32
-            torch.set_float32_matmul_precision("highest")
-            torch.mm(a, b, out=product)
-            torch.set_float32_matmul_precision(before)
+            with multiplying_float32_in("highest"):                  # an environment may allow TF32
+                torch.mm(a, b, out=product)
         return multiply
 
     on_gpu = torch.device(device).type == "cuda"

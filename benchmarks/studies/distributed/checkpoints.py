@@ -88,9 +88,11 @@ def load(path: Path, stack: nn.Module, optimizer: torch.optim.Optimizer) -> None
     dcp.load(state, checkpoint_id=path)
     set_state_dict(stack, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     saved = json.loads((path / ABOUT).read_text())["norms"]
-    for name, norm in norms_of(stack, optimizer).items():
-        if not abs(norm - saved[name]) <= 1e-12 * saved[name]:
-            raise Failed(f"{path}: {name} is not what was saved")
+    norms = norms_of(stack, optimizer)
+    with proof.failing_together():
+        for name, norm in norms.items():
+            if not abs(norm - saved[name]) <= 1e-12 * saved[name]:
+                raise Failed(f"{path}: {name} is not what was saved")
 
 
 def norms_of(stack: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -3,8 +3,9 @@
 The loss is the mean of (y - target)^2 over the global batch. Each rank takes the mean of its own batch, so the mean of
 the ranks' losses and gradients is the whole one's.
 """
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,7 @@ from common import parameters
 from common.block import oracle
 from common.block.config import BlockConfig
 from common.measure.subject import check_scales
+from common.outcome import Failed
 
 LOSS, BRANCH, INPUT, GRADIENT, UPDATE = "loss", "branch", "input gradient", "parameter gradient", "optimizer step"
 MEANING = 1e-12                            # what any of them may be off by in FP64, relative L2
@@ -162,8 +164,28 @@ def _calibrate(stack: Stack, x: Tensor, target: Tensor) -> None:
         again = x.detach().clone().requires_grad_()
         backward(loss_of(stack(again), target), stack, again)
     stack.zero_grad(set_to_none=True)
-    for block in stack.blocks:
-        check_scales(block)
+    with failing_together():
+        for block in stack.blocks:
+            check_scales(block)
+
+
+@contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """Where a check of one rank fails, all ranks raise Failed, which names it. Every rank must enter it.
+
+    A rank that failed alone would go on to other collectives than the rest, and be taken for one that mismatches.
+    """
+    own = ""
+    try:
+        yield
+    except Failed as error:
+        own = str(error)
+    every = [""] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    failed = {rank: reason for rank, reason in enumerate(every) if reason}
+    if failed:
+        rank, reason = next(iter(failed.items()))
+        raise Failed(reason if len(failed) == len(every) else f"rank {rank}: {reason}")
 
 
 def _compare_gradients(found: Found, stack: Stack, layout: Layout, truth: Truth | None, divided: float

@@ -77,7 +77,7 @@ class Watch:
                 if now - busy > DEADLOCK and (reason := deadlock(self._all(), self.ranks)):
                     self.hung(reason)
                 if now - self.since > self.timeout_s:
-                    self.hung(verdict(self._all(), self.timeout_s))
+                    self.hung(verdict(self._all(), self.timeout_s, self.ranks))
 
     def _all(self) -> dict[int, Word]:
         """The words of all ranks that have said any."""
@@ -153,8 +153,13 @@ def deadlock(words: dict[int, Word], ranks: int) -> str:
     return f"all wait for each other, {_named(fewest_first)}: their collectives do not match"
 
 
-def verdict(words: dict[int, Word], timeout_s: float) -> str:
-    """Who holds up the others, in a line."""
+def verdict(words: dict[int, Word], timeout_s: float, ranks: int) -> str:
+    """Who holds up the others, in a line. `ranks` are all that there are."""
+    silent = [rank for rank in range(ranks) if rank not in words]
+    if silent:
+        named = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+        where_it_is = "where they are" if silent[1:] else "where it is"
+        return f"{named} never said {where_it_is}; the others have waited for {timeout_s:g} s"
     last = min(word.phases for word in words.values())
     behind = {rank: word for rank, word in words.items() if word.phases == last}
     busy = {rank: word for rank, word in behind.items() if word.line}

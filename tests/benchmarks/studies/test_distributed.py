@@ -192,6 +192,24 @@ def several_dimensions(rank):
             for words, number in every.items()}
 
 
+def fails_on_one_rank(rank: int) -> str:
+    """What a rank is told where another's scales never moved."""
+    def never(block):
+        if rank == 1:
+            raise Failed("an FP8 scale is still 1")
+    with mock.patch.object(proof, "check_scales", never):
+        try:
+            found_at(parsed("fsdp", 2), parallel.Sharding(), calibrated=True)
+        except Failed as error:
+            return str(error)
+    return "nothing"
+
+
+@integration
+def test_a_rank_that_fails_its_proof_alone_is_named_by_all():
+    assert on_ranks(2, fails_on_one_rank) == "rank 1: an FP8 scale is still 1"
+
+
 @pytest.mark.stress
 def test_blocks_that_are_spread_over_several_dimensions_are_the_whole_ones():
     for what, errors in on_ranks(4, several_dimensions).items():
@@ -886,7 +904,15 @@ def test_what_a_rank_raises_goes_where_its_launcher_finds_it(monkeypatch, tmp_pa
     ({0: watch.Word(4, "backward", ""), 1: watch.Word(4, "backward", "")},
      "all ranks are in 'backward', for 5 s now; a longer --timeout lets them go on")])
 def test_who_holds_up_the_others(words, said):
-    assert watch.verdict(words, 5.0) == said
+    assert watch.verdict(words, 5.0, len(words)) == said
+
+
+@unit
+@pytest.mark.parametrize("heard, said", [
+    ({1: watch.Word(3, "forward", "")}, "rank 0 never said where it is; the others have waited for 5 s"),
+    ({}, "ranks 0, 1 never said where they are; the others have waited for 5 s")])
+def test_a_rank_that_has_never_reported_is_the_one_that_is_named(heard, said):
+    assert watch.verdict(heard, 5.0, 2) == said
 
 
 @unit

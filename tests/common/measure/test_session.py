@@ -631,3 +631,82 @@ def test_parts_stand_beside_the_samples_of_the_launch_that_was_profiled(launch, 
 
     some._attribute(entry, FORWARD, Profiler(), launch, samples)
     assert given == [taken[launch]]
+
+
+# ------------------------------------------------------------------------------------------- memory that ends late
+
+
+def full(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def is_sampled(run: Run) -> bool:
+    return run.status == "ok" and all(len(run.samples(mode, "eager")) == 6 for mode in MODES)
+
+
+@integration
+@pytest.mark.parametrize("what", ["of", "sustain"])
+def test_peaks_that_do_not_fit_beside_the_cases_cost_no_case(some, monkeypatch, what):
+    monkeypatch.setattr(some.peaks, what, full)
+    some.measure(group_of(0, 2, sustained=True))
+    for run in runs_of(some).values():
+        assert is_sampled(run)
+        assert (run.find(FORWARD, "limit", "eager") is None) == (what == "of")       # a burst's is known
+
+
+@integration
+def test_peaks_that_do_not_fit_when_they_are_measured_again_cost_no_sample(some, monkeypatch):
+    """Graphs fill the memory by then; the limit is that of the peaks that are known."""
+    monkeypatch.setattr(Row, "beyond_its_limit", True)
+    again = []
+
+    def once(workload):
+        again.append(workload)
+        if len(again) < 2:
+            full()
+        return False
+    monkeypatch.setattr(some.peaks, "again", once)
+    some.measure(group_of(0, 2, sustained=False))
+    assert again and all(map(is_sampled, runs_of(some).values()))
+    assert all(run.value(FORWARD, "limit", "eager") > 0 for run in runs_of(some).values())
+
+
+@integration
+@pytest.mark.parametrize("holder, name", [(measurement, "see_kernels"), (measurement, "read_state")])
+def test_what_is_looked_at_behind_the_samples_costs_none(some, monkeypatch, holder, name):
+    monkeypatch.setattr(holder, name, full)
+    some.measure(group_of(0, 2))
+    assert all(map(is_sampled, runs_of(some).values()))
+    if name == "see_kernels":
+        found = runs_of(some)["2_sdpa"].find(FORWARD, "launches")["metric"]["extra_info"]
+        assert (found["verdict"], found["because"]) == ("unproven", "out of memory while kernels were seen")
+
+
+@integration
+def test_a_profile_that_does_not_fit_costs_no_sample(some, monkeypatch):
+    monkeypatch.setattr(attribution.Profiled, "burst", full)
+    some.measure(group_of(0, 2, profiled=2))
+    assert all(map(is_sampled, runs_of(some).values()))
+
+
+@integration
+def test_a_case_that_runs_out_of_memory_in_the_rounds_fails_alone(some):
+    """The others are timed again without it."""
+    calls = [0]
+
+    def grows(setting, result):
+        made = step_case(steps.load(0), CPU_CONFIG, CPU).prepare(setting, result)
+        block = made.call
+
+        def call(*given):
+            calls[0] += 1
+            if calls[0] > 6:
+                full()
+            return block(*given)
+        return type(made)(**{**vars(made), "call": call})
+    large = Case("large", grows, CPU_CONFIG)
+    small = group_of(0, 2).cases
+    some.measure(Group([small[0], large, small[1]], modes=(FORWARD,), limited=False, watched=False))
+    runs = runs_of(some)
+    assert (runs["large"].status, runs["large"].info["reason"]) == ("oom", "out of memory beside the other cases")
+    assert all(len(runs[name].samples(FORWARD, "eager")) == 6 for name in ("0_baseline", "2_sdpa"))

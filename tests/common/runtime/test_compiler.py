@@ -155,6 +155,17 @@ def test_what_went_through_the_compiler_is_known(fresh_dynamo):
     assert compiler.holds_compiled(holder) and not compiler.is_compiled(holder)
 
 
+@unit
+@pytest.mark.parametrize("way", [lambda layer: layer.compile(), lambda layer: None])
+def test_a_model_that_is_compiled_block_by_block_holds_compiled_code(way):
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2))))
+    assert not compiler.holds_compiled(model)
+    way(model[0][0][0])
+    assert compiler.holds_compiled(model) == compiler.is_compiled(model[0][0][0])
+    wrapped = torch.nn.ModuleList([torch.compile(torch.nn.Linear(2, 2))])
+    assert compiler.holds_compiled(wrapped)
+
+
 @integration
 def test_a_block_that_is_compiled_again_while_timed_fails(fresh_dynamo):
     block = torch.nn.Linear(2, 2)

@@ -40,7 +40,7 @@ from common.runtime.peaks import (
     measure_sustained,
     steady,
 )
-from common.runtime.timing import Timing
+from common.runtime.timing import Timing, calibration
 from tests.helpers.made_results import CPU as CPU_FACTS
 
 pytestmark = pytest.mark.unit
@@ -549,3 +549,30 @@ def test_peaks_of_every_yardstick_fit_on_the_card():
     assert said == "bfloat16 attention 450 and 302 (backward), float8 1337 TFLOP/s; copy 4.2 TB/s" and len(said) <= 80
     peaks.sheet = data_sheet("NVIDIA H200")
     assert "float16 989 TFLOP/s" in peaks.in_words(DATA_SHEET) and peaks.in_words(DATA_SHEET).endswith("sheet, SXM")
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("call", [
+    lambda: peaks_module.multiply(torch.ones(2, 3), torch.ones(2, 3), "tf32"),
+    lambda: calibration("cpu")["gemm"]()])
+def test_the_callers_precision_is_back_after_an_error(call, monkeypatch):
+    """Else TF32 would leak into what follows."""
+    before = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch, "mm", lambda *given, **more: 1 / 0)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with pytest.raises(ZeroDivisionError):
+            call()
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.unit
+def test_work_of_attention_alone_in_fp32_is_held_against_a_square(monkeypatch):
+    """It has no matmul of its own to repeat."""
+    monkeypatch.setattr(peaks_module, "square", lambda device: (64, 64, 64))
+    operation = Operation("attention", "attention", 1e6, 1e3, "float32", (1, 16, 2, 8))
+    workload = Workload("float32", (operation,), tokens=16)
+    found = peaks_module.measure_sustained(workload, "float32", torch.device("cpu"))
+    assert found.rate > 0 and found.work.what == "square: [64, 64, 64]"

@@ -545,3 +545,25 @@ def test_a_graph_lives_on_when_all_workspaces_are_cleared():
     torch.cuda.synchronize()
     assert oracle.relative_error(written[0], work.run()[0].double()) < 1e-3
     assert all(not each.any() for each in held)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("share, accepted", [(1e-6, True), (1e-4, False)])
+def test_a_gradient_whose_true_value_is_zero_is_rounding_in_both(share, accepted):
+    """Of a key's bias: both are noise, and neither is the other's."""
+    weight, noise, other = torch.ones(100), torch.zeros(100), torch.zeros(100)
+    noise[0], other[1] = 10 * share, 10 * share
+    eager, replayed = {"weight": weight, "k.bias": noise}, {"weight": weight, "k.bias": other}
+    if accepted:
+        return replay._compare_gradients(replayed, eager, 1e-3)
+    with pytest.raises(RuntimeError, match=r"gradient of k\.bias that it replays differs"):
+        replay._compare_gradients(replayed, eager, 1e-3)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("replayed", [{}, {"k.bias": torch.ones(100)}])
+def test_a_gradient_of_zero_is_still_looked_at(replayed):
+    """It must be there, and as small."""
+    eager = {"weight": torch.ones(100), "k.bias": torch.zeros(100)}
+    with pytest.raises(RuntimeError, match=r"gradient of k\.bias"):
+        replay._compare_gradients({"weight": torch.ones(100)} | replayed, eager, 1e-3)
