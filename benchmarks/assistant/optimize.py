@@ -161,11 +161,12 @@ class _Assistant:
         looked = look_at(name, task, session, self.techniques, self.inference)
         self.program = looked.program
         self.result = Optimized(looked, self.truth.in_words, judgements=self.judgements)
-        try:
-            self._try_all()
-            self._write_out()
-        except KeyboardInterrupt:
-            raise Interrupted(self._concluded()) from None
+        with contextlib.ExitStack() as self.values:
+            try:
+                self._try_all()
+                self._write_out()
+            except KeyboardInterrupt:
+                raise Interrupted(self._concluded()) from None
         self.result.times = session.finish(None)
         return self._concluded()
 
@@ -249,7 +250,8 @@ class _Assistant:
         judge = Judge(module, self.truth, plan.numerics, overwrites_output=overwrites_output)
         self.judgements[result.name] = judge.judge()
         record_checks(self.judgements[result.name], result, GRADIENTS)
-        subject = subject_of(module, self.work, self._gates(plan))
+        self.values.enter_context(judge.with_the_references_values())
+        subject = subject_of(module, self.work, self._gates(plan), judge.referee())
         subject.workload = own
         return subject
 

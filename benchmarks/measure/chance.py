@@ -25,6 +25,8 @@ ELEMENTS = 2**16                           # that are looked at: more say no mor
 PERMUTATIONS = 2000
 P_VALUE = 0.003                            # twice below it, by draws of their own, is a difference
 EFFECT = 0.1**2                            # of a variance: by less, rounding may move means or variances
+OF_FP32 = 1e-5                             # rounding of a dtype in which random numbers hardly coincide
+MORE_OFTEN = 2                             # than the reference's may draws coincide
 _SAME = 1e-3                               # of an output's norm: atomics of a GPU, in 16 bits
 _THEIRS, _OURS = 1000, 500_000             # where the seeds of candidate and reference begin
 
@@ -174,10 +176,20 @@ def of_draws(name: str, theirs: Tensor, ours: Tensor, rounding: float = 1e-9) ->
     can_tell = _can_tell(ours[:, moves])
     found = [_check(f"{name}, its mean", of_means, f"the mean of each element over {count}", can_tell),
              _check(f"{name}, its variance", of_squares, f"{ratio:.2f} times the reference's over {count}", can_tell)]
+    if rounding <= OF_FP32:
+        found.append(_values(name, theirs[:, moves], ours[:, moves]))
     if all(check.passed for check in found):
         reason = f"how elements vary together, {count}"
         found.append(_check(f"{name}, together", of_means.square(), reason, can_tell, least=0.0))
     return found
+
+
+def _values(name: str, theirs: Tensor, ours: Tensor) -> Check:
+    """Whether draws of one element are as often the very same: random numbers of 16 bits have few values."""
+    same = [float((side.sort(0).values.diff(dim=0) == 0).double().mean()) for side in (theirs, ours)]
+    bound = MORE_OFTEN * same[1] + 1e-3
+    reason = f"{same[0]:.1%} of draws coincide, {same[1]:.1%} of the reference's: random numbers of fewer bits?"
+    return Check(f"{name}, its values", "chance", same[0] <= bound, True, same[0], bound, reason)
 
 
 def _check(name: str, similarity: Tensor, reason: str, can_tell: bool, least: float = EFFECT) -> Check:

@@ -7,6 +7,7 @@
 *Precision*: the very object that would be timed, at its own dtype, as a multiple of what the reference itself loses.
 What can't be told is `unproven`, with the reason.
 """
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,12 +16,23 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import bounds, chance, hints
-from benchmarks.measure.bounds import DRAWS_OTHERS, FP32, FP64, NOT_TWICE, NUMERICS, Standard
-from benchmarks.measure.calls import Inputs, first_names, named_buffers, named_parameters, partners
+from benchmarks.measure.bounds import BOUNDS, DRAWS_OTHERS, FP32, FP64, NOT_TWICE, NUMERICS, Standard
+from benchmarks.measure.calls import Inputs, first_names, named_buffers, named_parameters, partners, takes_gradient
 from benchmarks.measure.checks import WITHOUT_GRADIENTS, Check, Judgement
 from benchmarks.measure.copying import deep_copy
+from benchmarks.measure.flat import flat_of
 from benchmarks.measure.keeping import kept, loaded, uncompiled_meanwhile, without_dropout
-from benchmarks.measure.observing import Loss, Observation, Work, observe, rounding_in
+from benchmarks.measure.observing import Loss, Observation, Work, distance, norm, observe, rounding_in
+from benchmarks.measure.referee import (
+    GROSS,
+    NOT_PLAIN,
+    TIMES_ROUNDING,
+    TIMES_THE_REFERENCE,
+    Globals,
+    Referee,
+    fresh,
+    unguessable_seed,
+)
 from benchmarks.measure.truth import (
     CONTRADICTS,
     Truth,
@@ -34,6 +46,8 @@ from common.block.config import dtype_name
 from common.outcome import Failed, in_a_line, is_out_of_memory
 from common.phases import Phase
 from common.runtime import machine
+
+FRESH = 2                                  # inputs that a candidate had not seen
 
 
 def check_numerics(numerics: str | None) -> None:
@@ -63,6 +77,7 @@ class Judge:
     def judge(self) -> Judgement:
         """All checks. Whatever the candidate raises passes, but for a Failed: that is a check that failed."""
         hint = ""
+        before = Globals()
         with kept(self.candidate, self.truth.plain):
             try:
                 with loaded(self.parameters | self.buffers, self._values()) as others:
@@ -76,6 +91,10 @@ class Judge:
                         self._ask_chance()
             except Failed as error:
                 self._wrong("call", str(error))
+            finally:
+                changed = before.changed()
+        if changed:
+            self._wrong("call", f"{changed}, for everybody in this process")
         if self.truth.is_few:
             self.notes.append(f"{self.truth.in_words.partition(',')[0]}: {self.truth.why_few}; the whole batch is held "
                               f"against the reference in {dtype_name(self.truth.dtype)}")
@@ -94,6 +113,77 @@ class Judge:
         self._check_form(seen, own)
         if not self._failed():
             self._compare_precision(seen, own)
+        if not self._failed() and self.gate is None:
+            truth.say(Phase.CHECKING, "fresh inputs")
+            self._ask_fresh()
+
+    def _ask_fresh(self) -> None:
+        """Whether what it gives depends on its inputs as the reference's does: on others, that nobody knew before.
+
+        The candidate runs first: there is no answer that it could find. Kinks and rounding may move what is compared;
+        what was kept from another call is further off.
+        """
+        truth = self.truth
+        with kept(self.candidate, truth.plain):
+            for inputs in fresh(truth.work.inputs, FRESH):
+                work = Work(inputs, truth.work.loss, 1, unguessable_seed())
+                seen = observe(self.candidate, work, overwrites_output=True, alone=False, draws=self.draws)
+                try:
+                    own = truth.own_on(work, self.numerics)
+                except Exception as error:                             # it has no answer for such inputs
+                    self.notes.append(f"not judged on fresh inputs: {why_not(error)}")
+                    return
+                self._compare_fresh(seen, own)
+
+    def _compare_fresh(self, seen: Observation, own: Observation) -> None:
+        if not self.truth.same_twice or self.truth.draws:
+            return
+        allowed = self.allowed_between
+        for name, output in own.outputs.items():
+            if takes_gradient(output):
+                self._fresh_check(name, seen.outputs.get(name), output, allowed * norm([output]))
+        of_all = norms_of_all(own)[1]
+        for our, their in self._gradient_names(own).items():
+            mine, exact = seen.gradients.get(their), own.gradients[our]
+            if mine is not None and exact is not None:
+                share = max(GROSS, allowed)
+                self._fresh_check(our, mine[0], exact[0], share * norm(exact[:1]) + BOUNDS[torch.bfloat16][1] * of_all)
+
+    def _gradient_names(self, own: Observation) -> dict[str, str]:
+        """Name of a gradient of the reference -> the candidate's."""
+        of_inputs = {name: name for name in own.gradients if name.startswith("gradient of input ")}
+        return of_inputs | {f"gradient of {our}": f"gradient of {their}" for our, their in self._pairs().items()
+                            if f"gradient of {our}" in own.gradients}
+
+    def _fresh_check(self, name: str, mine: Tensor | None, own: Tensor, bound: float) -> None:
+        size = norm([own])
+        if not size or not own.isfinite().all():
+            return
+        error = math.inf if mine is None or mine.shape != own.shape else distance([mine], [own])
+        if not error <= bound:
+            reason = "on inputs that it had not seen it gives something else than the reference"
+            self.checks.append(Check(name, "fresh inputs", False, True, error / size, bound / size, reason))
+
+    @property
+    def allowed_between(self) -> float:
+        """How far its outputs may be from the reference's, as a share of their norm, beyond FP64."""
+        rough = max((check.error for check in self.checks if check.explained_by), default=0.0)
+        rounding = max(bounds.rounding_of(self.dtype, self.numerics), rough)
+        return TIMES_ROUNDING * rounding + TIMES_THE_REFERENCE * self.truth.own_error
+
+    def referee(self) -> Referee:
+        """Who looks at its timed calls, once it has passed."""
+        truth = self.truth
+        flat, _ = flat_of(truth.plain, truth.work)
+        parameters = named_parameters(truth.plain)
+        pairs = [(their, parameters[our]) for their, our in self.partners.items()
+                 if parameters[our].shape == self.parameters[their].shape]
+        draws = truth.has_dropout or truth.draws or not truth.same_twice
+        return Referee(flat, pairs, max(self.allowed_between, self.gate or 0.0), draws)
+
+    def with_the_references_values(self) -> contextlib.AbstractContextManager:
+        """Meanwhile its parameters and buffers have the reference's values, as when it was judged."""
+        return loaded(self.parameters | self.buffers, self._values())
 
     def _ask_chance(self) -> None:
         truth = self.truth
@@ -261,6 +351,9 @@ class Judge:
                             "declare that by numerics")
             elif name in own.takes_gradient and name not in seen.takes_gradient:
                 self._wrong(name, "it takes no gradient, the reference's does")
+        for name, kind in seen.kinds.items():
+            if kind is not own.kinds.get(name):
+                self._wrong(name, f"it is a {kind.__name__}{NOT_PLAIN}")
         for name in sorted({*seen.changed_inputs} - {*own.changed_inputs}):
             reason = f"it is changed in place; backward then raises {seen.backward_raises}"
             self._wrong(name, reason if seen.backward_raises else "it is changed in place")

@@ -4,20 +4,22 @@
     print(compare({"eager": norm, "compiled": torch.compile(norm)}, (x,), reference=norm))
     print(validate(candidate, reference, (x,)))                    # the check alone, tensor by tensor
 """
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from benchmarks.measure.bounds import BOUNDS
-from benchmarks.measure.calls import Inputs, named_parameters, outputs_of
+from benchmarks.measure.calls import Inputs, named_parameters
 from benchmarks.measure.checks import Judgement
+from benchmarks.measure.flat import flat_of
 from benchmarks.measure.judge import Judge, check_numerics, validate
 from benchmarks.measure.keeping import kept
 from benchmarks.measure.observing import Loss, Work, cotangent
+from benchmarks.measure.referee import Referee
 from benchmarks.measure.truth import Truth
 from benchmarks.records.read import Run, paired, runs, verdict
 from common.block import oracle
@@ -29,40 +31,39 @@ from common.measure.subject import Subject
 from common.outcome import Failed
 from common.phases import Phase
 from common.report.result import Result
-from common.runtime.iteration import FORWARD, MODES
+from common.runtime import replay
+from common.runtime.iteration import FORWARD, MODES, Iteration
 from common.text import figures, html, number, ratio, table
 
 __all__ = ["Comparison", "compare", "validate"]
 
 
-class Flat:
-    """A call on tensors alone, that returns tensors alone: of whatever structure a module takes and gives."""
-
-    def __init__(self, module: Callable, inputs: Inputs, loss: Loss | None, wanted: Sequence[str]):
-        self.module, self.loss, self.wanted = module, loss, wanted
-        leaves, self.structure = pytree.tree_flatten((inputs.args, dict(inputs.kwargs)))
-        self.rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
-    def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        leaves = list(self.rest)
-        for place, t in zip(self.places, tensors, strict=True):
-            leaves[place] = t
-        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-        returned = self.module(*args, **kwargs)
-        if self.loss:
-            return [self.loss(returned)]
-        outputs = outputs_of(returned)
-        return [outputs[name] for name in self.wanted]
-
-
 @dataclass
 class Checked(Subject):
-    """What passed, as it is timed. Without a gradient it has a forward alone."""
+    """What passed, as it is timed. Without a gradient it has a forward alone. A referee looks at its timed calls."""
     takes_gradient: bool = field(default=True, kw_only=True)
+    referee: Referee | None = field(default=None, kw_only=True)
 
     def has(self, mode: str) -> bool:
         return self.takes_gradient or mode == FORWARD
+
+    def refused(self) -> str:
+        if self.referee is None:
+            return ""
+        self.referee.look_at_last()
+        return self.referee.found
+
+    def iteration(self, mode: str) -> Iteration:
+        own = super().iteration(mode)
+        return self.referee.watched(own, self.inputs, self.cotangents, mode) if self.referee else own
+
+    def replay(self, mode: str, captured: Callable[[], None] = lambda: None) -> tuple[Callable | None, str]:
+        return replay.verified(super().iteration(mode), self.proof(), captured=captured)
+
+    def between_replays(self, mode: str, replayed: Callable) -> Callable[[], None]:
+        if self.referee is None or not isinstance(replayed, replay.Replay):
+            return super().between_replays(mode, replayed)
+        return self.referee.between_replays(replayed, replayed.writes, self.inputs, mode)
 
 
 def work_in_words(module: Callable, inputs: Inputs) -> dict[str, str]:
@@ -91,22 +92,21 @@ def record_checks(judgement: Judgement, result: Result, gradients: int | None = 
         raise Failed(judgement.failure)
 
 
-def subject_of(module: Callable, work: Work, gates: tuple[float, float]) -> Checked:
+def subject_of(module: Callable, work: Work, gates: tuple[float, float], referee: Referee | None = None) -> Checked:
     """A module that was checked, on copies of the inputs. `gates` are those of a replay."""
     inputs = work.inputs.copies()
-    with torch.enable_grad():
-        returned = inputs.call(module)
-        outputs = outputs_of(work.loss(returned) if work.loss else returned)
+    flat, outputs = flat_of(module, work)
     taking = [name for name, output in outputs.items() if output.requires_grad]
-    plain = isinstance(returned, Tensor) and not work.loss and not inputs.kwargs
+    plain = list(outputs) == ["output"] and not work.loss and not inputs.kwargs
     direct = plain and all(isinstance(value, Tensor) for value in inputs.args)
-    call = module if direct else Flat(module, inputs, work.loss, taking or list(outputs))
+    call = module if direct else flat
     given = [cotangent(outputs[name], place, 0, work.seed) for place, name in enumerate(taking)]
     if work.loss:
         given = [torch.ones_like(outputs[name]) for name in taking]
     leaves = [t.detach() for t in inputs.named().values()]
     parameters = {name: t for name, t in named_parameters(module).items() if t.requires_grad}
-    return Checked(call, leaves, given, parameters, gates, takes_gradient=bool(taking))
+    return Checked(call, leaves, given, parameters, gates, takes_gradient=bool(taking),
+                   referee=referee)
 
 
 # ------------------------------------------------------------------------------------------------------------ comparing
@@ -206,7 +206,7 @@ def compare(modules: Mapping[str, Callable], inputs: Any, reference: Callable, r
     _check_pairs(parameters or {}, modules, reference)
     work = Work(given, loss, cotangents, seed)
     judgements: dict[str, Judgement] = {}
-    with kept(reference, *modules.values()):
+    with kept(reference, *modules.values()), contextlib.ExitStack() as values:
         session = Session("compare", device, rounds, seed)
         session.say(Phase.CHECKING, "the reference")
         truth = Truth(reference, work, session.say)
@@ -219,7 +219,8 @@ def compare(modules: Mapping[str, Callable], inputs: Any, reference: Callable, r
             judgements[name] = judge.judge()
             record_checks(judgements[name], result)
             gate = 3 * oracle.MODULE_GATES[judge.dtype]
-            return subject_of(module, work, (gate, gate))
+            values.enter_context(judge.with_the_references_values())
+            return subject_of(module, work, (gate, gate), judge.referee())
 
         cases = []
         for name, module in modules.items():

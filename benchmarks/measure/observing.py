@@ -51,6 +51,7 @@ class Observation:
     changed_buffers: list[str] = field(default_factory=list)
     changed_inputs: list[str] = field(default_factory=list)
     overwritten: list[str] = field(default_factory=list)                       # outputs that a later call wrote to
+    kinds: dict[str, type] = field(default_factory=dict)                       # of outputs that are no plain tensors
     backward_raises: str = ""                                                  # what, where its inputs were changed
 
     def of(self, name: str) -> Sequence[Tensor] | None:
@@ -122,6 +123,7 @@ def _look_at(seen: Observation, outputs: dict[str, Tensor], inputs: Inputs, work
              start: Start) -> None:
     """What can be seen right after the forward."""
     seen.outputs = _cloned(outputs)
+    seen.kinds = {name: type(t) for name, t in outputs.items() if type(t) not in (Tensor, torch.nn.Parameter)}
     seen.takes_gradient = [name for name, output in outputs.items() if output.requires_grad]
     seen.buffers = _cloned(start.buffers)
     seen.changed_buffers = [name for name, buffer in start.buffers.items()

@@ -65,6 +65,19 @@ class Truth:
         """What the whole batch is held against."""
         return self.own(None) if self.is_few else self.exact
 
+    @property
+    def own_error(self) -> float:
+        """How far its outputs are from FP64, as a share of their norm."""
+        own = self._own_of_few or self.own(None)
+        apart = furthest_output(own, self.exact)
+        return apart if math.isfinite(apart) else 0.0
+
+    def own_on(self, work: Work, numerics: str | None) -> Observation:
+        """What it gives on other inputs, multiplying in what was declared."""
+        kind = None if numerics == "float8" else numerics
+        with multiplying_in(kind, work.inputs):
+            return observe(self.plain, work, alone=False, draws=self.has_dropout)
+
     def drawing(self, names: tuple[str, ...]) -> chance.Side:
         """The reference as what draws random numbers, beside the gradients of these parameters."""
         if names not in self._drawing:

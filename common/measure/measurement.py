@@ -22,7 +22,15 @@ class Work:
     """What is timed for one row."""
     run: Callable
     between: Callable[[], None] = timing.nothing
-    iteration: Iteration | None = None     # launched eagerly; None for a replay
+    iteration: Iteration | None = None     # launched eagerly, of which nothing is looked at; None for a replay
+    is_watched: bool = False               # something looks at its results in between
+
+    @property
+    def unwatched(self) -> "Work":
+        """What a profiler and a power meter see of it: not what looks at its results in between."""
+        if not self.is_watched:
+            return self
+        return Work(self.iteration.run, self.iteration.between) if self.iteration else Work(self.run)
 
 
 def ready(subject: Subject, mode: str, launch: str, row: Row, alone: bool = False, watched: bool = True) -> Work | None:
@@ -46,7 +54,10 @@ def ready(subject: Subject, mode: str, launch: str, row: Row, alone: bool = Fals
 
     if launch == "graph":                                  # beside others its memory is the pool, for all of them
         replay, row.reason = subject.replay(mode, read_peak_memory)
-        return Work(replay) if replay else None
+        if replay is None:
+            return None
+        between = subject.between_replays(mode, replay)
+        return Work(replay, between, is_watched=between is not timing.nothing)
     iteration = subject.iteration(mode)
     for _ in range(2):
         iteration.between()
@@ -55,7 +66,7 @@ def ready(subject: Subject, mode: str, launch: str, row: Row, alone: bool = Fals
     iteration.between()
     if watched and on_gpu and not alone:
         row.peak_bytes = _peak_memory(subject, iteration, device)
-    return Work(iteration.run, iteration.between, iteration)
+    return Work(iteration.run, iteration.between, iteration.plain or iteration, iteration.plain is not None)
 
 
 def _peak_memory(subject: Subject, iteration: Iteration, device: torch.device) -> int:
@@ -78,6 +89,7 @@ def read_state(work: Work, row: Row, result: Result, device: torch.device, ms: f
     if device.type != "cuda":
         result.state = machine.state(device)
         return
+    work = work.unwatched
     if metered:
         _steadily(device, work, row, ms)
     else:

@@ -273,7 +273,8 @@ class Session:
 
             def profile() -> None:
                 self.say(Phase.PROFILING, mode)
-                self._fits(lambda: profiler.burst(entry, number, work.run, work.between, expected[key]))
+                alone = work.unwatched
+                self._fits(lambda: profiler.burst(entry, number, alone.run, alone.between, expected[key]))
 
             # The second of two bursts finds the GPU warmer: so each is the second in half of the rounds.
             if profiled and number % 2:
@@ -294,6 +295,7 @@ class Session:
         if samples is None:                                   # one has failed: time the others without it
             del works, profiler
             return self._time_in_rounds(group, mode)
+        self._refuse(mode, chosen)
         self.progress.sampled(sum(_timed_seconds(clock, key, samples, expected) for key in works))
         self._fill_rows(mode, works, samples, clock)
         if group.limited:
@@ -337,6 +339,13 @@ class Session:
         elif isinstance(visited[0], RowKey):
             self.fail(visited[0].entry, mode, "oom", "out of memory beside the other cases")
         return None
+
+    def _refuse(self, mode: str, chosen: dict[Entry, str]) -> None:
+        """Fail the cases whose timed calls did what they must not."""
+        for entry in self.alive():
+            if entry.subject and (reason := entry.subject.refused()):
+                self.fail(entry, mode, "failed", reason)
+                chosen.pop(entry, None)
 
     def _fill_rows(self, mode: str, works: dict[Key, Work], samples: dict[Key, timing.Samples], clock: timing.Clock
                    ) -> None:

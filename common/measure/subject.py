@@ -15,7 +15,7 @@ from ..block.workload import Workload
 from ..outcome import Failed
 from ..phases import Phase
 from ..report.result import Compilation, Result
-from ..runtime import compiler, engine, iteration, replay
+from ..runtime import compiler, engine, iteration, replay, timing
 from ..runtime.iteration import BOTH, FORWARD, Iteration
 
 Build = Callable[[BlockConfig, dict[str, Tensor], torch.device], nn.Module]
@@ -42,6 +42,14 @@ class Subject:
     def replay(self, mode: str, captured: Callable[[], None] = lambda: None) -> tuple[Callable | None, str]:
         """(a call that replays an iteration, "") once that is proved; (None, why there is none) elsewhere."""
         return replay.verified(self.iteration(mode), self.proof(), captured=captured)
+
+    def between_replays(self, mode: str, replayed: Callable) -> Callable[[], None]:
+        """What is called before each replay, outside of the timed region."""
+        return timing.nothing
+
+    def refused(self) -> str:
+        """What its timed calls did that they must not, the last one too; "" where nothing."""
+        return ""
 
     def has(self, mode: str) -> bool:
         """Whether it has that pass."""

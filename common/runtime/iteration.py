@@ -22,6 +22,7 @@ class Iteration:
     between: Callable[[], None]
     reads: list[Tensor]                   # changed while a replay is proved: the replay must follow them
     receives: Mapping[str, Tensor]        # name -> what finds its gradient in .grad
+    plain: "Iteration | None" = None      # the same without what looks at its results in between, where something does
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients that the last `run` left, by name, without those that are None."""

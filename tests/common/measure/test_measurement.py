@@ -40,6 +40,9 @@ class FakeSubject:
         captured()
         return lambda: self.order.append("replay"), ""
 
+    def between_replays(self, mode: str, replayed):
+        return timing.nothing
+
 
 class Timed:
     """A row that was timed by fakes of all that takes time; `order` is what happened, one behind the other."""

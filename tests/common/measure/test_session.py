@@ -446,7 +446,8 @@ class Watched:
         self.some, self.order = some, []
         self.entry = entry_of("a")
         self.entry.subject = SimpleNamespace(workload=SEVEN_TOKENS, iteration=self.iteration, own_bytes=1000,
-                                             inputs=[SimpleNamespace(device=GPU)], replay=lambda *_: (print, ""))
+                                             inputs=[SimpleNamespace(device=GPU)], replay=lambda *_: (print, ""),
+                                             between_replays=lambda *_: timing.nothing, refused=lambda: "")
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.order.append("wait"))
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: self.order.append("reset"))
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.tells("allocated", 50))

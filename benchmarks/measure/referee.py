@@ -1,0 +1,341 @@
+"""What a candidate must not do while it is judged and timed: answer from memory, do less, or change the rules.
+
+A check before the clock starts says nothing of what the clock sees. So the timed calls are looked at, too: each gets
+inputs that were never there before, some of their results are held against the reference, which computes its own only
+afterwards, all streams and threads are waited for, and what is global in the process is compared before and after.
+In one process a candidate can still reach everything that looks at it; what was put in place of torch's own functions
+before this module was imported is not seen.
+"""
+import contextlib
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from benchmarks.measure.bounds import BOUNDS
+from benchmarks.measure.calls import Inputs, takes_gradient
+from benchmarks.measure.observing import distance, norm
+from common.outcome import is_out_of_memory
+from common.runtime.iteration import Iteration
+
+NOISE = 0.5                                # of each element of a floating input: another input, of the same kind
+LOOKS = 2                                  # at timed calls, of each pass and way of launching
+GROSS = 0.05                               # of a gradient's norm: a kink may move it, what is stale is further off
+TIMES_ROUNDING, TIMES_THE_REFERENCE = 2, 4 # of an output: candidate and reference both round
+NOT_PLAIN = ", which may compute when it is looked at: return plain tensors"
+LEFT_BUSY = 2e-4                           # seconds that a device may go on behind the stream that is timed
+
+# -------------------------------------------------------------------------------------------------- what is global
+
+_CLASSES = (torch.Tensor, torch.cuda.Event, torch.cuda.Stream, torch.Generator, torch.cuda.CUDAGraph)
+_MODULES = (time, gc, torch, torch.cuda, torch.testing, torch.autograd, torch.random, threading)
+_OWN = ("benchmarks.measure.", "common.runtime.", "common.measure.", "common.block.")
+
+
+def _functions() -> dict[tuple[str, str], Any]:
+    """(holder, name) -> what stands there now: the functions and classes that a measurement rests on."""
+    found: dict[tuple[str, str], Any] = {}
+    holders = [*_CLASSES, *_MODULES, *(module for name, module in list(sys.modules.items())
+                                      if name.startswith(_OWN) and module is not None)]
+    for holder in holders:
+        label = getattr(holder, "__name__", str(holder))
+        for name, value in list(vars(holder).items()):
+            if callable(value) and not name.startswith("__warning"):
+                found[label, name] = value
+    return found
+
+
+def _settings() -> dict[str, Any]:
+    """What decides how precisely and in which way anything is computed."""
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    return {
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn.allow_tf32": cudnn.allow_tf32, "cudnn.benchmark": cudnn.benchmark, "cudnn.enabled": cudnn.enabled,
+        "cudnn.deterministic": cudnn.deterministic,
+        "allow_fp16_reduced_precision_reduction": cuda.allow_fp16_reduced_precision_reduction,
+        "allow_bf16_reduced_precision_reduction": cuda.allow_bf16_reduced_precision_reduction,
+        "default dtype": torch.get_default_dtype(), "gradients": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(), "autocast": torch.is_autocast_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "flush denormal": float(torch.tensor([1e-40]) * 1) == 0.0,
+        "threads": torch.get_num_threads(), "garbage collection": gc.isenabled(),
+    }
+
+
+def _restore_settings(before: dict[str, Any]) -> None:
+    torch.set_float32_matmul_precision(before["float32_matmul_precision"])
+    torch.backends.cudnn.allow_tf32 = before["cudnn.allow_tf32"]
+    torch.backends.cudnn.benchmark = before["cudnn.benchmark"]
+    torch.backends.cudnn.enabled = before["cudnn.enabled"]
+    torch.backends.cudnn.deterministic = before["cudnn.deterministic"]
+    torch.set_default_dtype(before["default dtype"])
+    torch.set_grad_enabled(before["gradients"])
+    torch.set_flush_denormal(before["flush denormal"])
+    if torch.get_num_threads() != before["threads"]:
+        torch.set_num_threads(before["threads"])
+    (gc.enable if before["garbage collection"] else gc.disable)()
+
+
+class Globals:
+    """What is global in this process now; `changed` says what a candidate did to it, and puts it back."""
+
+    def __init__(self) -> None:
+        self.functions, self.settings = _functions(), _settings()
+
+    def changed(self) -> str:
+        """"" where nothing is; else what, in words. Functions of a module that was imported since are no change."""
+        now = _functions()
+        replaced = [(holder, name) for (holder, name), value in self.functions.items()
+                    if now.get((holder, name)) is not value]
+        settings = _settings()
+        others = [f"{name} from {value} to {settings[name]}" for name, value in self.settings.items()
+                  if settings[name] != value]
+        for holder, name in replaced:
+            owner = next((one for one in _CLASSES if one.__name__ == holder), None) or sys.modules.get(holder)
+            with contextlib.suppress(Exception):
+                setattr(owner, name, self.functions[holder, name])
+        if others:
+            _restore_settings(self.settings)
+        words = [f"it replaces {holder}.{name}" for holder, name in replaced]
+        return "; ".join([*words, *(f"it changes {what}" for what in others)][:3])
+
+
+# ---------------------------------------------------------------------------------------------------- fresh inputs
+
+
+def unguessable_seed() -> int:
+    """Of the system's own randomness: no seed that is written into a candidate."""
+    return int.from_bytes(os.urandom(4), "little")
+
+
+class Refresher:
+    """Gives inputs other values of the same kind, in place, each time others.
+
+    A floating tensor keeps its zeros, signs and infinities and gets noise of half of each element. A tensor of
+    whole numbers with more than one dimension is shifted along its last one, so that it holds the same numbers. What is
+    boolean, or a list of whole numbers, has a structure that noise would break: it stays.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self.tensors, self.base = tensors, [t.detach().clone() for t in tensors]
+        self.numbers = torch.Generator().manual_seed(unguessable_seed())
+        device = tensors[0].device if tensors else torch.device("cpu")
+        self.noise = torch.Generator(device).manual_seed(unguessable_seed())
+        self.changes = any(map(self._changes, tensors))
+
+    @staticmethod
+    def _changes(t: Tensor) -> bool:
+        return takes_gradient(t) or (t.dtype != torch.bool and t.ndim > 1 and t.size(-1) > 1)
+
+    def refresh(self) -> None:
+        with torch.no_grad():
+            for t, base in zip(self.tensors, self.base, strict=True):
+                if takes_gradient(t):
+                    wide = torch.complex64 if t.is_complex() else torch.float32
+                    noise = torch.randn(t.shape, generator=self.noise, device=t.device, dtype=wide)
+                    t.copy_(base * (1 + NOISE * noise).to(base.dtype))
+                elif self._changes(t):
+                    shift = int(torch.randint(1, t.size(-1), (1,), generator=self.numbers))
+                    t.copy_(base.roll(shift, -1))
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for t, base in zip(self.tensors, self.base, strict=True):
+                t.copy_(base)
+
+
+def fresh(inputs: Inputs, count: int) -> Iterator[Inputs]:
+    """So many times the inputs with other values each time, always in the same memory."""
+    own = inputs.copies()
+    refresher = Refresher([t.detach() for t in own.named().values()])
+    for _ in range(count if refresher.changes else 0):
+        refresher.refresh()
+        own_args, own_kwargs = pytree.tree_map_only(Tensor, _without_gradient, (own.args, dict(own.kwargs)))
+        yield Inputs(own_args, own_kwargs)
+
+
+def _without_gradient(t: Tensor) -> Tensor:
+    t.grad = None
+    return t
+
+
+# ------------------------------------------------------------------------------------------------------ timed calls
+
+
+@dataclass
+class Referee:
+    """Looks at some of the timed calls of one candidate. `found` says what was wrong with them; "" so far."""
+    reference: Callable                    # on the same flat inputs, returns the same flat outputs
+    parameters: Sequence[tuple[str, Tensor]]       # of the reference, whose gradients the candidate's are held against
+    allowed: float                         # between their outputs, as a share of the norm
+    draws: bool                            # the reference draws random numbers: values can't be compared
+    found: str = ""
+    last_looks: list[Callable[[], None]] = field(default_factory=list)
+    globals: Globals = field(default_factory=Globals)
+
+    def watched(self, work: Iteration, inputs: Sequence[Tensor], cotangents: Sequence[Tensor], mode: str) -> Iteration:
+        """The same iteration, with other inputs each time. Behind the first call, and some later ones, its results are
+        looked at, outside of what is timed."""
+        watch = _Watch(self, mode, inputs, cotangents)
+
+        def run() -> list[Tensor]:
+            watch.returned = work.run()
+            if watch.is_due:                                   # others may share the parameters: now they are its own
+                watch.gradients = work.gradients()
+            return watch.returned
+
+        def between() -> None:
+            watch.look()
+            work.between()
+            watch.prepare()
+
+        def once_more() -> None:
+            work.between()
+            watch.prepare(is_due=True)
+            run()
+            watch.look()
+            work.between()
+        self.last_looks.append(once_more)
+        return Iteration(run, between, work.reads, work.receives, work)
+
+    def look_at_last(self) -> None:
+        """At one more call of each row: who was honest for long enough is not honest then."""
+        for once_more in self.last_looks:
+            once_more()
+        self.last_looks.clear()
+
+    def between_replays(self, replay: Callable[[], None], writes: Sequence[Tensor], inputs: Sequence[Tensor], mode: str
+                        ) -> Callable[[], None]:
+        """What is to be called between two replays of a graph that writes there: other inputs, and looks."""
+        watch = _Watch(self, f"{mode} by graph", inputs, ())
+
+        def between() -> None:
+            watch.look()
+            watch.prepare()
+            watch.returned = list(writes)
+
+        def once_more() -> None:
+            watch.prepare(is_due=True)
+            replay()
+            watch.returned = list(writes)
+            watch.look()
+        self.last_looks.append(once_more)
+        return between
+
+
+def _threads() -> set[threading.Thread]:
+    """Python's own; autograd's, which run a hook at times, are no such."""
+    return {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+
+
+class _Watch:
+    """Of one row: which calls are looked at, and how."""
+
+    def __init__(self, referee: Referee, mode: str, inputs: Sequence[Tensor], cotangents: Sequence[Tensor]):
+        self.referee, self.mode, self.refresher = referee, mode, Refresher(inputs)
+        self.inputs, self.cotangents = inputs, cotangents
+        self.returned: list[Tensor] | None = None
+        self.gradients: dict[str, Tensor] = {}
+        self.given: list[Tensor] = []                          # what the next call is given
+        self.calls, self.looks, self.next = 0, 0, 2            # the first one compiles
+        self.is_due = False                                    # whether the next call is looked at
+        self.threads: set[threading.Thread] = set()
+
+    def prepare(self, is_due: bool = False) -> None:
+        """Other inputs for the next call."""
+        self.calls += 1
+        self.is_due = is_due or (self.calls == self.next and self.looks < LOOKS)
+        self.refresher.refresh()
+        if self.is_due:
+            self.given, self.threads = [t.detach().clone() for t in self.inputs], _threads()
+
+    def look(self) -> None:
+        """At the call before, if it is its turn: an early one, some that nothing tells beforehand, the last."""
+        returned, self.returned = self.returned, None
+        if returned is None or not self.is_due or self.referee.found:
+            return
+        self.looks += 1
+        self.is_due = False
+        self.next = self.calls + int.from_bytes(os.urandom(2), "little") % (4 * self.calls + 3) + 1
+        try:
+            self.referee.found = self._wrong(returned)
+        except (RuntimeError, MemoryError) as error:           # no room for the reference beside what is timed
+            if not is_out_of_memory(error):
+                raise
+        finally:
+            self.gradients, self.given = {}, []
+
+    def _wrong(self, returned: list[Tensor]) -> str:
+        as_left = [t.detach().clone() for t in returned]       # as the stream that is timed sees it
+        if unfinished := self._unfinished(returned, as_left):
+            return unfinished
+        if kinds := [type(t).__name__ for t in returned if type(t) not in (Tensor, torch.nn.Parameter)]:
+            return f"it returns a {kinds[0]}{NOT_PLAIN}"
+        if changed := self.referee.globals.changed():
+            return changed
+        for t, given in zip(self.inputs, self.given, strict=True):
+            if not torch.equal(t.detach().nan_to_num(), given.nan_to_num()):
+                return "a timed call changes its input in place"
+        if self.referee.draws:
+            return ""
+        return self._other_results(as_left)
+
+    def _unfinished(self, returned: list[Tensor], as_left: list[Tensor]) -> str:
+        left = {thread for thread in _threads() - self.threads if thread.is_alive()}
+        device = returned[0].device
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+            began = time.perf_counter()
+            torch.cuda.synchronize()
+            if time.perf_counter() - began > LEFT_BUSY:
+                return "its work goes on, on another stream, when its own stream has ended"
+        for thread in left:
+            thread.join(timeout=1.0)
+        for before, after in zip(as_left, returned, strict=True):
+            if not torch.equal(before.nan_to_num(), after.detach().nan_to_num()):
+                return "its result is not there when it returns: it is filled in later, by another stream or thread"
+        return f"it leaves {len(left)} threads at work" if left else ""
+
+    def _other_results(self, as_left: list[Tensor]) -> str:
+        gradients = {name: t.detach().clone() for name, t in self.gradients.items()}
+        leaves = [t.detach().requires_grad_(bool(gradients) and takes_gradient(t)) for t in self.given]
+        try:
+            with torch.set_grad_enabled(bool(gradients)):
+                expected = self.referee.reference(*leaves)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return ""                                          # it has no answer on such an input
+        for place, (mine, own) in enumerate(zip(as_left, expected, strict=True)):
+            if not takes_gradient(own):
+                continue
+            apart, size = distance([mine], [own.detach()]), norm([own.detach()])
+            if not apart <= self.referee.allowed * size:
+                return (f"a timed call ({self.mode}) returned another result than the reference does on its input: "
+                        f"output {place} is off by {apart / max(size, 1e-300):.1e}")
+        return self._other_gradients(gradients, leaves, expected) if gradients else ""
+
+    def _other_gradients(self, gradients: dict[str, Tensor], leaves: list[Tensor], expected: Sequence[Tensor]) -> str:
+        """Held against those that the reference computes now."""
+        floating = {f"input {place}": t for place, t in enumerate(t for t in leaves if t.is_floating_point())}
+        wanted = {name: t for name, t in (*floating.items(), *self.referee.parameters) if name in gradients}
+        taking = [(y, dy.to(y.dtype)) for y, dy in zip(expected, self.cotangents, strict=True) if y.requires_grad]
+        outputs, cotangents = zip(*taking, strict=True)
+        found = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True)
+        own = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
+        whole = sum(norm([g])**2 for g in own.values())**0.5
+        for name, g in own.items():
+            apart, size = distance([gradients[name].to_dense()], [g.to_dense()]), norm([g.to_dense()])
+            share = max(GROSS, self.referee.allowed)
+            if not apart <= share * size + BOUNDS[torch.bfloat16][1] * whole:
+                return (f"a timed call ({self.mode}) left another gradient than the reference does on its input: of "
+                        f"{name}, off by {apart / max(size, 1e-300):.1e}")
+        return ""

@@ -1,0 +1,186 @@
+"""The referee: every cheat is refused and named, honest modules are not, and everything is put back."""
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.examples import cheats, pairs
+from benchmarks.examples.cheats import CHEATS, Layer, given, reference_of
+from benchmarks.examples.pairs import tensor
+from benchmarks.measure import referee
+from benchmarks.measure.judge import validate
+from benchmarks.measure.modules import compare
+
+DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
+# What is said of each, in part.
+SAID = {
+    "an output cached by address": "timed call (forward) returned another result",
+    "an output cached by content": "timed call (forward) returned another result",
+    "an output cached by shape": "timed call (forward) returned another result",
+    "a gradient cached": "gradient of", "a backward that skips": "gradient", "a stale buffer": "timed call (forward)",
+    "all but the first call of a burst skipped": "timed call (forward)", "every other call skipped": "",
+    "somebody's memory found and returned": "off by", "half of the rows, twice": "output",
+    "a seed hard-coded": "on inputs that it had not seen", "right in FP64 alone": "no rounding makes of it",
+    "right under gradients alone": "output without gradients", "right on the first calls alone": "",
+    "right in a deep copy alone": "no rounding makes of it", "zeros below an absolute tolerance": "output",
+    "a constant": "output", "16 bits called FP32": "", "everybody's precision lowered": "float32_matmul_precision",
+    "its input changed for later calls": "", "random numbers of 16 bits": "coincide",
+    "work left to a thread": "", "work left on another stream": "another stream",
+    "a tensor that computes when looked at": "a Lazy, which may compute",
+    "the host's clock replaced": "time.perf_counter_ns",
+    "allclose replaced": "torch.allclose", "synchronize replaced": "torch.cuda.synchronize",
+    "the event class replaced": "torch.cuda.Event", "equality of tensors replaced": "torch.equal",
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CHEATS)
+def test_every_cheat_is_refused_and_named(name, device):
+    cheat = CHEATS[name]
+    if cheat.needs_gpu and device.type == "cpu":
+        pytest.skip("streams are a GPU's")
+    try:
+        found = compare({"cheat": cheat.make().to(device)}, (given(device),), reference_of(name).to(device), rounds=20)
+    finally:
+        cheat.undo()
+    run = found.results["cheat"]
+    assert run.status == "failed", found
+    assert SAID[name] in run.info["reason"], run.info["reason"]
+    assert not any(run.samples(mode, "eager") for mode in ("forward+backward",)), "a cheat has no time"
+
+
+@pytest.mark.unit
+def test_every_cheat_has_its_words_and_there_are_enough():
+    assert SAID.keys() == CHEATS.keys() and len(CHEATS) >= 25
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", ["everybody's precision lowered", "the host's clock replaced", "allclose replaced",
+                                  "equality of tensors replaced"])
+def test_what_a_cheat_changed_for_all_is_put_back(name):
+    clock, equal, close = time.perf_counter_ns, torch.equal, torch.allclose
+    try:
+        assert not validate(CHEATS[name].make(), Layer(), given()).passed
+        assert (time.perf_counter_ns, torch.equal, torch.allclose) == (clock, equal, close)
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        CHEATS[name].undo()
+
+
+# ---------------------------------------------------------------------------------------------------------- honest ones
+
+
+class Precise(Layer):
+    """It sets what is global, and puts it back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        try:
+            return super().forward(x)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+class Memoized(Layer):
+    """A cache of what does not depend on the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "zeros"):
+            self.zeros = torch.zeros(cheats.WIDTH)
+        return super().forward(x) + self.zeros.to(x.dtype)
+
+
+class Reuses(Layer):
+    """An output buffer of its own, which a later call writes over: as it is declared."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or x.dtype != torch.float32:
+            return super().forward(x)
+        if not hasattr(self, "out"):
+            self.out = torch.empty(cheats.TOKENS, cheats.WIDTH)
+        return self.out.copy_(super().forward(x))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("make", [Layer, Precise, Memoized, Reuses, lambda: nn.Sequential(Layer())])
+def test_honest_layers_pass_and_are_timed(make):
+    found = compare({"honest": make()}, (given(),), Layer(), rounds=6, overwrites_output=["honest"])
+    assert found.results["honest"].status == "ok", found
+    assert found.results["honest"].best_ms("forward+backward") > 0
+
+
+@pytest.mark.integration
+def test_other_values_are_the_references_while_they_are_timed():
+    """Else a timed call would give another result than the reference's on its input."""
+    torch.manual_seed(0)
+    own, reference = nn.Linear(8, 8), nn.Linear(8, 8)
+    before = own.weight.detach().clone()
+    found = compare({"own": own}, (tensor(4, 8),), reference, rounds=6)
+    assert found.results["own"].status == "ok", found
+    assert torch.equal(own.weight, before)
+
+
+@pytest.mark.integration
+def test_dropout_tokens_and_losses_are_timed_under_the_referee():
+    torch.manual_seed(0)
+    reference = pairs.random(pairs.GPT(), torch.float32)
+    candidate = pairs.GPT(pairs.fused)
+    candidate.load_state_dict(reference.state_dict())
+    drops = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3))
+    for module, inputs, of in ((candidate, (pairs.tokens(),), reference), (drops, (tensor(16, 8),), drops)):
+        found = compare({"one": module}, inputs, of, rounds=6, loss=lambda y: y.square().mean())
+        assert found.results["one"].status == "ok", found
+
+
+# -------------------------------------------------------------------------------------------------------- fresh inputs
+
+
+@pytest.mark.unit
+def test_fresh_inputs_are_others_of_the_same_kind():
+    mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4, dtype=torch.bool).triu(1), -torch.inf)
+    tokens, keep, lengths = torch.arange(12).view(3, 4), torch.ones(3, 4, dtype=torch.bool), torch.tensor([3, 4, 2])
+    tensors = [tensor(3, 4), mask.clone(), tokens.clone(), keep.clone(), lengths.clone()]
+    refresher = referee.Refresher(tensors)
+    seen = set()
+    for _ in range(5):
+        refresher.refresh()
+        x, additive, ids, kept, sizes = tensors
+        assert torch.equal(additive.isinf(), mask.isinf()) and not additive.isnan().any()
+        assert torch.equal(ids.sort(-1).values, tokens) and not torch.equal(ids, tokens)
+        assert kept.all() and torch.equal(sizes, lengths)
+        seen.add(float(x.sum()))
+    assert len(seen) == 5
+    refresher.restore()
+    assert torch.equal(tensors[0], tensor(3, 4)) and torch.equal(tensors[2], tokens)
+
+
+@pytest.mark.unit
+def test_inputs_that_can_not_be_changed_are_not_asked_for():
+    assert list(referee.fresh(referee.Inputs((torch.ones(3, dtype=torch.bool),)), 2)) == []
+
+
+@pytest.mark.unit
+def test_a_reference_that_has_no_answer_on_other_inputs_is_said():
+    """A table that was made for the one input."""
+    x = tensor(4, 4)
+    total = float(x.sum())
+
+    def table(x: Tensor) -> Tensor:
+        if abs(float(x.sum()) - total) > 1e-3:
+            raise ValueError("not in the table")
+        return F.gelu(x)
+    judgement = validate(lambda x: F.gelu(x), table, x)
+    assert judgement.passed and any("not judged on fresh inputs: ValueError" in note for note in judgement.notes)
+
+
+@pytest.mark.unit
+def test_what_is_global_is_seen_and_named():
+    before = referee.Globals()
+    assert before.changed() == ""
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+    assert "cudnn.benchmark from" in before.changed() and before.changed() == ""
