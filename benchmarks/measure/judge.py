@@ -61,10 +61,11 @@ class Judge:
 
     def __init__(self, candidate: Callable, truth: Truth, numerics: str | None = None,
                  parameters: Mapping[str, str] | None = None, overwrites_output: bool = False,
-                 gate: float | None = None, meaning: bool = True):
+                 gate: float | None = None, meaning: bool = True, fresh: bool = True):
         check_numerics(numerics)
         self.candidate, self.truth, self.numerics, self.gate = candidate, truth, numerics, gate
         self.overwrites_output, self.asks_meaning = overwrites_output, meaning and gate is None
+        self.asks_fresh = fresh and gate is None
         self.parameters, self.buffers = named_parameters(candidate), named_buffers(candidate)
         self.partners = partners(truth.parameters, self.parameters, parameters or {})
         self.buffer_partners = partners(truth.buffers, self.buffers, {})
@@ -113,7 +114,7 @@ class Judge:
         self._check_form(seen, own)
         if not self._failed():
             self._compare_precision(seen, own)
-        if not self._failed() and self.gate is None:
+        if not self._failed() and self.asks_fresh:
             truth.say(Phase.CHECKING, "fresh inputs")
             self._ask_fresh()
 

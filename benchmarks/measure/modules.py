@@ -181,16 +181,17 @@ class Comparison:
 def compare(modules: Mapping[str, Callable], inputs: Any, reference: Callable, rounds: int = 20,
             gates: Mapping[str, float] | None = None, seed: int = 0, *, loss: Loss | None = None,
             numerics: str | Mapping[str, str] | None = None, parameters: Mapping[str, str] | None = None,
-            overwrites_output: Collection[str] = (), cotangents: int = 3) -> Comparison:
+            overwrites_output: Collection[str] = (), cotangents: int = 3, defended: bool = True) -> Comparison:
     """Hold every module against `reference` by `validate`, then time those that passed, forward and forward+backward.
 
     `modules` go from a name to a module or function. `inputs` is a tensor, a tuple of positional values or a dict of
     values by keyword, on one device. `numerics` declares what modules multiply in, all or by name; `parameters` pairs
     theirs with the reference's where names do not; `overwrites_output` names the modules whose output lives until the
     next call. `gates` (name -> relative L2 error) replaces the judge's bounds; a gradient may have three times as much.
-    With `loss` that is what is timed, too. On a GPU each is timed eager and as a captured graph. Where a module fails
-    or does not fit, that is its status. All modules are afterwards as they were. Raises ValueError where modules or
-    inputs can't be compared.
+    With `loss` that is what is timed, too. On a GPU each is timed eager and as a captured graph. Each timed call gets
+    inputs of its own, and some of its results are held against the reference; `defended=False` leaves that out, to
+    measure what it costs. Where a module fails or does not fit, that is its status. All modules are restored
+    afterwards. Raises ValueError where modules or inputs can't be compared.
     """
     hush()
     given = Inputs.of(inputs)
@@ -215,12 +216,13 @@ def compare(modules: Mapping[str, Callable], inputs: Any, reference: Callable, r
             module, name = modules[result.name], result.name
             names = named_parameters(module)
             pairs = {their: our for their, our in (parameters or {}).items() if their in names}
-            judge = Judge(module, truth, declared.get(name), pairs, name in overwrites_output, (gates or {}).get(name))
+            judge = Judge(module, truth, declared.get(name), pairs, name in overwrites_output, (gates or {}).get(name),
+                          fresh=defended)
             judgements[name] = judge.judge()
             record_checks(judgements[name], result)
             gate = 3 * oracle.MODULE_GATES[judge.dtype]
             values.enter_context(judge.with_the_references_values())
-            return subject_of(module, work, (gate, gate), judge.referee())
+            return subject_of(module, work, (gate, gate), judge.referee() if defended else None)
 
         cases = []
         for name, module in modules.items():

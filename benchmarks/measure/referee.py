@@ -119,9 +119,9 @@ def unguessable_seed() -> int:
 class Refresher:
     """Gives inputs other values of the same kind, in place, each time others.
 
-    A floating tensor keeps its zeros, signs and infinities and gets noise of half of each element. A tensor of
-    whole numbers with more than one dimension is shifted along its last one, so that it holds the same numbers. What is
-    boolean, or a list of whole numbers, has a structure that noise would break: it stays.
+    A floating tensor gets noise of half of each element: zeros stay, unless there is nothing else, infinities, and most
+    signs. A tensor of whole numbers with more than one dimension is shifted along its last one, so that it holds the
+    same numbers. What is boolean, or a list of whole numbers, has a structure that noise would break: it stays.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
@@ -141,7 +141,8 @@ class Refresher:
                 if takes_gradient(t):
                     wide = torch.complex64 if t.is_complex() else torch.float32
                     noise = torch.randn(t.shape, generator=self.noise, device=t.device, dtype=wide)
-                    t.copy_(base * (1 + NOISE * noise).to(base.dtype))
+                    is_zero = not base.count_nonzero()         # noise of a share would leave it so
+                    t.copy_((NOISE * noise).to(base.dtype) if is_zero else base * (1 + NOISE * noise).to(base.dtype))
                 elif self._changes(t):
                     shift = int(torch.randint(1, t.size(-1), (1,), generator=self.numbers))
                     t.copy_(base.roll(shift, -1))

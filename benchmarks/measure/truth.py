@@ -130,7 +130,12 @@ class Truth:
             free_memory()
         self.exact_dtype, self.few = self.dtype, self.work
         self.rounds_to = None
-        self.exact = self.own(None)
+        try:
+            self.exact = self.own(None)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise ValueError(f"the reference can't be judged by: {in_a_line(error)}") from None
 
     def _look_in(self, dtype: torch.dtype) -> None:
         """Observe a copy in that dtype, of all samples or as many as fit."""

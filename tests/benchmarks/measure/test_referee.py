@@ -159,6 +159,27 @@ def test_fresh_inputs_are_others_of_the_same_kind():
 
 
 @pytest.mark.unit
+def test_an_input_of_zeros_gets_other_values():
+    tensors = [torch.zeros(3, 4)]
+    referee.Refresher(tensors).refresh()
+    assert tensors[0].count_nonzero() == 12
+
+
+@pytest.mark.unit
+def test_a_reference_without_a_backward_is_a_line():
+    class Forward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("only in training mode")
+    with pytest.raises(ValueError, match="can't be judged by: RuntimeError: only in training mode"):
+        validate(F.gelu, Forward.apply, tensor(4, 4))
+
+
+@pytest.mark.unit
 def test_inputs_that_can_not_be_changed_are_not_asked_for():
     assert list(referee.fresh(referee.Inputs((torch.ones(3, dtype=torch.bool),)), 2)) == []
 

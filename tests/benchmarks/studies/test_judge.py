@@ -1,11 +1,15 @@
 """The study of the judge: its findings, and its tables from records."""
+import re
+
 import pytest
 import torch
 
+from benchmarks.examples.cheats import CHEATS
 from benchmarks.examples.pairs import RIGHT, WRONG
 from benchmarks.measure.checks import Check, Judgement
 from benchmarks.records.read import latest, metric
 from benchmarks.studies import judge
+from benchmarks.studies.judge import cheating
 from tests.benchmarks.studies.test_studies import cpu_records
 
 unit = pytest.mark.unit
@@ -50,3 +54,42 @@ def test_the_tables_name_what_can_not_be_told():
     row = next(line.split() for line in said.splitlines() if line.startswith("GELU without tanh"))
     assert row.count("passes") == 2 and "FP64" in said
     assert next(line for line in said.splitlines() if line.startswith("no_grad inside")).count("form") == 4
+
+
+# ---------------------------------------------------------------------------------------- cheats, honest ones, the cost
+
+
+@unit
+def test_every_cheat_was_recorded_and_refused():
+    lines = cpu_records("judge")
+    cheats = {run.case["name"]: run for run in latest(lines).values() if run.variant["kind"] == "cheat"}
+    assert cheats.keys() == CHEATS.keys()
+    for name, run in cheats.items():
+        assert run.status == ("skipped" if CHEATS[name].needs_gpu else "ok"), name
+    assert f"{len(CHEATS) - 1} of {len(CHEATS) - 1} cheats refused" in judge.answer(lines)
+
+
+@unit
+def test_more_than_a_hundred_honest_modules_were_recorded_and_none_refused():
+    (line,) = [line for line in cpu_records("judge") if metric(line) == judge.HONEST]
+    (passed,) = line["metric"]["benchmark_values"]
+    assert passed == line["metric"]["extra_info"]["of"] >= 100
+    assert len(list(cheating.honest())) == passed
+
+
+@unit
+def test_the_defences_cost_less_than_a_third():
+    said = judge.text(cpu_records("judge"), 200)
+    (percent,) = re.findall(r"The defences add (-?\d+) % to the wall time", said)
+    assert int(percent) < 35
+    row = next(line for line in said.splitlines() if line.startswith("an output cached by address"))
+    assert "a timed call (forward) returned another result" in row and row.rstrip().endswith("passes")
+
+
+@pytest.mark.integration
+def test_a_cheat_is_held_against_a_common_check_too():
+    found = cheating.of_cheat("zeros below an absolute tolerance", CHEATS["zeros below an absolute tolerance"],
+                              torch.device("cpu"))
+    assert found.refused and found.passes_allclose and found.times_as_fast is None
+    found = cheating.of_cheat("a constant", CHEATS["a constant"], torch.device("cpu"))
+    assert found.refused and not found.passes_allclose
