@@ -44,7 +44,7 @@ def _from_trials(candidate: Callable, reference: Callable, inputs: Inputs) -> st
     if theirs.shape != ours.shape or _fits(theirs, ours):                      # no trial could make that go away
         return ""
     factor = float((theirs.double() * ours.double()).sum() / ours.double().square().sum())
-    if factor and _fits(theirs, factor * ours):
+    if factor and abs(factor - 1) > _close(ours) and _fits(theirs, factor * ours):
         return f"it is {factor:.4g} times the reference's everywhere"
     trials = _mode, _epsilon, _gelu, _scale, _transposed
     found = next(filter(None, (trial(candidate, reference, ours, inputs) for trial in trials)), "")

@@ -27,6 +27,7 @@ from common.outcome import is_out_of_memory
 from common.runtime.iteration import Iteration
 
 NOISE = 0.5                                # of each element of a floating input: another input, of the same kind
+MOST_AHEAD, BYTES_AHEAD = 64, 2**24        # calls whose inputs are made at once, as long as they are no larger
 LOOKS = 2                                  # at timed calls, of each pass and way of launching
 GROSS = 0.05                               # of a gradient's norm: a kink may move it, what is stale is further off
 TIMES_ROUNDING, TIMES_THE_REFERENCE = 2, 4 # of an output: candidate and reference both round
@@ -126,26 +127,38 @@ class Refresher:
 
     def __init__(self, tensors: Sequence[Tensor]):
         self.tensors, self.base = tensors, [t.detach().clone() for t in tensors]
-        self.numbers = torch.Generator().manual_seed(unguessable_seed())
         device = tensors[0].device if tensors else torch.device("cpu")
+        self.numbers = torch.Generator().manual_seed(unguessable_seed())
         self.noise = torch.Generator(device).manual_seed(unguessable_seed())
         self.changes = any(map(self._changes, tensors))
+        largest = max((t.nbytes for t in tensors), default=1)
+        self.ahead = max(1, min(MOST_AHEAD, BYTES_AHEAD // max(1, largest)))
+        self.made: list[list[Tensor]] = []               # values for the next calls, of every tensor
 
     @staticmethod
     def _changes(t: Tensor) -> bool:
         return takes_gradient(t) or (t.dtype != torch.bool and t.ndim > 1 and t.size(-1) > 1)
 
     def refresh(self) -> None:
+        """Give them others. Those of several calls are made at once: in between, a copy is all that is launched."""
         with torch.no_grad():
-            for t, base in zip(self.tensors, self.base, strict=True):
-                if takes_gradient(t):
-                    wide = torch.complex64 if t.is_complex() else torch.float32
-                    noise = torch.randn(t.shape, generator=self.noise, device=t.device, dtype=wide)
-                    is_zero = not base.count_nonzero()         # noise of a share would leave it so
-                    t.copy_((NOISE * noise).to(base.dtype) if is_zero else base * (1 + NOISE * noise).to(base.dtype))
-                elif self._changes(t):
-                    shift = int(torch.randint(1, t.size(-1), (1,), generator=self.numbers))
-                    t.copy_(base.roll(shift, -1))
+            if not self.made:
+                every = [self._others(base) if self._changes(base) else [base] * self.ahead for base in self.base]
+                self.made = [list(values) for values in zip(*every, strict=True)]
+            for t, value in zip(self.tensors, self.made.pop(), strict=True):
+                if self._changes(t):
+                    t.copy_(value)
+
+    def _others(self, base: Tensor) -> list[Tensor]:
+        """Values for so many calls."""
+        if not takes_gradient(base):
+            shifts = torch.randint(1, base.size(-1), (self.ahead,), generator=self.numbers)
+            return [base.roll(int(shift), -1) for shift in shifts]
+        wide = torch.complex64 if base.is_complex() else torch.float32
+        noise = torch.randn(self.ahead, *base.shape, generator=self.noise, device=base.device, dtype=wide).mul_(NOISE)
+        if not base.count_nonzero():                     # noise of a share would leave it so
+            return list(noise.to(base.dtype))
+        return list(base * (1 + noise).to(base.dtype))
 
     def restore(self) -> None:
         with torch.no_grad():

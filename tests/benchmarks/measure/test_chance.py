@@ -138,6 +138,14 @@ def test_rounding_is_no_other_distribution(kind):
     assert noisy.passed, noisy
 
 
+@pytest.mark.parametrize("values, passes", [(2**8, False), (2**12, True), (2**24, True)])
+def test_random_numbers_of_few_values_on_either_side(values, passes):
+    generator = torch.Generator().manual_seed(1)
+    ours, theirs = (torch.rand(32, 2000, generator=generator, dtype=torch.float64) for _ in range(2))
+    found = chance.of_draws("output", (theirs * values).floor() / values, ours)
+    assert all(check.passed for check in found) == passes
+
+
 @pytest.mark.parametrize("shift, passes", [(0.0, True), (0.07, True), (0.15, False)])
 def test_a_mean_on_either_side_of_what_rounding_may_move(shift, passes):
     generator = torch.Generator().manual_seed(1)

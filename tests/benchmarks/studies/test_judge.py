@@ -79,7 +79,7 @@ def test_more_than_a_hundred_honest_modules_were_recorded_and_none_refused():
 
 @unit
 def test_the_defences_cost_less_than_a_third():
-    said = judge.text(cpu_records("judge"), 200)
+    said = judge.text(cpu_records("judge"), 400)
     (percent,) = re.findall(r"The defences add (-?\d+) % to the wall time", said)
     assert int(percent) < 35
     row = next(line for line in said.splitlines() if line.startswith("an output cached by address"))
