@@ -181,13 +181,14 @@ class FoundInMemory(Layer):
 # ------------------------------------------------------------------------------------------ less than what was asked
 
 
-class HardCodedShape(Layer):
-    """Rows beyond those that were shown are zero: none at the size that is judged, were it not for fewer rows."""
+class HalfOfTheRows(Layer):
+    """It computes half of the rows, for the shape that it was made for, and returns them twice."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        half = len(x) // 2
-        return y if x.dtype == torch.float64 else torch.cat([y[:half], y[:len(x) - half]])
+        if x.dtype == torch.float64 or len(x) != TOKENS:
+            return super().forward(x)
+        y = super().forward(x[:TOKENS // 2])
+        return torch.cat([y, y])
 
 
 class HardCodedSeed(Layer):
@@ -265,8 +266,8 @@ class Constant(Layer):
         return 0 * y + y.detach().mean()
 
 
-class In16Bits(Layer):
-    """Multiplied in BF16, and called FP32."""
+class SmallFactor(Layer):
+    """Rounded to BF16 and a little too large: as far off as BF16 may be, and in one direction."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 1.004 * super().forward(x.bfloat16().to(x.dtype)) if x.dtype == torch.float32 else super().forward(x)
@@ -390,11 +391,11 @@ CHEATS: dict[str, Cheat] = {
     "a backward that skips": Cheat(SkippedBackward, undo=lambda: setattr(_SkippedBackward, "calls", 0)),
     "a stale buffer": Cheat(StaleBuffer), "all but the first call of a burst skipped": Cheat(FirstOfABurst),
     "every other call skipped": Cheat(EveryOther), "somebody's memory found and returned": Cheat(FoundInMemory),
-    "half of the rows, twice": Cheat(HardCodedShape), "a seed hard-coded": Cheat(HardCodedSeed),
+    "half of the rows, twice": Cheat(HalfOfTheRows), "a seed hard-coded": Cheat(HardCodedSeed),
     "right in FP64 alone": Cheat(InFp64Alone), "right under gradients alone": Cheat(UnderGradientsAlone),
     "right on the first calls alone": Cheat(OnFirstCallsAlone), "right in a deep copy alone": Cheat(InACopyAlone),
     "zeros below an absolute tolerance": Cheat(SmallOutput), "a constant": Cheat(Constant),
-    "16 bits called FP32": Cheat(In16Bits), "everybody's precision lowered": Cheat(
+    "a factor that 16 bits would hide": Cheat(SmallFactor), "everybody's precision lowered": Cheat(
         LowPrecisionForAll, undo=lambda: torch.set_float32_matmul_precision("highest")),
     "its input changed for later calls": Cheat(ChangesItsInput), "random numbers of 16 bits": Cheat(Sampled16Bits),
     "work left to a thread": Cheat(OnAThread), "work left on another stream": Cheat(OnAnotherStream, needs_gpu=True),

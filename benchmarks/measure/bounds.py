@@ -28,6 +28,7 @@ FP64, FP32 = torch.float64, torch.float32
 NOT_TWICE = "the reference does not give the same twice"
 DRAWS_OTHERS = "the reference draws random numbers, and it draws others"
 
+
 def rounding_of(dtype: torch.dtype, numerics: str | None) -> float:
     """What rounding explains, as a share of an output's norm, by the dtype or by the numerics that were declared."""
     if numerics == "float8":

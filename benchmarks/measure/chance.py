@@ -131,20 +131,15 @@ def checks(candidate: Side, reference: Side, reference_draws: bool, work: Work, 
 def _compared(name: str, candidate: Side, reference: Side, work: Work, with_backward: bool, rounding: float
               ) -> list[Check]:
     """The checks of one kind of draws. What fails is tried once more with other seeds: chance fails no one twice."""
-    found: list[Check] = []
-    for attempt in range(2):
-        of_this = 100_000 * attempt
-        theirs = candidate.rows(work, _THEIRS + of_this, with_backward)
-        ours = reference.rows(work, _OURS + of_this, with_backward)
-        again = of_draws(name, *_in_proportion(theirs, ours), rounding)
-        failed_before = {check.name for check in found if not check.passed}
-        if not attempt or any(check.name in failed_before and not check.passed for check in again):
-            found = again
-        else:
-            found = [check for check in again if check.passed] or found
-        if all(check.passed for check in found):
-            break
-    return found
+    def look(seeds_from: int) -> list[Check]:
+        theirs = candidate.rows(work, _THEIRS + seeds_from, with_backward)
+        ours = reference.rows(work, _OURS + seeds_from, with_backward)
+        return of_draws(name, *_in_proportion(theirs, ours), rounding)
+    first = look(0)
+    failed = {check.name for check in first if not check.passed}
+    if not failed:
+        return first
+    return [check for check in look(100_000) if check.passed or check.name in failed]
 
 
 def _in_proportion(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -21,12 +21,12 @@ from common.runtime.machine import memory_free
 SECONDS = 10.0                             # that one look in FP64 may take
 SHARE = 0.7                                # of the memory that is free; the rest is for what nothing counts here
 FORWARDS_OF_A_LOOK = 14                    # as long as so many forwards: three times forward and backward, and others
-SLOWEST = 64                               # times FP32's time: FP64 on a GPU that has it for the desktop alone
+SLOWEST = 64                               # times FP32's time, which FP64 takes on a desktop's GPU
 OUTPUTS, PARAMETERS = 5, 3                 # copies that a look holds: of what is returned, and of parameters
 
 
 class DoesNotFit(MemoryError):
-    """Not even one sample does; the message says why."""
+    """Not even one sample does, or none can be judged alone; the message says which."""
 
 
 def samples_of(inputs: Inputs) -> int:

@@ -462,7 +462,7 @@ def validate(candidate: Callable, reference: Callable, inputs: Any, loss: Loss |
     `inputs` is a tensor, a tuple of positional values or a dict of values by keyword, of any shapes and dtypes. Both
     are judged in the mode that they are in, train or eval. `loss` maps an output to a scalar; without it outputs get
     `cotangents` random ones. `numerics` ("tf32", "float16", "bfloat16", "float8") declares what a candidate multiplies
-    in. `parameters` (its name -> the reference's) pairs what names do not. Both are afterwards as they were. Raises
+    in. `parameters` (its name -> the reference's) pairs what names do not. Both are restored afterwards. Raises
     ValueError where the reference or the arguments can't be used; what the candidate raises is a failed check.
     """
     truth = Truth(reference, Work(Inputs.of(inputs), loss, cotangents, seed))

@@ -79,7 +79,7 @@ def uncompiled_meanwhile(call: Callable) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def without_dropout(call: Callable, functions: bool = True) -> Iterator[None]:
-    """Meanwhile it drops nothing, in train mode too: neither its modules nor, with `functions`, those that it calls.
+    """Meanwhile it drops nothing, in train mode too: its modules do not, nor with `functions` the functions it calls.
 
     Compiled code does not see the functions; there the rate must be an attribute whose name holds "drop", of a module
     or of its config.

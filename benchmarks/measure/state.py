@@ -22,7 +22,7 @@ class State:
     """What is behind some callables now: attributes, containers, tensors that are no parameters, random generators.
 
     `restore` puts all of it back: names that are new are removed, lists and dicts hold what they held, tensors have
-    their values. Values of parameters are not kept: no forward writes to those.
+    their values. Values of parameters are not kept: of a large model a copy might not fit.
     """
 
     def __init__(self, *calls: Callable):

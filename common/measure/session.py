@@ -330,14 +330,15 @@ class Session:
         except Failed as error:
             reason = str(error)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or not isinstance(visited[0], RowKey):
+            ran_out = [key.entry for key in visited if isinstance(key, RowKey)]
+            if not is_out_of_memory(error) or not ran_out:
                 raise
             reason = ""
-        if reason:
-            for entry in self._compiled_again(works):
-                self.fail(entry, mode, "failed", reason)
-        elif isinstance(visited[0], RowKey):
-            self.fail(visited[0].entry, mode, "oom", "out of memory beside the other cases")
+        if not reason:
+            self.fail(ran_out[0], mode, "oom", "out of memory beside the other cases")
+            return None
+        for entry in self._compiled_again(works):
+            self.fail(entry, mode, "failed", reason)
         return None
 
     def _refuse(self, mode: str, chosen: dict[Entry, str]) -> None:
