@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from common.outcome import Failed
 
 TF32_EPSILON = 2.0**-10                    # it has ten bits of mantissa
+PERTURBATIONS = 8                          # runs whose inputs are off by a rounding
 
 # --------------------------------------------------------------------------------------------------- inputs and outputs
 
@@ -86,14 +87,8 @@ class Inputs:
     def off_by_a_rounding(self, seed: int, tf32: bool = False) -> "Inputs":
         """Copies of which each floating element is a rounding larger, smaller or neither; of FP32 ones TF32's."""
         generator = torch.Generator().manual_seed(seed)
-
-        def off(t: Tensor) -> Tensor:
-            if not takes_gradient(t):
-                return t
-            steps = torch.randint(-1, 2, t.shape, generator=generator).to(t.device, t.dtype)
-            rounding = TF32_EPSILON if tf32 and t.dtype == torch.float32 else torch.finfo(t.dtype).eps
-            return t.detach() * (1 + steps * rounding)
-        args, kwargs = pytree.tree_map_only(Tensor, off, (self.args, dict(self.kwargs)))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: off_by_a_rounding(t, generator, tf32),
+                                            (self.args, dict(self.kwargs)))
         return Inputs(args, kwargs)
 
     def call(self, module: Callable) -> Any:
@@ -104,6 +99,20 @@ class Inputs:
     def dtype(self) -> torch.dtype | None:
         """Of the first floating tensor; of a complex one that of its parts; None where there is none."""
         return next((t.dtype.to_real() for t in self.named().values() if takes_gradient(t)), None)
+
+
+def off_by_a_rounding(t: Tensor, generator: torch.Generator, tf32: bool = False) -> Tensor:
+    """A copy of which each element is a rounding larger, smaller or neither (of FP32, TF32's); whole numbers as is."""
+    if not takes_gradient(t):
+        return t
+    steps = torch.randint(-1, 2, t.shape, generator=generator).to(t.device, t.dtype)
+    rounding = TF32_EPSILON if tf32 and t.dtype == torch.float32 else torch.finfo(t.dtype).eps
+    return t.detach() * (1 + steps * rounding)
+
+
+def rounds_to_tf32(device: torch.device, numerics: str | None = None) -> bool:
+    """Whether FP32 may be rounded to TF32 there: where it is declared, and by cuDNN's own default in convolutions."""
+    return numerics == "tf32" or (device.type == "cuda" and torch.backends.cudnn.allow_tf32)
 
 
 def takes_gradient(t: Tensor) -> bool:

@@ -8,6 +8,7 @@
 What can't be told is `unproven`, with the reason.
 """
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,21 +17,22 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import bounds, chance, hints
-from benchmarks.measure.bounds import BOUNDS, DRAWS_OTHERS, FP32, FP64, NOT_TWICE, NUMERICS, Standard
+from benchmarks.measure.bounds import DRAWS_OTHERS, FP32, FP64, NOT_TWICE, NUMERICS, Standard
 from benchmarks.measure.calls import Inputs, first_names, named_buffers, named_parameters, partners, takes_gradient
 from benchmarks.measure.checks import WITHOUT_GRADIENTS, Check, Judgement
 from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.flat import flat_of
 from benchmarks.measure.keeping import kept, loaded, uncompiled_meanwhile, without_dropout
-from benchmarks.measure.observing import Loss, Observation, Work, distance, norm, observe, rounding_in
+from benchmarks.measure.observing import Loss, Observation, Work, norm, observe, rounding_in
 from benchmarks.measure.referee import (
-    GROSS,
     NOT_PLAIN,
     TIMES_ROUNDING,
     TIMES_THE_REFERENCE,
     Globals,
     Referee,
+    apart_where_finite,
     fresh,
+    gradients_too_far_apart,
     unguessable_seed,
 )
 from benchmarks.measure.truth import (
@@ -134,21 +136,28 @@ class Judge:
                 except Exception as error:                             # it has no answer for such inputs
                     self.notes.append(f"not judged on fresh inputs: {why_not(error)}")
                     return
-                self._compare_fresh(seen, own)
+                self._compare_fresh(seen, own, work)
 
-    def _compare_fresh(self, seen: Observation, own: Observation) -> None:
+    def _compare_fresh(self, seen: Observation, own: Observation, work: Work) -> None:
         if not self.truth.same_twice or self.truth.draws:
             return
         allowed = self.allowed_between
         for name, output in own.outputs.items():
             if takes_gradient(output):
                 self._fresh_check(name, seen.outputs.get(name), output, allowed * norm([output]))
-        of_all = norms_of_all(own)[1]
+        pairs = {}
         for our, their in self._gradient_names(own).items():
             mine, exact = seen.gradients.get(their), own.gradients[our]
             if mine is not None and exact is not None:
-                share = max(GROSS, allowed)
-                self._fresh_check(our, mine[0], exact[0], share * norm(exact[:1]) + BOUNDS[torch.bfloat16][1] * of_all)
+                pairs[our] = mine[0], exact[0]
+        moved = functools.partial(self._gradients_off_by_a_rounding, work)
+        for wrong in gradients_too_far_apart(pairs, allowed, norms_of_all(own)[1], moved):
+            self._fresh_check(wrong.name, *pairs[wrong.name], wrong.bound)
+
+    def _gradients_off_by_a_rounding(self, work: Work) -> Iterator[dict[str, Tensor]]:
+        """The reference's own, several times, of inputs that are off by a rounding."""
+        for seen in self.truth.off_by_a_rounding(work, self.numerics):
+            yield {name: tensors[0] for name, tensors in seen.gradients.items() if tensors is not None}
 
     def _gradient_names(self, own: Observation) -> dict[str, str]:
         """Name of a gradient of the reference -> the candidate's."""
@@ -158,9 +167,9 @@ class Judge:
 
     def _fresh_check(self, name: str, mine: Tensor | None, own: Tensor, bound: float) -> None:
         size = norm([own])
-        if not size or not own.isfinite().all():
+        if not size:
             return
-        error = math.inf if mine is None or mine.shape != own.shape else distance([mine], [own])
+        error = math.inf if mine is None else apart_where_finite(mine, own)
         if not error <= bound:
             reason = "on inputs that it had not seen it gives something else than the reference"
             self.checks.append(Check(name, "fresh inputs", False, True, error / size, bound / size, reason))

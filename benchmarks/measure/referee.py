@@ -7,20 +7,22 @@ In one process a candidate can still reach everything that looks at it; what was
 before this module was imported is not seen.
 """
 import contextlib
+import functools
 import gc
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks.measure.bounds import BOUNDS
-from benchmarks.measure.calls import Inputs, takes_gradient
+from benchmarks.measure.calls import PERTURBATIONS, Inputs, off_by_a_rounding, rounds_to_tf32, takes_gradient
 from benchmarks.measure.observing import distance, norm
 from common.outcome import in_a_line, is_out_of_memory
 from common.runtime.iteration import Iteration
@@ -29,6 +31,7 @@ NOISE = 0.5                                # of each element of a floating input
 MOST_AHEAD, BYTES_AHEAD = 64, 2**24        # calls whose inputs are made at once, as long as they are no larger
 LOOKS = 2                                  # at timed calls, of each pass and way of launching
 GROSS = 0.05                               # of a gradient's norm: a kink may move it, what is stale is further off
+TIMES_MOVED = 2                            # what a rounding of the inputs does to a gradient of the reference, at most
 TIMES_ROUNDING, TIMES_THE_REFERENCE = 2, 4 # of an output: candidate and reference both round
 NOT_PLAIN = ", which may compute when it is looked at: return plain tensors"
 LEFT_BUSY = 2e-4                           # seconds that a device may go on behind the stream that is timed
@@ -323,7 +326,7 @@ class _Watch:
         for place, (mine, own) in enumerate(zip(as_left, expected, strict=True)):
             if not takes_gradient(own):
                 continue
-            apart, size = distance([mine], [own.detach()]), norm([own.detach()])
+            apart, size = apart_where_finite(mine, own.detach()), norm([own.detach()])
             if not apart <= self.referee.allowed * size:
                 return (f"a timed call ({self.mode}) returned another result than the reference does on its input: "
                         f"output {place} is off by {apart / max(size, 1e-300):.1e}")
@@ -331,17 +334,71 @@ class _Watch:
 
     def _other_gradients(self, gradients: dict[str, Tensor], leaves: list[Tensor], expected: Sequence[Tensor]) -> str:
         """Held against those that the reference computes now."""
+        own = self._own_gradients(gradients, leaves, expected)
+        pairs = {name: (gradients[name].to_dense(), g) for name, g in own.items()}
+        whole = sum(norm([g])**2 for g in own.values())**0.5
+        moved = functools.partial(self._moved, gradients, leaves)
+        for wrong in gradients_too_far_apart(pairs, self.referee.allowed, whole, moved):
+            return (f"a timed call ({self.mode}) left another gradient than the reference does on its input: of "
+                    f"{wrong.name}, off by {wrong.apart / max(wrong.size, 1e-300):.1e}")
+        return ""
+
+    def _own_gradients(self, names: Container[str], leaves: list[Tensor], outputs: Sequence[Tensor]
+                       ) -> dict[str, Tensor]:
+        """Those of the reference of these names, for its outputs."""
         floating = {f"input {place}": t for place, t in enumerate(t for t in leaves if t.is_floating_point())}
-        wanted = {name: t for name, t in (*floating.items(), *self.referee.parameters) if name in gradients}
-        taking = [(y, dy.to(y.dtype)) for y, dy in zip(expected, self.cotangents, strict=True) if y.requires_grad]
+        wanted = {name: t for name, t in (*floating.items(), *self.referee.parameters) if name in names}
+        taking = [(y, dy.to(y.dtype)) for y, dy in zip(outputs, self.cotangents, strict=True) if y.requires_grad]
         outputs, cotangents = zip(*taking, strict=True)
         found = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True)
-        own = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
-        whole = sum(norm([g])**2 for g in own.values())**0.5
-        for name, g in own.items():
-            apart, size = distance([gradients[name].to_dense()], [g.to_dense()]), norm([g.to_dense()])
-            share = max(GROSS, self.referee.allowed)
-            if not apart <= share * size + BOUNDS[torch.bfloat16][1] * whole:
-                return (f"a timed call ({self.mode}) left another gradient than the reference does on its input: of "
-                        f"{name}, off by {apart / max(size, 1e-300):.1e}")
-        return ""
+        return {name: g.to_dense() for name, g in zip(wanted, found, strict=True) if g is not None}
+
+    def _moved(self, names: Container[str], leaves: list[Tensor]) -> Iterator[dict[str, Tensor]]:
+        """The reference's own gradients where the inputs are off by a rounding, several times."""
+        for number in range(PERTURBATIONS):
+            generator = torch.Generator().manual_seed(number)
+            others = [off_by_a_rounding(t, generator, rounds_to_tf32(t.device)).requires_grad_(t.requires_grad)
+                      for t in leaves]
+            yield self._own_gradients(names, others, self.referee.reference(*others))
+
+
+class Apart(NamedTuple):
+    """A gradient that is further from the reference's own than anything explains, by norms."""
+    name: str
+    apart: float
+    size: float
+    bound: float
+
+    def beside(self, moved: Tensor, own: Tensor) -> "Apart":
+        """The same, allowed as much as a rounding of the inputs moves the reference's own."""
+        distance_moved = apart_where_finite(moved, own)
+        allowed = TIMES_MOVED * distance_moved if math.isfinite(distance_moved) else 0.0
+        return self._replace(bound=max(self.bound, allowed))
+
+
+def gradients_too_far_apart(pairs: Mapping[str, tuple[Tensor, Tensor]], allowed: float, whole: float,
+                            moved: Callable[[], Iterable[Mapping[str, Tensor]]]) -> list[Apart]:
+    """Of name -> (a candidate's gradient, the reference's): those too far apart for the same function.
+
+    `allowed` is the share that is allowed for outputs, `whole` the norm of all the reference's gradients. `moved()`
+    gives the reference's gradients for inputs that are off by a rounding. Only what is too far apart otherwise is held
+    against them: where a ReLU falls to the other side, a whole gradient moves, in the reference itself as well.
+    """
+    wrong = []
+    for name, (mine, own) in pairs.items():
+        apart, size = apart_where_finite(mine, own), norm([own])
+        bound = max(GROSS, allowed) * size + BOUNDS[torch.bfloat16][1] * whole
+        if not apart <= bound:
+            wrong.append(Apart(name, apart, size, bound))
+    if any(math.isfinite(each.apart) for each in wrong):
+        for gradients in moved():
+            wrong = [each.beside(gradients[each.name], pairs[each.name][1]) if each.name in gradients else each
+                     for each in wrong]
+    return [each for each in wrong if not each.apart <= each.bound]
+
+
+def apart_where_finite(mine: Tensor, own: Tensor) -> float:
+    """The norm of the difference, where the reference's own value is a number: noise may take it beyond its dtype."""
+    if mine.shape != own.shape:
+        return math.inf
+    return distance([torch.where(own.isfinite(), mine.to(own.device), own)], [own])

@@ -9,7 +9,14 @@ import torch
 
 from benchmarks.measure import chance, fitting
 from benchmarks.measure.bounds import FP32, FP64
-from benchmarks.measure.calls import Inputs, named_buffers, named_parameters, takes_gradient
+from benchmarks.measure.calls import (
+    PERTURBATIONS,
+    Inputs,
+    named_buffers,
+    named_parameters,
+    rounds_to_tf32,
+    takes_gradient,
+)
 from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.keeping import kept, uncompiled_meanwhile, without_dropout
 from benchmarks.measure.observing import Observation, Work, distance, norm, observe, rounding_in
@@ -18,7 +25,6 @@ from common.block.precision import multiplying_float32_in
 from common.outcome import Failed, in_a_line, is_out_of_memory
 from common.phases import Phase
 
-PERTURBATIONS = 8
 LOWER = {FP32: ("float16", "bfloat16"), torch.float16: ("bfloat16",)}
 # Of an output's norm, what no rounding of a dtype explains.
 CONTRADICTS = {FP64: 1e-6, FP32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.3}
@@ -211,20 +217,24 @@ class Truth:
         return self._own[kind]
 
     def furthest(self, numerics: str | None) -> Observation:
-        """As `own`, of each tensor the one furthest from the truth among runs whose inputs are off by a rounding.
+        """As `own`, of each tensor the one furthest from the truth among runs whose inputs are off by a rounding."""
+        found = self.own(numerics)
+        for other in self.off_by_a_rounding(self.work, numerics):
+            found = _further(found, other, self.whole)
+        return found
+
+    def off_by_a_rounding(self, work: Work, numerics: str | None) -> Iterator[Observation]:
+        """What it gives where the inputs are off by a rounding, several times.
 
         A ReLU or a max-pool near its kink falls to the other side then, and moves whole gradients: nobody's mistake.
         By default cuDNN may round what a convolution in FP32 takes to TF32, and does for one memory format alone.
         """
-        on_gpu = self.work.inputs.device.type == "cuda"
-        tf32 = numerics == "tf32" or (on_gpu and torch.backends.cudnn.allow_tf32)
-        found = self.own(numerics)
-        kind = None if numerics == "float8" else numerics
+        tf32 = rounds_to_tf32(work.inputs.device, numerics)
         for number in range(PERTURBATIONS):
-            work = dataclasses.replace(self.work, inputs=self.work.inputs.off_by_a_rounding(number, tf32))
-            with kept(self.plain), multiplying_in(kind, self.work.inputs):
-                found = _further(found, observe(self.plain, work, alone=False), self.whole)
-        return found
+            off = dataclasses.replace(work, inputs=work.inputs.off_by_a_rounding(number, tf32))
+            with kept(self.plain):
+                seen = self.own_on(off, numerics)
+            yield seen
 
     def lower(self) -> Iterator[tuple[str, Observation]]:
         """What it gives in each precision below its own, best first: under autocast, and as a copy in that dtype."""

@@ -1,4 +1,5 @@
 """The referee: every cheat is refused and named, honest modules are not, and everything is put back."""
+import math
 import time
 
 import pytest
@@ -14,7 +15,7 @@ from benchmarks.measure.judge import validate
 from benchmarks.measure.modules import compare
 
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
-# What is said of each, in part.
+# What is said of each, in part. How far a thread has come when somebody looks, the machine decides.
 SAID = {
     "an output cached by address": "timed call (forward) returned another result",
     "an output cached by content": "timed call (forward) returned another result",
@@ -28,7 +29,7 @@ SAID = {
     "a constant": "output", "a factor that 16 bits would hide": "no rounding makes of it",
     "everybody's precision lowered": "float32_matmul_precision",
     "its input changed for later calls": "changes its input in place", "random numbers of 16 bits": "coincide",
-    "work left to a thread": "output without gradients", "work left on another stream": "another stream",
+    "work left to a thread": "", "work left on another stream": "another stream",
     "a tensor that computes when looked at": "a Lazy, which may compute",
     "the host's clock replaced": "time.perf_counter_ns",
     "allclose replaced": "torch.allclose", "synchronize replaced": "torch.cuda.synchronize",
@@ -204,3 +205,94 @@ def test_what_is_global_is_seen_and_named():
     torch.set_num_threads(torch.get_num_threads() + 1)
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
     assert "cudnn.benchmark from" in before.changed() and before.changed() == ""
+
+
+# ------------------------------------------------------------------------------------------------ gradients and kinks
+
+
+def apart_by(share: float) -> dict[str, tuple[Tensor, Tensor]]:
+    """A gradient that is off by that share of its norm, small beside the norm of all."""
+    own = torch.zeros(16).index_fill(0, torch.tensor([0]), 1.0)
+    return {"w": (own + share * own.roll(1), own)}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("share, is_wrong", [(0.9 * referee.GROSS, False), (1.1 * referee.GROSS, True)])
+def test_a_gradient_may_be_off_by_a_little(share, is_wrong):
+    assert bool(referee.gradients_too_far_apart(apart_by(share), 0.0, 0.0, list)) == is_wrong
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("times, is_wrong", [(0.95, False), (1.05, True)])
+def test_a_gradient_may_be_off_by_what_a_rounding_of_the_inputs_does_to_it(times, is_wrong):
+    moves = [{"w": own} for own in ((apart_by(each)["w"][0]) for each in (0.1, 0.3, 0.2))]
+    pairs = apart_by(times * referee.TIMES_MOVED * 0.3)
+    assert bool(referee.gradients_too_far_apart(pairs, 0.0, 0.0, lambda: moves)) == is_wrong
+
+
+@pytest.mark.unit
+def test_a_gradient_is_held_where_the_references_own_is_finite():
+    own = torch.ones(4)
+    own[0] = math.inf
+    mine = torch.ones(4)
+    assert not referee.gradients_too_far_apart({"w": (mine, own)}, 0.0, 0.0, list)
+    assert referee.gradients_too_far_apart({"w": (2 * mine, own)}, 0.0, 0.0, list)
+    assert not referee.gradients_too_far_apart({"w": (2 * mine, own)}, 0.0, 0.0, lambda: [{"w": mine * 3}, {"w": own}])
+    assert referee.gradients_too_far_apart({"w": (mine[:2], own)}, 0.0, 0.0, lambda: [{"w": own}])
+
+
+class Kinks(nn.Module):
+    """Many ReLUs behind each other: a rounding moves their gradients by a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(30))
+        for layer in self.layers:
+            nn.init.kaiming_normal_(layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.relu(self.linear(x, layer.weight))
+        return x
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+
+class SplitKinks(Kinks):
+    """The same, each sum in two halves, which round by themselves."""
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x[..., :32] @ weight[:, :32].T + x[..., 32:] @ weight[:, 32:].T
+
+
+class StaleKinks(Kinks):
+    """Its gradients are those of its first call."""
+    first: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if x.dtype == torch.float32 and y.requires_grad:
+            y.register_hook(self.stale)
+        return y
+
+    def stale(self, dy: Tensor) -> Tensor:
+        self.first = dy if self.first is None else self.first
+        return self.first
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_rounds_otherwise_before_many_kinks_passes(device):
+    made = [kind().to(device, torch.bfloat16) for kind in (SplitKinks, Kinks)]
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    found = compare({"split": made[0]}, (x,), made[1], rounds=4)
+    assert found.results["split"].status == "ok", found
+
+
+@pytest.mark.integration
+def test_a_stale_gradient_before_many_kinks_is_found():
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    judgement = validate(StaleKinks(), Kinks(), (x,))
+    assert not judgement.passed, judgement
