@@ -12,7 +12,7 @@ WITHOUT_GRADIENTS = " without gradients"   # behind an output's name: of a forwa
 class Check:
     """One tensor and one question. Error and bound are shares of the tensor's norm, or of that of all gradients."""
     name: str
-    question: str                          # "form", "meaning", "precision" or "chance"
+    question: str                          # "form", "meaning", "precision", "chance", "fresh inputs" or "timed calls"
     passed: bool                           # nothing speaks against it
     proven: bool                           # it could be told
     error: float

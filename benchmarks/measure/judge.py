@@ -189,7 +189,7 @@ class Judge:
         pairs = [(their, parameters[our]) for their, our in self.partners.items()
                  if parameters[our].shape == self.parameters[their].shape]
         draws = truth.has_dropout or truth.draws or not truth.same_twice
-        return Referee(flat, pairs, max(self.allowed_between, self.gate or 0.0), draws)
+        return Referee(flat, pairs, max(self.allowed_between, self.gate or 0.0), draws, self.checks)
 
     def with_the_references_values(self) -> contextlib.AbstractContextManager:
         """Meanwhile its parameters and buffers have the reference's values, as when it was judged."""

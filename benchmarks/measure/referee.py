@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.measure.bounds import BOUNDS
 from benchmarks.measure.calls import PERTURBATIONS, Inputs, off_by_a_rounding, rounds_to_tf32, takes_gradient
+from benchmarks.measure.checks import Check
 from benchmarks.measure.observing import distance, norm
 from common.outcome import in_a_line, is_out_of_memory
 from common.runtime.iteration import Iteration
@@ -182,6 +183,7 @@ class Referee:
     parameters: Sequence[tuple[str, Tensor]]       # of the reference, whose gradients the candidate's are held against
     allowed: float                         # between their outputs, as a share of the norm
     draws: bool                            # the reference draws random numbers: values can't be compared
+    checks: list[Check]                    # of the judgement that the candidate passed; what is found then joins them
     found: str = ""
     last_looks: list[Callable[[], None]] = field(default_factory=list)
     globals: Globals = field(default_factory=Globals)
@@ -220,6 +222,8 @@ class Referee:
             if not is_out_of_memory(error):
                 self.found = self.found or f"a timed call raises {in_a_line(error)}"
         self.last_looks.clear()
+        if self.found:
+            self.checks.append(Check("call", "timed calls", False, True, math.nan, math.nan, self.found))
 
     def between_replays(self, replay: Callable[[], None], writes: Sequence[Tensor], inputs: Sequence[Tensor], mode: str
                         ) -> Callable[[], None]:
