@@ -29,7 +29,8 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
         return Opportunity(technique.name, found, "not here", result.alone.why_not(rung, result.mode))
     added = next((each for each in result.ladder if each.technique is technique), None)
     verdict, why = _worth(judgement, gain, added)
-    why = "; ".join(filter(None, [why, elsewhere, _not_fired(result, technique), _unproven(judgement)]))
+    why = "; ".join(filter(None, [why, elsewhere, _not_fired(result, technique), _less_accurate(judgement),
+                                _unproven(judgement)]))
     return Opportunity(technique.name, found, verdict, why, gain[0], gain[1:], _error(judgement), advice)
 
 
@@ -43,7 +44,8 @@ def _advice(result: Optimized, technique: Technique, found: Found) -> tuple[Advi
 
 def _worth(judgement: Judgement | None, alone: Interval, added: Added | None) -> tuple[str, str]:
     """(the verdict on what passed, why where that needs a word)."""
-    kind = "different numerics" if judgement and judgement.numerics else "take"
+    rounds_otherwise = judgement and (judgement.numerics or judgement.less_accurate)
+    kind = "different numerics" if rounds_otherwise else "take"
     if alone[1] >= WORTH_IT:
         return kind, ""
     if added and added.gain and added.gain[1] >= WORTH_IT:
@@ -58,6 +60,12 @@ def _not_fired(result: Optimized, technique: Technique) -> str:
     seen = [results[rung.name].evidence.get(result.mode) for rung in (Combination(), Combination((technique,)))]
     said = technique.fired(result.looked.program, seen[0], seen[1]) if seen[0] and seen[1] else ""
     return said and f"it did not fire: {said}"
+
+
+def _less_accurate(judgement: Judgement | None) -> str:
+    """The tensor that is furthest beyond its bound, where a lower precision explains that; "" where none is."""
+    checks = judgement.less_accurate if judgement else []
+    return str(max(checks, key=lambda check: check.error / max(check.bound, 1e-300))) if checks else ""
 
 
 def _unproven(judgement: Judgement | None) -> str:

@@ -1,0 +1,37 @@
+"""Which verdict a gain and a judgement lead to."""
+import math
+
+import pytest
+
+from benchmarks.assistant import verdicts
+from benchmarks.measure.checks import Check, Judgement
+
+RIGHT = Check("output", "precision", True, True, 1e-7, 2e-6, "rounding of float32")
+ROUGH = Check("output", "precision", True, True, 1e-3, 2e-6, "less accurate, as float16 is", "float16")
+
+
+def gain(low: float) -> tuple[float, float, float]:
+    return (low + 0.01, low, low + 0.02)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("checks, numerics, verdict", [
+    ([RIGHT], None, "take"), ([RIGHT], "tf32", "different numerics"), ([RIGHT, ROUGH], None, "different numerics")])
+def test_only_what_rounds_as_the_model_does_is_taken(checks, numerics, verdict):
+    judgement = Judgement(checks, "FP64", numerics=numerics)
+    assert verdicts._worth(judgement, gain(1.5), None)[0] == verdict
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("low, verdict", [(1.019, "no gain"), (1.021, "take")])
+def test_a_gain_counts_from_its_lower_end(low, verdict):
+    assert verdicts._worth(Judgement([RIGHT], "FP64"), gain(low), None)[0] == verdict
+
+
+@pytest.mark.unit
+def test_the_tensor_that_is_less_accurate_is_named():
+    worse = Check("gradient of w", "precision", True, True, 1e-2, 2e-6, "less accurate, as bfloat16 is", "bfloat16")
+    assert verdicts._less_accurate(Judgement([RIGHT, ROUGH, worse], "FP64")) == str(worse)
+    assert verdicts._less_accurate(Judgement([RIGHT], "FP64")) == verdicts._less_accurate(None) == ""
+    zero = Check("output", "precision", True, True, math.inf, 0.0, "less accurate", "float16")
+    assert verdicts._less_accurate(Judgement([zero, ROUGH], "FP64"))
