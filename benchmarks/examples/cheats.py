@@ -227,6 +227,29 @@ class OnFirstCallsAlone(Layer):
         return super().forward(x) if self.calls < CALLS else x.new_zeros(x.shape) + 0 * super().forward(x[:1]).sum()
 
 
+class Centred(Layer):
+    """A reference with a state: it subtracts a mean that every call moves on."""
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x - self.mean)
+
+
+class StateLeftAlone(Centred):
+    """Moves its state on the first calls alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.__dict__.get("calls", 0) + 1
+        if self.calls < CALLS:
+            return super().forward(x)
+        return Layer.forward(self, x - self.mean.lerp(x.detach().mean(0), 0.1))
+
+
 class InACopyAlone(Layer):
     """A deep copy computes, and the object itself does not."""
 
@@ -393,7 +416,8 @@ CHEATS: dict[str, Cheat] = {
     "every other call skipped": Cheat(EveryOther), "somebody's memory found and returned": Cheat(FoundInMemory),
     "half of the rows, twice": Cheat(HalfOfTheRows), "a seed hard-coded": Cheat(HardCodedSeed),
     "right in FP64 alone": Cheat(InFp64Alone), "right under gradients alone": Cheat(UnderGradientsAlone),
-    "right on the first calls alone": Cheat(OnFirstCallsAlone), "right in a deep copy alone": Cheat(InACopyAlone),
+    "right on the first calls alone": Cheat(OnFirstCallsAlone),
+    "a state moved on the first calls alone": Cheat(StateLeftAlone), "right in a deep copy alone": Cheat(InACopyAlone),
     "zeros below an absolute tolerance": Cheat(SmallOutput), "a constant": Cheat(Constant),
     "a factor that 16 bits would hide": Cheat(SmallFactor), "everybody's precision lowered": Cheat(
         LowPrecisionForAll, undo=lambda: torch.set_float32_matmul_precision("highest")),
@@ -407,7 +431,8 @@ CHEATS: dict[str, Cheat] = {
     "equality of tensors replaced": _replacing(torch, "equal", lambda *given, **more: True),
 }
 REFERENCES: dict[str, Callable[[], nn.Module]] = {
-    "zeros below an absolute tolerance": Small, "random numbers of 16 bits": Sampled}
+    "zeros below an absolute tolerance": Small, "random numbers of 16 bits": Sampled,
+    "a state moved on the first calls alone": Centred}
 
 
 def reference_of(name: str) -> nn.Module:

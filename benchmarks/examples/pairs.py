@@ -237,6 +237,63 @@ def _one_element(dtype: torch.dtype) -> Pair:
     return alike(reference, candidate, dtype, tensor(32, E, dtype=dtype))
 
 
+class _Centred(nn.Module):
+    """Subtracts a mean that every call moves on, before a linear layer or behind it."""
+    mean: Tensor
+
+    def __init__(self, behind: bool = False):
+        super().__init__()
+        self.linear, self.behind = nn.Linear(E, E), behind
+        self.register_buffer("mean", torch.zeros(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        if self.behind:
+            return self.linear(x) - self.mean @ self.linear.weight.T
+        return self.linear(x - self.mean)
+
+
+def _moving_mean(dtype: torch.dtype) -> Pair:
+    return alike(_Centred(), _Centred(behind=True), dtype, tensor(B, S, E, dtype=dtype))
+
+
+def _spectral_norm(dtype: torch.dtype) -> Pair:
+    """Each call in train mode goes on with the iteration that estimates the norm."""
+    torch.manual_seed(0)
+    reference, candidate = (nn.utils.parametrizations.spectral_norm(nn.Linear(E, E)) for _ in range(2))
+    return alike(reference, candidate, dtype, tensor(B, S, E, dtype=dtype))
+
+
+class _Deep(nn.Module):
+    """Many ReLUs behind each other: a rounding before one moves the gradients. Split, each sum is one of two halves."""
+
+    def __init__(self, is_split: bool = False):
+        super().__init__()
+        self.layers, self.is_split = nn.ModuleList(nn.Linear(E, E, bias=False) for _ in range(30)), is_split
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            assert isinstance(layer.weight, Tensor)
+            x = F.relu(self._product(x, layer.weight))
+        return x
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        half = E // 2
+        if self.is_split:
+            return x[..., :half] @ weight[:, :half].T + x[..., half:] @ weight[:, half:].T
+        return F.linear(x, weight)
+
+
+def _kinks(dtype: torch.dtype) -> Pair:
+    torch.manual_seed(0)
+    reference, candidate = _Deep(), _Deep(is_split=True)
+    for layer in reference.layers:
+        assert isinstance(layer.weight, Tensor)
+        nn.init.kaiming_normal_(layer.weight)
+    candidate.load_state_dict(reference.state_dict())
+    return Pair(candidate.to(dtype), reference.to(dtype), tensor(B, S, E, dtype=dtype))
+
+
 class _Wrapped(nn.Module):
     """A module inside another."""
 
@@ -273,6 +330,9 @@ RIGHT: dict[str, Make] = {
     "an LSTM by hand": _lstm,
     "a bias of one element": _one_element,
     "a module in a wrapper, dicts": _wrapped,
+    "a mean that every call moves": _moving_mean,
+    "spectral normalization": _spectral_norm,
+    "thirty ReLUs behind each other": _kinks,
 }
 
 

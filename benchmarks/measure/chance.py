@@ -61,6 +61,15 @@ def same_twice(call: Callable, work: Work) -> bool:
     return apart <= _SAME
 
 
+def depends_on_earlier_calls(call: Callable, work: Work) -> bool:
+    """Whether a second call on the same inputs gives other outputs, as buffers have changed."""
+    start = Start(call)
+    first = _outputs(call, start, work, 0)
+    apart = _apart(first, _outputs(call, Start(call), work, 0))
+    start.begin(0)
+    return apart > max(1e-6, 3 * _apart(first, _outputs(call, start, work, 0)))
+
+
 @dataclass(frozen=True)
 class Side:
     """A callable whose draws are looked at, and the parameters whose gradients are, in the order of both."""

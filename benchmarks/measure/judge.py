@@ -188,8 +188,22 @@ class Judge:
         parameters = named_parameters(truth.plain)
         pairs = [(their, parameters[our]) for their, our in self.partners.items()
                  if parameters[our].shape == self.parameters[their].shape]
-        draws = truth.has_dropout or truth.draws or not truth.same_twice
-        return Referee(flat, pairs, max(self.allowed_between, self.gate or 0.0), draws, self.checks)
+        buffers = self._buffers_that_change()
+        draws = truth.has_dropout or truth.draws or not truth.same_twice or self._has_state_of_its_own(len(buffers))
+        return Referee(flat, pairs, max(self.allowed_between, self.gate or 0.0), draws, buffers, self.checks)
+
+    def _buffers_that_change(self) -> list[tuple[Tensor, Tensor]]:
+        """(the candidate's, the reference's) of each that a call of the reference changes."""
+        ours = named_buffers(self.truth.plain)
+        return [(self.buffers[their], ours[our]) for their, our in self.buffer_partners.items()
+                if our in self.truth.exact.changed_buffers and ours[our].shape == self.buffers[their].shape]
+
+    def _has_state_of_its_own(self, known: int) -> bool:
+        """Whether results depend on earlier calls through buffers that are no pair: then values can't be compared."""
+        if known == len(self.truth.exact.changed_buffers):
+            return False
+        with kept(self.truth.plain), without_dropout(self.truth.plain):
+            return chance.depends_on_earlier_calls(self.truth.plain, self.truth.work)
 
     def with_the_references_values(self) -> contextlib.AbstractContextManager:
         """Meanwhile its parameters and buffers have the reference's values, as when it was judged."""

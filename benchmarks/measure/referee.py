@@ -183,6 +183,7 @@ class Referee:
     parameters: Sequence[tuple[str, Tensor]]       # of the reference, whose gradients the candidate's are held against
     allowed: float                         # between their outputs, as a share of the norm
     draws: bool                            # the reference draws random numbers: values can't be compared
+    buffers: Sequence[tuple[Tensor, Tensor]]       # (its own, the reference's) of which results may depend
     checks: list[Check]                    # of the judgement that the candidate passed; what is found then joins them
     found: str = ""
     last_looks: list[Callable[[], None]] = field(default_factory=list)
@@ -258,6 +259,7 @@ class _Watch:
         self.returned: list[Tensor] | None = None
         self.gradients: dict[str, Tensor] = {}
         self.given: list[Tensor] = []                          # what the next call is given
+        self.state: list[Tensor] = []                          # the buffers that it begins with
         self.calls, self.looks, self.next = 0, 0, 2            # the first one compiles
         self.is_due = False                                    # whether the next call is looked at
         self.threads: set[threading.Thread] = set()
@@ -269,6 +271,7 @@ class _Watch:
         self.refresher.refresh()
         if self.is_due:
             self.given, self.threads = [t.detach().clone() for t in self.inputs], _threads()
+            self.state = [mine.detach().clone() for mine, _ in self.referee.buffers]
 
     def look(self) -> None:
         """At the call before, if it is its turn: an early one, some that nothing tells beforehand, the last."""
@@ -284,7 +287,7 @@ class _Watch:
             if not is_out_of_memory(error):
                 raise
         finally:
-            self.gradients, self.given = {}, []
+            self.gradients, self.given, self.state = {}, [], []
 
     def _wrong(self, returned: list[Tensor]) -> str:
         as_left = [t.detach().clone() for t in returned]       # as the stream that is timed sees it
@@ -294,12 +297,39 @@ class _Watch:
             return f"it returns a {kinds[0]}{NOT_PLAIN}"
         if changed := self.referee.globals.changed():
             return changed
-        for t, given in zip(self.inputs, self.given, strict=True):
-            if not torch.equal(t.detach().nan_to_num(), given.nan_to_num()):
-                return "a timed call changes its input in place"
+        if _differ(self.inputs, self.given) and not self._reference_changes_its_inputs():
+            return "a timed call changes its input in place"
         if self.referee.draws:
             return ""
-        return self._other_results(as_left)
+        with self._with_its_state():
+            return self._other_results(as_left) or self._other_state()
+
+    def _reference_changes_its_inputs(self) -> bool:
+        """In this pass: then whoever is held against it may, too."""
+        inputs = [t.clone() for t in self.given]
+        with torch.set_grad_enabled(bool(self.gradients)):
+            self.referee.reference(*inputs)
+        return _differ(inputs, self.given)
+
+    @contextlib.contextmanager
+    def _with_its_state(self) -> Iterator[None]:
+        """Meanwhile the reference's buffers hold what the candidate's held before the call."""
+        theirs = [own for _, own in self.referee.buffers]
+        before = [own.detach().clone() for own in theirs]
+        _fill(theirs, self.state)
+        try:
+            yield
+        finally:
+            _fill(theirs, before)
+
+    def _other_state(self) -> str:
+        """Whether the call left its buffers as the reference's call has left its own by now."""
+        for (mine, own), before in zip(self.referee.buffers, self.state, strict=True):
+            apart, size = apart_where_finite(mine, own), norm([own])
+            if not apart <= (max(GROSS, self.referee.allowed) * size if takes_gradient(own) else 0.0):
+                what = "as it was" if torch.equal(mine, before) else "in another state than the reference does"
+                return f"a timed call ({self.mode}) leaves a buffer of shape {tuple(mine.shape)} {what}"
+        return ""
 
     def _unfinished(self, returned: list[Tensor], as_left: list[Tensor]) -> str:
         left = {thread for thread in _threads() - self.threads if thread.is_alive()}
@@ -312,9 +342,8 @@ class _Watch:
                 return "its work goes on, on another stream, when its own stream has ended"
         for thread in left:
             thread.join(timeout=1.0)
-        for before, after in zip(as_left, returned, strict=True):
-            if not torch.equal(before.nan_to_num(), after.detach().nan_to_num()):
-                return "its result is not there when it returns: it is filled in later, by another stream or thread"
+        if _differ(as_left, returned):
+            return "its result is not there when it returns: it is filled in later, by another stream or thread"
         return f"it leaves {len(left)} threads at work" if left else ""
 
     def _other_results(self, as_left: list[Tensor]) -> str:
@@ -366,6 +395,18 @@ class _Watch:
             yield self._own_gradients(names, others, self.referee.reference(*others))
 
 
+def _differ(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether any has another value than its partner; NaN counts as equal to itself."""
+    return any(not torch.equal(t.detach().nan_to_num(), other.detach().nan_to_num())
+               for t, other in zip(tensors, others, strict=True))
+
+
+def _fill(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for t, value in zip(tensors, values, strict=True):
+            t.copy_(value)
+
+
 class Apart(NamedTuple):
     """A gradient that is further from the reference's own than anything explains, by norms."""
     name: str
@@ -373,32 +414,38 @@ class Apart(NamedTuple):
     size: float
     bound: float
 
-    def beside(self, moved: Tensor, own: Tensor) -> "Apart":
-        """The same, allowed as much as a rounding of the inputs moves the reference's own."""
-        distance_moved = apart_where_finite(moved, own)
-        allowed = TIMES_MOVED * distance_moved if math.isfinite(distance_moved) else 0.0
-        return self._replace(bound=max(self.bound, allowed))
-
 
 def gradients_too_far_apart(pairs: Mapping[str, tuple[Tensor, Tensor]], allowed: float, whole: float,
                             moved: Callable[[], Iterable[Mapping[str, Tensor]]]) -> list[Apart]:
     """Of name -> (a candidate's gradient, the reference's): those too far apart for the same function.
 
     `allowed` is the share that is allowed for outputs, `whole` the norm of all the reference's gradients. `moved()`
-    gives the reference's gradients for inputs that are off by a rounding. Only what is too far apart otherwise is held
-    against them: where a ReLU falls to the other side, a whole gradient moves, in the reference itself as well.
+    gives the reference's gradients for inputs that are off by a rounding. It is asked only where something is too far
+    apart otherwise: where a ReLU falls to the other side, a whole gradient moves, now this one and now that.
     """
+    of_all = BOUNDS[torch.bfloat16][1] * whole
     wrong = []
     for name, (mine, own) in pairs.items():
         apart, size = apart_where_finite(mine, own), norm([own])
-        bound = max(GROSS, allowed) * size + BOUNDS[torch.bfloat16][1] * whole
+        bound = max(GROSS, allowed) * size + of_all
         if not apart <= bound:
             wrong.append(Apart(name, apart, size, bound))
     if any(math.isfinite(each.apart) for each in wrong):
-        for gradients in moved():
-            wrong = [each.beside(gradients[each.name], pairs[each.name][1]) if each.name in gradients else each
-                     for each in wrong]
+        share = TIMES_MOVED * _furthest_moved(pairs, of_all, moved())
+        wrong = [each._replace(bound=max(each.bound, share * (each.size + of_all))) for each in wrong]
     return [each for each in wrong if not each.apart <= each.bound]
+
+
+def _furthest_moved(pairs: Mapping[str, tuple[Tensor, Tensor]], of_all: float, moved: Iterable[Mapping[str, Tensor]]
+                    ) -> float:
+    """How far a gradient of the reference is moved at most, as a share of its norm."""
+    shares = [0.0]
+    for gradients in moved:
+        for name, other in gradients.items():
+            if name in pairs:
+                own = pairs[name][1]
+                shares.append(apart_where_finite(other, own) / max(norm([own]) + of_all, 1e-300))
+    return max(share for share in shares if math.isfinite(share))
 
 
 def apart_where_finite(mine: Tensor, own: Tensor) -> float:

@@ -102,9 +102,9 @@ class State:
         value = t.detach().clone()
 
         def undo() -> None:
-            with torch.no_grad(), contextlib.suppress(RuntimeError):           # an expanded one can't be written to
+            with contextlib.suppress(RuntimeError):                            # an expanded one can't be written to
                 if t.shape == value.shape:
-                    t.copy_(value)
+                    _put_back(t, value)
         self._undo.append(undo)
 
     def _keep_container(self, value: Any, visits: bool = True) -> None:
@@ -147,12 +147,19 @@ class Start:
 
     def begin(self, seed: int) -> None:
         """Go back to it."""
-        with torch.no_grad():
-            for name, buffer in self.buffers.items():
-                buffer.copy_(self.before[name])
+        for name, buffer in self.buffers.items():
+            _put_back(buffer, self.before[name])
         for parameter in self.parameters.values():
             parameter.grad = None
         seed_all(seed, self._generators)
+
+
+def _put_back(t: Tensor, value: Tensor) -> None:
+    """Its value, and outside of any graph, which a call that writes to it leaves behind it."""
+    with torch.no_grad():
+        if t.grad_fn is not None:
+            t.detach_()
+        t.copy_(value)
 
 
 def _same_items(a: dict, b: dict) -> bool:

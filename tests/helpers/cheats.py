@@ -1,6 +1,6 @@
 """What is said of each of the cheats."""
 
-# What is said of each, in part. How far a thread has come when somebody looks, the machine decides.
+# What is said of each, in part. Of two, who looks first decides what is found: "".
 SAID = {
     "an output cached by address": "timed call (forward) returned another result",
     "an output cached by content": "timed call (forward) returned another result",
@@ -10,6 +10,7 @@ SAID = {
     "somebody's memory found and returned": "off by", "half of the rows, twice": "output",
     "a seed hard-coded": "on inputs that it had not seen", "right in FP64 alone": "no rounding makes of it",
     "right under gradients alone": "output without gradients", "right on the first calls alone": "a timed call",
+    "a state moved on the first calls alone": "",
     "right in a deep copy alone": "no rounding makes of it", "zeros below an absolute tolerance": "output",
     "a constant": "output", "a factor that 16 bits would hide": "no rounding makes of it",
     "everybody's precision lowered": "float32_matmul_precision",

@@ -13,6 +13,8 @@ from benchmarks.examples.pairs import tensor
 from benchmarks.measure import referee
 from benchmarks.measure.judge import validate
 from benchmarks.measure.modules import compare
+from common.runtime import iteration
+from common.runtime.iteration import FORWARD
 from tests.helpers.cheats import SAID
 
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
@@ -222,58 +224,74 @@ def test_a_gradient_is_held_where_the_references_own_is_finite():
     assert referee.gradients_too_far_apart({"w": (mine[:2], own)}, 0.0, 0.0, lambda: [{"w": own}])
 
 
-class Kinks(nn.Module):
-    """Many ReLUs behind each other: a rounding moves their gradients by a third."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(30))
-        for layer in self.layers:
-            nn.init.kaiming_normal_(layer.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = F.relu(self.linear(x, layer.weight))
-        return x
-
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight)
-
-
-class SplitKinks(Kinks):
-    """The same, each sum in two halves, which round by themselves."""
-
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x[..., :32] @ weight[:, :32].T + x[..., 32:] @ weight[:, 32:].T
-
-
-class StaleKinks(Kinks):
-    """Its gradients are those of its first call."""
-    first: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if x.dtype == torch.float32 and y.requires_grad:
-            y.register_hook(self.stale)
-        return y
-
-    def stale(self, dy: Tensor) -> Tensor:
-        self.first = dy if self.first is None else self.first
-        return self.first
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_rounds_otherwise_before_many_kinks_passes(device):
-    made = [kind().to(device, torch.bfloat16) for kind in (SplitKinks, Kinks)]
-    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
-    found = compare({"split": made[0]}, (x,), made[1], rounds=4)
-    assert found.results["split"].status == "ok", found
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["thirty ReLUs behind each other", "a mean that every call moves",
+                                  "spectral normalization"])
+def test_what_rounds_otherwise_before_kinks_or_has_a_state_passes(name, dtype, device):
+    pair = pairs.RIGHT[name](dtype).to(device)
+    found = compare({"it": pair.candidate}, pair.inputs, pair.reference, rounds=4)
+    assert found.results["it"].status == "ok", found
 
 
 @pytest.mark.integration
 def test_a_stale_gradient_before_many_kinks_is_found():
-    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
-    judgement = validate(StaleKinks(), Kinks(), (x,))
+    """In FP32, where a rounding moves none of them so far."""
+    class Stale(pairs._Deep):
+        first: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if x.dtype == torch.float32 and y.requires_grad:
+                y.register_hook(self.stale)
+            return y
+
+        def stale(self, dy: Tensor) -> Tensor:
+            self.first = dy if self.first is None else self.first
+            return self.first
+    pair = pairs.RIGHT["thirty ReLUs behind each other"](torch.float32)
+    stale = Stale()
+    stale.load_state_dict(pair.reference.state_dict())
+    judgement = validate(stale, pair.reference, pair.inputs)
     assert not judgement.passed, judgement
+
+
+@pytest.mark.integration
+def test_whoever_is_held_against_what_changes_its_input_may_change_it_too():
+    class ReluInPlace(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(F.relu(x, inplace=not torch.is_grad_enabled()))
+    found = compare({"it": ReluInPlace()}, (given(torch.device("cpu")),), ReluInPlace(), rounds=4)
+    assert found.results["it"].status == "ok", found
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("calls, found", [(-1000, ""), (cheats.CALLS, "leaves a buffer of shape (64,) as it was")])
+def test_a_state_that_a_timed_call_leaves_alone_is_found(calls, found):
+    candidate, reference, x = cheats.StateLeftAlone(), cheats.Centred(), given(torch.device("cpu"))
+    candidate.calls = calls
+    watch = referee.Referee(lambda x: [reference(x)], [], 1e-5, False, [(candidate.mean, reference.mean)], [])
+    work = watch.watched(iteration.of_call(candidate, [x], [], {}, FORWARD), [x], [], FORWARD)
+    for _ in range(3):
+        work.between()
+        work.run()
+    watch.look_at_last()
+    assert found in watch.found and bool(found) == bool(watch.found) == bool(watch.checks), watch.found
+    assert not reference.mean.any(), "the reference's own state is as it was"
+
+
+@pytest.mark.integration
+def test_a_state_of_other_names_leaves_values_untold():
+    """Nobody knows which of its buffers stands for which: what depends on them is not compared in timed calls."""
+    class Renamed(cheats.Centred):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.mean
+            self.register_buffer("centre", torch.zeros(cheats.WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.centre.lerp_(x.detach().mean(0), 0.1)
+            return Layer.forward(self, x - self.centre)
+    found = compare({"it": Renamed()}, (given(torch.device("cpu")),), cheats.Centred(), rounds=4)
+    assert found.results["it"].status == "ok", found

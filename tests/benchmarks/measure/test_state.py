@@ -217,3 +217,19 @@ def test_an_imaginary_part_that_loses_its_gradient_is_found():
     candidate = copy.deepcopy(reference)
     candidate.weight.register_hook(lambda gradient: torch.complex(gradient.real, torch.zeros_like(gradient.real)))
     assert "gradient of weight" in validate(candidate, reference, tensor(3, 4)).failure
+
+
+def test_a_buffer_that_a_call_writes_to_is_left_outside_of_any_graph():
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.key = nn.Linear(4, 4)
+            self.register_buffer("keys", torch.zeros(2, 6, 4))
+
+        def forward(self, x):
+            self.keys[:, :x.size(1)] = self.key(x)
+            return x @ self.keys[:, :x.size(1)].mT
+    module = Cache()
+    assert validate(copy.deepcopy(module), module, torch.randn(2, 3, 4)).passed
+    assert module.keys.grad_fn is None and not module.keys.any()
+    copy.deepcopy(module)                                      # torch refuses what is in a graph
