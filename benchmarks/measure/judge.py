@@ -124,9 +124,9 @@ class Judge:
         """Whether what it gives depends on its inputs as the reference's does: on others, that nobody knew before.
 
         The candidate runs first: there is no answer that it could find. Kinks and rounding may move what is compared;
-        what was kept from another call is further off.
+        what was kept from another call is further off. A gradient must be so each time.
         """
-        truth = self.truth
+        truth, times = self.truth, 0
         with kept(self.candidate, truth.plain):
             for inputs in fresh(truth.work.inputs, FRESH):
                 work = Work(inputs, truth.work.loss, 1, unguessable_seed())
@@ -136,23 +136,34 @@ class Judge:
                 except Exception as error:                             # it has no answer for such inputs
                     self.notes.append(f"not judged on fresh inputs: {why_not(error)}")
                     return
-                self._compare_fresh(seen, own, work)
+                self._compare_fresh_outputs(seen, own)
+                if self._failed():
+                    return
+                moved = self._gradients_moved(seen, own, work)
+                times += bool(moved)
+                if times == FRESH:
+                    self.checks += moved
 
-    def _compare_fresh(self, seen: Observation, own: Observation, work: Work) -> None:
+    def _compare_fresh_outputs(self, seen: Observation, own: Observation) -> None:
         if not self.truth.same_twice or self.truth.draws:
             return
-        allowed = self.allowed_between
         for name, output in own.outputs.items():
             if takes_gradient(output):
-                self._fresh_check(name, seen.outputs.get(name), output, allowed * norm([output]))
+                self.checks += self._fresh_check(name, seen.outputs.get(name), output,
+                                                 self.allowed_between * norm([output]))
+
+    def _gradients_moved(self, seen: Observation, own: Observation, work: Work) -> list[Check]:
+        """A failed check of each gradient that is another one."""
+        if not self.truth.same_twice or self.truth.draws:
+            return []
         pairs = {}
         for our, their in self._gradient_names(own).items():
             mine, exact = seen.gradients.get(their), own.gradients[our]
             if mine is not None and exact is not None:
                 pairs[our] = mine[0], exact[0]
         moved = functools.partial(self._gradients_off_by_a_rounding, work)
-        for wrong in gradients_too_far_apart(pairs, allowed, norms_of_all(own)[1], moved):
-            self._fresh_check(wrong.name, *pairs[wrong.name], wrong.bound)
+        found = gradients_too_far_apart(pairs, self.allowed_between, norms_of_all(own)[1], moved)
+        return [check for wrong in found for check in self._fresh_check(wrong.name, *pairs[wrong.name], wrong.bound)]
 
     def _gradients_off_by_a_rounding(self, work: Work) -> Iterator[dict[str, Tensor]]:
         """The reference's own, several times, of inputs that are off by a rounding."""
@@ -165,14 +176,14 @@ class Judge:
         return of_inputs | {f"gradient of {our}": f"gradient of {their}" for our, their in self._pairs().items()
                             if f"gradient of {our}" in own.gradients}
 
-    def _fresh_check(self, name: str, mine: Tensor | None, own: Tensor, bound: float) -> None:
+    def _fresh_check(self, name: str, mine: Tensor | None, own: Tensor, bound: float) -> list[Check]:
+        """The check that failed, if it did."""
         size = norm([own])
-        if not size:
-            return
         error = math.inf if mine is None else apart_where_finite(mine, own)
-        if not error <= bound:
-            reason = "on inputs that it had not seen it gives something else than the reference"
-            self.checks.append(Check(name, "fresh inputs", False, True, error / size, bound / size, reason))
+        if not size or error <= bound:
+            return []
+        reason = "on inputs that it had not seen it gives something else than the reference"
+        return [Check(name, "fresh inputs", False, True, error / size, bound / size, reason)]
 
     @property
     def allowed_between(self) -> float:

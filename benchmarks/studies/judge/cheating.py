@@ -120,6 +120,8 @@ def refusal(make: Callable[[], Pair], device: torch.device) -> str:
         run = compare({"honest": pair.candidate}, pair.inputs, pair.reference, rounds=ROUNDS).results["honest"]
     except Exception as error:
         return in_a_line(error)
+    finally:
+        torch._dynamo.reset()              # or code that many modules share is compiled no more, after so many times
     return "" if run.status == "ok" else f"{run.status}: {run.info['reason']}"
 
 
