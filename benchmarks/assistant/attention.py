@@ -130,7 +130,10 @@ class _Upwards:
         return self._scaled(scores, factor, 1)
 
     def _div(self, node: fx.Node) -> Any:
-        return self._scaled(node.args[0], argument(node, 1, "other"), -1)
+        if node.kwargs:                                        # rounding_mode
+            self.why = "its scores are rounded"
+            return None
+        return self._scaled(node.args[0], node.args[1], -1)
 
     def _scaled(self, scores: Any, factor: Any, power: int) -> Any:
         if not isinstance(factor, (int, float)):
@@ -141,22 +144,29 @@ class _Upwards:
 
     def _add(self, node: fx.Node) -> Any:
         scores, other = self._scores_and(node)
-        if isinstance(other, fx.Node):
-            self.masks.append(Mask(other, self.scale))
-            return scores
-        self.why = "a number is added to its scores"
-        return None
+        return self._with_a_mask(node, scores, other, 1.0)
 
     def _sub(self, node: fx.Node) -> Any:
-        self.why = "something is taken from its scores"
-        return None
+        scores, other = self._scores_and(node)
+        return self._with_a_mask(node, scores, other, -1.0)
+
+    def _with_a_mask(self, node: fx.Node, scores: Any, other: Any, sign: float) -> Any:
+        alpha: Any = node.kwargs.get("alpha", 1)
+        if not isinstance(other, fx.Node):
+            self.why = "a number is added to its scores"
+            return None
+        if scores is not node.args[0] and (sign < 0 or alpha != 1):
+            self.why = "its scores are taken from something"
+            return None
+        self.masks.append(Mask(other, sign * alpha * self.scale))
+        return scores
 
     def _masked_fill(self, node: fx.Node) -> Any:
-        return self._filled(node.args[0], argument(node, 1, "mask"), argument(node, 2, "value"), True)
+        scores, mask, value = _args(node)
+        return self._filled(scores, mask, value, True)
 
     def _where(self, node: fx.Node) -> Any:
-        condition, yes, no = (argument(node, place, name)
-                              for place, name in enumerate(("condition", "input", "other")))
+        condition, yes, no = _args(node)
         if shape_of(yes) == self.shape:
             return self._filled(yes, condition, no, False)
         return self._filled(no, condition, yes, True)
@@ -171,10 +181,15 @@ class _Upwards:
 
     def _scores_and(self, node: fx.Node) -> tuple[Any, Any]:
         """(the operand that has the shape of the scores, the other one)."""
-        first, second = node.args[0], argument(node, 1, "other")
+        first, second = _args(node)
         if shape_of(first) == self.shape and _leads_to_a_matmul(first):
             return first, second
         return second, first
+
+
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    """What it is called with, of whatever types."""
+    return node.args
 
 
 def _number(value: Any) -> float | None:
@@ -208,11 +223,11 @@ def _queries_and_keys(scores: fx.Node) -> tuple[Operand, Operand]:
     if name == "einsum":
         return _of_einsum(scores)
     if name == "baddbmm":
-        if argument(scores, 3, "beta", 1) != 0:
+        if scores.kwargs.get("beta", 1) != 0:
             raise Refused("its baddbmm adds a tensor to the scores")
-        query, key = argument(scores, 1, "batch1"), argument(scores, 2, "batch2")
+        _, query, key = _args(scores)
     else:
-        query, key = scores.args[0], argument(scores, 1, "other" if name == "matmul" else "mat2")
+        query, key = _args(scores)
     return Operand(query), Operand(key, _swapped(len(shape_of(key))))
 
 
@@ -274,7 +289,7 @@ def _swaps_the_last(node: Any, ndim: int) -> bool:
     if not isinstance(node, fx.Node):
         return False
     if name_of(node) in ("transpose", "swapaxes"):
-        swapped = {argument(node, 1, "dim0"), argument(node, 2, "dim1")}
+        swapped = set(_args(node)[1:])
         return {dim % ndim for dim in swapped if isinstance(dim, int)} == {ndim - 1, ndim - 2}
     if name_of(node) == "permute":
         dims: Any = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
@@ -283,7 +298,8 @@ def _swaps_the_last(node: Any, ndim: int) -> bool:
 
 
 def _own_scale(scores: fx.Node) -> float:
-    return float(argument(scores, 4, "alpha", 1)) if name_of(scores) == "baddbmm" else 1.0
+    alpha: Any = scores.kwargs.get("alpha", 1)
+    return float(alpha) if name_of(scores) == "baddbmm" else 1.0
 
 
 def _downwards(softmax: fx.Node) -> tuple[fx.Node, tuple[float, bool], list[fx.Node]]:

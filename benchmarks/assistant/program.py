@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.assistant.breaks import Break, breaks_told
+from benchmarks.assistant.normal import is_in_place, name_of, normalise
 from benchmarks.assistant.source import Place, innermost
 from benchmarks.assistant.trace import Trace, trace
 from benchmarks.measure.calls import Inputs, clean
@@ -54,6 +55,8 @@ class Captured:
         if node.op not in ("call_function", "call_method") or any(word in name for word in _RANDOM):
             raise Unknown(f"{name} is not the same twice")
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda inner: self._value(inner, known))
+        if is_in_place(node) and isinstance(args[0], Tensor):
+            args = (args[0].clone(), *args[1:])            # it may be a buffer of the model
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         assert callable(node.target)
@@ -84,15 +87,6 @@ class Program:
     graphs: list[Captured] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
     not_captured: str = ""                                 # why Dynamo can't run it
-
-
-def name_of(node: fx.Node) -> str:
-    """What a node calls, whichever way it is spelt: "mul" for a * b, torch.mul, a.mul and a *= b."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    if node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator":
-        name = {"imul": "mul", "iadd": "add", "isub": "sub", "itruediv": "truediv"}.get(name, name)
-    return {"truediv": "div", "true_divide": "div", "multiply": "mul", "subtract": "sub", "divide": "div"}.get(
-        name.rstrip("_"), name.rstrip("_"))
 
 
 def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
@@ -148,6 +142,7 @@ def read(model: nn.Module, inputs: Inputs) -> Program:
     constant = constants_of(model)
 
     def collect(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        normalise(module)
         captured = Captured(module, given_to(module, constant))
         program.graphs.append(captured)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._inductor.compile_fx import compile_fx
 
+from benchmarks.assistant.normal import normalise
 from benchmarks.assistant.program import Captured, constants_of, given_to
 from common.runtime.compiler import allow_many_graphs
 
@@ -71,6 +72,7 @@ class Rewritten:
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
         self.graphs += 1
+        normalise(module)
         as_it_was = fx.GraphModule(module, fx.Graph())
         as_it_was.graph.output(as_it_was.graph.graph_copy(module.graph, {}))
         as_it_was.recompile()
