@@ -42,6 +42,7 @@ WRONG_ONES = """With a mistake: the error as a multiple of its bound. `form`: wh
 shape, a dtype, a missing gradient, an integer, a place that is not finite."""
 CHEATING = """Cheats, by `compare`, and by a common check and clock."""
 CHEAT, HONEST, COST = "cheat", "honest modules", "wall time of compare"
+QUICK = "--quick leaves out: honest modules in 16 bits, in eval mode and behind another module"
 HEADERS = {MEANING: "FP64", "float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
 
 
@@ -77,7 +78,6 @@ def _severity(check: Check) -> tuple[bool, float]:
 
 # ------------------------------------------------------------------------------------------------------------ measuring
 
-
 def run(study: Study, chosen: Options) -> int:
     """Judge every pair; the exit status."""
     session = open_session(study, chosen)
@@ -91,6 +91,8 @@ def run(study: Study, chosen: Options) -> int:
     _measure_cost(session, chosen)
     session.progress.clear()
     tell(study.told(session.lines))
+    if chosen.quick:
+        tell(QUICK)
     session.finish(chosen.config)
     return exit_status(statuses)
 
@@ -134,7 +136,7 @@ def _judge_honest(session: Session, chosen: Options) -> str:
     result = Result("honest modules", None, "float32", session.facts, variant={"kind": "honest"}, study=session.study,
                     run=session.run)
     refused, count = {}, 0
-    for name, make in cheating.honest():
+    for name, make in cheating.honest(chosen.quick):
         session.say(Phase.JUDGING, name)
         count += 1
         if reason := cheating.refusal(make, chosen.device):

@@ -74,7 +74,7 @@ def test_more_than_a_hundred_honest_modules_were_recorded_and_none_refused():
     (line,) = [line for line in cpu_records("judge") if metric(line) == judge.HONEST]
     (passed,) = line["metric"]["benchmark_values"]
     assert passed == line["metric"]["extra_info"]["of"] >= 100
-    assert len(list(cheating.honest())) == passed
+    assert len(list(cheating.honest())) == passed > 4 * len(list(cheating.honest(quick=True)))
 
 
 @unit
