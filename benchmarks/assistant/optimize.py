@@ -26,7 +26,7 @@ from benchmarks.assistant.workload import arithmetic_of, workload
 from benchmarks.assistant.written import AsWritten, WrittenOut, written_out
 from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import Judge
-from benchmarks.measure.keeping import kept
+from benchmarks.measure.keeping import kept, parameters_kept
 from benchmarks.measure.modules import record_checks, subject_of, work_in_words
 from benchmarks.measure.truth import Truth, working_dtype
 from common.block import oracle
@@ -71,7 +71,7 @@ def optimize(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: 
     where = next(iter(task.devices))
     count = rounds or (QUICK_ROUNDS if quick else ROUNDS[where.type])
     session = Session("assistant", where, count, seed, file=file)
-    with kept(task.model), _fits():
+    with kept(task.model), parameters_kept(task.model, task.given), _fits():
         source = model if isinstance(model, Source) and not quick else None
         assistant = _Assistant(task, session, techniques, inference, quick, source)
         return assistant.run(name or type(task.model).__name__)
@@ -250,8 +250,9 @@ class _Assistant:
         judge = Judge(module, self.truth, plan.numerics, overwrites_output=overwrites_output)
         self.judgements[result.name] = judge.judge()
         record_checks(self.judgements[result.name], result, GRADIENTS)
+        referee = judge.referee()                              # it sees what its next calls change
         self.values.enter_context(judge.with_the_references_values())
-        subject = subject_of(module, self.work, self._gates(plan), judge.referee())
+        subject = subject_of(module, self.work, self._gates(plan), referee)
         subject.workload = own
         return subject
 

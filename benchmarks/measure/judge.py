@@ -22,7 +22,7 @@ from benchmarks.measure.calls import Inputs, first_names, named_buffers, named_p
 from benchmarks.measure.checks import WITHOUT_GRADIENTS, Check, Judgement
 from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.flat import flat_of
-from benchmarks.measure.keeping import kept, loaded, uncompiled_meanwhile, without_dropout
+from benchmarks.measure.keeping import kept, loaded, parameters_kept, uncompiled_meanwhile, without_dropout
 from benchmarks.measure.observing import Loss, Observation, Work, norm, observe, rounding_in
 from benchmarks.measure.referee import (
     NOT_PLAIN,
@@ -83,7 +83,8 @@ class Judge:
         before = Globals()
         with kept(self.candidate, self.truth.plain):
             try:
-                with loaded(self.parameters | self.buffers, self._values()) as others:
+                with (parameters_kept(self.candidate, self.truth.work.inputs),
+                      loaded(self.parameters | self.buffers, self._values()) as others):
                     self._note_values(others)
                     self.draws = chance.draws(self.candidate, self.truth.work)
                     self._ask()
@@ -216,9 +217,12 @@ class Judge:
         with kept(self.truth.plain), without_dropout(self.truth.plain):
             return chance.depends_on_earlier_calls(self.truth.plain, self.truth.work)
 
-    def with_the_references_values(self) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def with_the_references_values(self) -> Iterator[None]:
         """Meanwhile its parameters and buffers have the reference's values, as when it was judged."""
-        return loaded(self.parameters | self.buffers, self._values())
+        with (parameters_kept(self.candidate, self.truth.work.inputs),
+              loaded(self.parameters | self.buffers, self._values())):
+            yield
 
     def _ask_chance(self) -> None:
         truth = self.truth
@@ -499,7 +503,15 @@ def validate(candidate: Callable, reference: Callable, inputs: Any, loss: Loss |
     in. `parameters` (its name -> the reference's) pairs what names do not. Both are restored afterwards. Raises
     ValueError where the reference or the arguments can't be used; what the candidate raises is a failed check.
     """
-    truth = Truth(reference, Work(Inputs.of(inputs), loss, cotangents, seed))
+    given = Inputs.of(inputs)
+    with parameters_kept(reference, given):
+        return _validated(candidate, Truth(reference, Work(given, loss, cotangents, seed)), numerics, parameters or {},
+                          overwrites_output)
+
+
+def _validated(candidate: Callable, truth: Truth, numerics: str | None, parameters: Mapping[str, str],
+               overwrites_output: bool) -> Judgement:
+    """The judgement; what the candidate raises is a failed check."""
     judge = Judge(candidate, truth, numerics, parameters, overwrites_output)
     try:
         return judge.judge()

@@ -1,14 +1,16 @@
 """A caller's modules stay as they were, whatever a check does with them; dropout is off while they are compared."""
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.measure.calls import first_names, modules_of, named_parameters
+from benchmarks.measure.calls import Inputs, first_names, modules_of, named_parameters
 from benchmarks.measure.state import State, random_numbers_kept
 from common.runtime import compiler
 
@@ -58,6 +60,60 @@ def loaded(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> It
         with torch.no_grad():
             for name, value in own.items():
                 parameters[name].copy_(value)
+
+
+@contextlib.contextmanager
+def parameters_kept(call: Callable, inputs: Inputs) -> Iterator[None]:
+    """Afterwards the parameters that it writes to, as an embedding with `max_norm` does, are as they were.
+
+    One call shows which those are: copies of all might not fit.
+    """
+    before = written_by(call, inputs)
+    try:
+        yield
+    finally:
+        _put_back(before)
+
+
+def written_by(call: Callable, inputs: Inputs) -> list[tuple[Tensor, Tensor]]:
+    """(parameter, its value) of each that a call without gradients writes to; they have that value again."""
+    watch = _BeforeItIsWritten(named_parameters(call).values())
+    with kept(call), torch.no_grad(), uncompiled_meanwhile(call), contextlib.suppress(Exception), watch:
+        inputs.copies().call(call)                     # what it raises, it raises again where that is told
+    _put_back(watch.values)
+    return watch.values
+
+
+def _put_back(values: Iterable[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for t, value in values:
+            t.copy_(value)
+
+
+class _BeforeItIsWritten(TorchDispatchMode):
+    """Keeps the values that tensors have before an operator first writes to them."""
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        super().__init__()
+        self.values: list[tuple[Tensor, Tensor]] = []
+        self._untouched: dict[Any, list[Tensor]] = {}
+        for t in {id(t): t for t in tensors}.values():
+            if t.layout == torch.strided:
+                self._untouched.setdefault(t.untyped_storage()._cdata, []).append(t)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for place, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._keep(args[place] if place < len(args) else kwargs.get(argument.name))
+        return func(*args, **kwargs)
+
+    def _keep(self, written: Any) -> None:
+        for t in pytree.tree_leaves(written):
+            if isinstance(t, Tensor) and t.layout == torch.strided:
+                kept_now = self._untouched.pop(t.untyped_storage()._cdata, [])
+                self.values += [(one, one.detach().clone()) for one in kept_now]
 
 
 # ------------------------------------------------------------------------------------------------------------- dropout

@@ -17,7 +17,7 @@ from benchmarks.measure.calls import Inputs, named_parameters
 from benchmarks.measure.checks import Judgement
 from benchmarks.measure.flat import flat_of
 from benchmarks.measure.judge import Judge, check_numerics, validate
-from benchmarks.measure.keeping import kept
+from benchmarks.measure.keeping import kept, parameters_kept
 from benchmarks.measure.observing import Loss, Work, cotangent
 from benchmarks.measure.referee import Referee
 from benchmarks.measure.truth import Truth
@@ -207,7 +207,7 @@ def compare(modules: Mapping[str, Callable], inputs: Any, reference: Callable, r
     _check_pairs(parameters or {}, modules, reference)
     work = Work(given, loss, cotangents, seed)
     judgements: dict[str, Judgement] = {}
-    with kept(reference, *modules.values()), contextlib.ExitStack() as values:
+    with kept(reference, *modules.values()), parameters_kept(reference, given), contextlib.ExitStack() as values:
         session = Session("compare", device, rounds, seed)
         session.say(Phase.CHECKING, "the reference")
         truth = Truth(reference, work, session.say)
@@ -221,8 +221,9 @@ def compare(modules: Mapping[str, Callable], inputs: Any, reference: Callable, r
             judgements[name] = judge.judge()
             record_checks(judgements[name], result)
             gate = 3 * oracle.MODULE_GATES[judge.dtype]
+            referee = judge.referee() if defended else None            # it sees what its next calls change
             values.enter_context(judge.with_the_references_values())
-            return subject_of(module, work, (gate, gate), judge.referee() if defended else None)
+            return subject_of(module, work, (gate, gate), referee)
 
         cases = []
         for name, module in modules.items():

@@ -78,6 +78,7 @@ def _severity(check: Check) -> tuple[bool, float]:
 
 # ------------------------------------------------------------------------------------------------------------ measuring
 
+
 def run(study: Study, chosen: Options) -> int:
     """Judge every pair; the exit status."""
     session = open_session(study, chosen)

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.examples.pairs import tensor
+from benchmarks.measure.calls import Inputs
 from benchmarks.measure.judge import validate
+from benchmarks.measure.keeping import written_by
+from benchmarks.measure.modules import compare
 from benchmarks.measure.state import State
 
 pytestmark = pytest.mark.unit
@@ -233,3 +236,34 @@ def test_a_buffer_that_a_call_writes_to_is_left_outside_of_any_graph():
     assert validate(copy.deepcopy(module), module, torch.randn(2, 3, 4)).passed
     assert module.keys.grad_fn is None and not module.keys.any()
     copy.deepcopy(module)                                      # torch refuses what is in a graph
+
+
+class Decays(nn.Linear):
+    """Its forward writes to its weight."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make, given", [
+    (lambda: nn.Sequential(nn.Embedding(10, 4, max_norm=1.0), nn.Linear(4, 4)), torch.arange(10).view(2, 5)),
+    (lambda: Decays(4, 4), torch.randn(3, 4))])
+def test_a_parameter_that_a_call_writes_to_is_as_it_was(make, given):
+    reference = make()
+    candidate = copy.deepcopy(reference)
+    before = [t.detach().clone() for t in reference.parameters()]
+    assert validate(candidate, reference, given).passed
+    compare({"it": candidate}, given, reference, rounds=2)
+    for module in (reference, candidate):
+        for t, value in zip(module.parameters(), before, strict=True):
+            assert torch.equal(t, value)
+
+
+def test_what_a_call_writes_to_is_found_before_it_is_written():
+    embedding = nn.Embedding(10, 4, max_norm=1.0)
+    before = embedding.weight.detach().clone()
+    [(written, value)] = written_by(embedding, Inputs.of(torch.arange(10)))
+    assert written is embedding.weight and torch.equal(value, before) and torch.equal(written, before)
+    assert not written_by(nn.Linear(4, 4), Inputs.of(torch.randn(2, 4)))
