@@ -94,6 +94,8 @@ def attention_at(softmax: fx.Node) -> Attention:
         raise Refused(up.why or "no matmul of queries and keys leads to it")
     output, dropout, down = _downwards(softmax)
     query, key = _queries_and_keys(scores)
+    if up.is_transposed:
+        query, key = key, query
     value, order = _values(output)
     attention = Attention(softmax, scores, output, query, key, value, order, up.scale * _own_scale(scores),
                           up.masks, dropout, [scores, *reversed(up.chain), softmax, *down, output])
@@ -108,6 +110,7 @@ class _Upwards:
         self.shape, self.scale, self.why = shape, 1.0, ""
         self.masks: list[Mask] = []
         self.chain: list[fx.Node] = []
+        self.is_transposed = False               # the product is that of keys and queries
 
     def walk(self, node: Any) -> fx.Node | None:
         """The matmul; None, with the reason in `why`, where something else comes first."""
@@ -150,6 +153,16 @@ class _Upwards:
         scores, other = self._scores_and(node)
         return self._with_a_mask(node, scores, other, -1.0)
 
+    def _transpose(self, node: fx.Node) -> Any:
+        if not _swaps_the_last(node, len(self.shape)):
+            self.why = "its scores have other dimensions before"
+            return None
+        self.is_transposed = not self.is_transposed
+        self.shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
+        return node.args[0]
+
+    _swapaxes = _swapdims = _permute = _transpose
+
     def _with_a_mask(self, node: fx.Node, scores: Any, other: Any, sign: float) -> Any:
         alpha: Any = node.kwargs.get("alpha", 1)
         if not isinstance(other, fx.Node):
@@ -158,7 +171,13 @@ class _Upwards:
         if scores is not node.args[0] and (sign < 0 or alpha != 1):
             self.why = "its scores are taken from something"
             return None
-        self.masks.append(Mask(other, sign * alpha * self.scale))
+        return self._masked(Mask(other, sign * alpha * self.scale), scores)
+
+    def _masked(self, mask: Mask, scores: Any) -> Any:
+        if self.is_transposed:
+            self.why = "its mask is put on the transposed scores"
+            return None
+        self.masks.append(mask)
         return scores
 
     def _masked_fill(self, node: fx.Node) -> Any:
@@ -176,15 +195,17 @@ class _Upwards:
         if value is None or not isinstance(mask, fx.Node):
             self.why = "its mask puts in a tensor"
             return None
-        self.masks.append(Mask(mask, self.scale, value, blocks))
-        return scores
+        return self._masked(Mask(mask, self.scale, value, blocks), scores)
 
     def _scores_and(self, node: fx.Node) -> tuple[Any, Any]:
         """(the operand that has the shape of the scores, the other one)."""
         first, second = _args(node)
-        if shape_of(first) == self.shape and _leads_to_a_matmul(first):
-            return first, second
-        return second, first
+        for leads in (_leads_to_a_matmul, _depends_on_a_matmul):
+            if shape_of(first) == self.shape and leads(first):
+                return first, second
+            if leads(second):
+                return second, first
+        return (first, second) if isinstance(first, fx.Node) else (second, first)
 
 
 def _args(node: fx.Node) -> tuple[Any, ...]:
@@ -211,6 +232,18 @@ def _leads_to_a_matmul(node: Any, depth: int = 12) -> bool:
     if name_of(node) == "where":
         return any(_leads_to_a_matmul(inner, depth - 1) for inner in node.args[1:])
     return name_of(node) in passed and any(_leads_to_a_matmul(inner, depth - 1) for inner in node.args)
+
+
+def _depends_on_a_matmul(node: Any) -> bool:
+    """Through whatever operations."""
+    seen, todo = set[fx.Node](), [node] if isinstance(node, fx.Node) else []
+    while todo:
+        one = todo.pop()
+        if one.op.startswith("call_") and name_of(one) in PRODUCTS:
+            return True
+        todo += [inner for inner in one.all_input_nodes if inner not in seen]
+        seen.update(one.all_input_nodes)
+    return False
 
 
 def _first(node: fx.Node) -> Any:
@@ -288,7 +321,7 @@ def _swaps_the_last(node: Any, ndim: int) -> bool:
     """Whether a node is a transpose of the last two dimensions."""
     if not isinstance(node, fx.Node):
         return False
-    if name_of(node) in ("transpose", "swapaxes"):
+    if name_of(node) in ("transpose", "swapaxes", "swapdims"):
         swapped = set(_args(node)[1:])
         return {dim % ndim for dim in swapped if isinstance(dim, int)} == {ndim - 1, ndim - 2}
     if name_of(node) == "permute":

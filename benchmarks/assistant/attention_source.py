@@ -1,168 +1,517 @@
-"""Attention by hand in a person's own words, and the line that says the same by scaled_dot_product_attention."""
+"""Attention by hand in a person's own statements, and the same by scaled_dot_product_attention.
+
+The statements from the product of queries and keys to that with the values are read one by one: what becomes of the
+scores, whichever branch ran. Statements that something else needs stay where they are, with their comments. What puts a
+mask on becomes a statement that makes that mask, under the same condition.
+"""
 import ast
-import copy
 import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from torch import fx
+from benchmarks.assistant.attention import Attention
+from benchmarks.assistant.program import place_of, shape_of
+from benchmarks.assistant.source import Place, function_node_at, statement_at, text_of
+from benchmarks.assistant.technique import Advice, NotWritten
+from benchmarks.assistant.words import called, is_of_module
 
-from benchmarks.assistant.attention import PRODUCTS, Attention, Mask, infinite
-from benchmarks.assistant.program import name_of, place_of, shape_of
-from benchmarks.assistant.source import Place, statement_at, statements_between
-from benchmarks.assistant.technique import Advice
-
+MASK = "attn_mask"                           # the name that a mask gets
+CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous")
 LAST_TWO = {"-2", "-1"}, {"2", "3"}          # dimensions, as people write them
+IGNORED = {"dim", "axis", "dtype", "inplace", "p", "training", "memory_format", "copy", "non_blocking"}
+PLACES = {"input": 0, "condition": 0, "mask": 1, "other": 1, "mat2": 1, "value": 2}       # of a keyword
+INFINITE = {"float('-inf')", "-math.inf", "-torch.inf", "-np.inf", "-numpy.inf", "-float('inf')", "-inf",
+            "float('-infinity')"}
 
 
-def advice(attention: Attention, all_causal: bool) -> Advice | None:
-    """The call, in place of the statements from the one matmul to the other; None where they can't be read.
+@dataclass(frozen=True)
+class Fill:
+    """A mask, in words: added to the scores, or where it is true they become `value`."""
+    words: str
+    value: str = ""                          # of a boolean one
+    blocks: bool = True                      # it is true where scores are blocked, not where they are seen
+    factor: str = ""                         # what the scores are multiplied by behind it: " * 0.5 / 3"
+    test: str = ""                           # the condition that it is put on under
 
-    A statement in between that has no part in it stays, before the call.
-    """
-    first, last = _statement(attention.scores), _statement(attention.output)
-    start, end = place_of(attention.scores), place_of(attention.output)
-    if first is None or last is None or start is None or end is None or start.function != end.function:
+    @property
+    def only_blocks(self) -> bool:
+        """Whether all that it does is to leave positions out."""
+        return self.value in INFINITE
+
+    def seen(self) -> str:
+        """As a boolean mask: true where a position is seen."""
+        return f"~({self.words})" if self.blocks and not self.words.isidentifier() else (
+            f"~{self.words}" if self.blocks else self.words)
+
+    def added(self) -> str:
+        """As a mask that is added to the scores."""
+        if not self.value:
+            return f"({self.words}){self.factor}" if self.factor else self.words
+        either = (self.value, "0.0") if self.blocks else ("0.0", self.value)
+        where = f"torch.where({self.words}, {', '.join(either)})"
+        return where + self.factor if self.factor and self.value not in INFINITE else where
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a name or an expression stands for, between the two products."""
+    query: str
+    key: str
+    scales: tuple[str, ...] = ()             # " * x", " / y"
+    fills: tuple[Fill, ...] = ()
+    is_softmax: bool = False                 # they are weights
+    dropout: str = ""
+    value: str = ""                          # the values that the weights were multiplied with: the output
+
+    def scaled(self, scale: str) -> "Scores":
+        fills = tuple(replace(fill, factor=fill.factor + scale) for fill in self.fills)
+        return replace(self, scales=(*self.scales, scale), fills=fills)
+
+
+@dataclass
+class _Reader:
+    """Follows the scores through statements of a file's text."""
+    text: str
+    names: dict[str, Scores] = field(default_factory=dict)
+    may_begin: bool = True                   # a product may be that of queries and keys
+    output: ast.expr | None = None           # the expression that is the attention's output
+    found: Scores | None = None              # what it stands for
+
+    def value(self, node: ast.expr) -> Scores | None:
+        """What an expression stands for; None where that is nothing of the attention. Raises NotWritten."""
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id)
+        if isinstance(node, ast.BinOp):
+            return self._operation(node)
+        if isinstance(node, ast.Call):
+            return self._call(node)
+        if isinstance(node, ast.IfExp) and (self.value(node.body) or self.value(node.orelse)):
+            raise NotWritten("its scores depend on a condition inside of an expression")
+        self._look_below(node)
         return None
-    scores, output = _products(first, last)
-    if scores is None or output is None:
-        return None
-    words = [_text(scores[0]), _without_transpose(scores[1]), _text(output[1]), *_options(attention, all_causal)]
-    call = f"F.scaled_dot_product_attention({', '.join(words)})"
-    line = ast.unparse(_Replaced(output[2], call).visit(copy.deepcopy(last)))
-    place = Place(start.file, first.lineno, last.end_lineno or last.lineno)
-    own = {spot.line for node in attention.chain if (spot := place_of(node))}
-    between = [ast.unparse(statement) for statement in statements_between(place)
-               if not any(statement.lineno <= line <= (statement.end_lineno or 0) for line in own)]
-    return Advice("\n".join([*between, line]), place)
+
+    def _look_below(self, node: ast.AST) -> None:
+        """In what is nothing of the attention itself its output may stand."""
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.value(child)
+            elif isinstance(child, ast.keyword):
+                self.value(child.value)
+
+    def _operation(self, node: ast.BinOp) -> Scores | None:
+        if isinstance(node.op, ast.MatMult):
+            return self._product(node, node.left, node.right)
+        left, right = self.value(node.left), self.value(node.right)
+        scores, other = (left, node.right) if left and not left.value else (right, node.left)
+        if scores is None or scores.value:
+            return None
+        if isinstance(node.op, ast.Mult):
+            return self._multiplied(scores, " * " + self.factor(other))
+        if isinstance(node.op, ast.Div) and scores is left:
+            return self._multiplied(scores, " / " + self.factor(other))
+        if isinstance(node.op, ast.Add) or (isinstance(node.op, ast.Sub) and scores is left):
+            return self._with(scores, Fill(self.words(other) if isinstance(node.op, ast.Add)
+                                           else "-" + self.factor(other)))
+        raise NotWritten(f"its scores go through {ast.unparse(node)}")
+
+    def _multiplied(self, scores: Scores, scale: str) -> Scores:
+        if scores.is_softmax:
+            raise NotWritten("its weights are multiplied by something")
+        return scores.scaled(scale)
+
+    def _with(self, scores: Scores, fill: Fill) -> Scores:
+        if scores.is_softmax:
+            raise NotWritten("something is done to its weights")
+        return replace(scores, fills=(*scores.fills, fill))
+
+    def _call(self, node: ast.Call) -> Scores | None:
+        name, given = called(node).rstrip("_"), self._arguments(node)
+        if name in ("matmul", "bmm") and len(given) == 2:
+            return self._product(node, *given.values())
+        values = {key: self.value(argument) for key, argument in given.items()}
+        places = [key for key, value in values.items() if value and not value.value]
+        if not places:
+            return None
+        place, scores, rest = places[0], values[places[0]], [one for key, one in given.items() if key != places[0]]
+        assert scores is not None
+        if len(places) > 1:
+            raise NotWritten(f"its scores go twice into {name}")
+        if place == 0 and name in CASTS:
+            return scores
+        if place == 0 and name == "softmax" and not scores.is_softmax:
+            return replace(scores, is_softmax=True)
+        if place == 0 and scores.is_softmax:
+            return replace(scores, dropout=self._dropout(node, name, rest))
+        if (len(rest) == 1 and name in ("mul", "add")) or (place == 0 and name in ("div", "sub")):
+            return self._by_name(name, scores, rest[0])
+        if len(rest) == 2 and (name, place) in (("masked_fill", 0), ("where", 1), ("where", 2)):
+            return self._with(scores, Fill(self.words(rest[0]), self.words(rest[1]), name != "where" or place == 2))
+        if len(rest) == 2 and (name, place) == ("where", 0) and not is_of_module(node):
+            return self._with(scores, Fill(self.words(rest[0]), self.words(rest[1]), blocks=False))
+        raise NotWritten(f"its scores go through {name}")
+
+    def _by_name(self, name: str, scores: Scores, other: ast.expr) -> Scores:
+        if name in ("mul", "div"):
+            return self._multiplied(scores, (" * " if name == "mul" else " / ") + self.factor(other))
+        return self._with(scores, Fill(self.words(other) if name == "add" else "-" + self.factor(other)))
+
+    def _arguments(self, node: ast.Call) -> dict[int | str, ast.expr]:
+        """Of a call by place, of a method of the scores these first; a keyword whose place is known stands there."""
+        given: list[ast.expr] = list(node.args)
+        holder = node.func.value if isinstance(node.func, ast.Attribute) and not is_of_module(node) else None
+        if holder is not None and (self.value(holder) or called(node) in ("matmul", "bmm")):
+            given.insert(0, holder)
+        found: dict[int | str, ast.expr] = dict(enumerate(given))
+        for keyword in node.keywords:
+            if keyword.arg in IGNORED:
+                continue
+            if keyword.arg == "alpha":
+                raise NotWritten("something is added to its scores with a factor")
+            place = PLACES.get(keyword.arg or "", keyword.arg or "**")
+            found[place] = keyword.value
+        return dict(sorted(found.items(), key=lambda each: str(each[0])))
+
+    def _dropout(self, node: ast.Call, name: str, rest: Sequence[ast.expr]) -> str:
+        """The rate, in words."""
+        if name == "dropout" and is_of_module(node):
+            words = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            rate = words.get("p", ast.unparse(rest[0]) if rest else "0.5")
+            training = words.get("training", ast.unparse(rest[1]) if len(rest) > 1 else "True")
+            return f"{rate} if {training} else 0.0"
+        if rest or node.keywords or "drop" not in ast.unparse(node.func).lower():
+            raise NotWritten(f"between the softmax and the product with the values stands {ast.unparse(node.func)}")
+        module = ast.unparse(node.func)
+        return f"{module}.p if {module}.training else 0.0"
+
+    def _product(self, node: ast.expr, left: ast.expr, right: ast.expr) -> Scores | None:
+        weights, other = self.value(left), self.value(right)
+        if weights is None and other is None:
+            if not self.may_begin:
+                return None
+            return Scores(self.words(left), self.words(right))
+        if weights is None or other is not None or not weights.is_softmax or weights.value:
+            return None if weights and weights.value else self._refuse_product()
+        self.output, self.found = node, replace(weights, value=self.words(right))
+        return self.found
+
+    @staticmethod
+    def _refuse_product() -> None:
+        raise NotWritten("its scores go into another product")
+
+    def words(self, node: ast.expr) -> str:
+        """An expression that is nothing of the attention, as it is written. Raises NotWritten where it needs scores."""
+        as_written = ast.get_source_segment(self.text, node) if hasattr(node, "end_lineno") else None
+        parsed = ast.parse(ast.unparse(node), mode="eval").body
+        changed = ast.unparse(_WithoutScores(self.names).visit(parsed))
+        is_same = as_written and "\n" not in as_written and changed == ast.unparse(node)
+        return as_written if as_written and is_same else changed
+
+    def factor(self, node: ast.expr) -> str:
+        """The same, as a factor."""
+        words = self.words(node)
+        return words if isinstance(node, (ast.Name, ast.Constant, ast.Call, ast.Attribute)) else f"({words})"
 
 
-def _statement(node: fx.Node) -> ast.stmt | None:
-    place = place_of(node)
-    return statement_at(place) if place else None
+class _WithoutScores(ast.NodeTransformer):
+    """Their dtype and device are those of the queries; whatever else is asked of them is gone."""
 
+    def __init__(self, names: dict[str, Scores]):
+        self.names = names
 
-Product = tuple[ast.expr, ast.expr, ast.expr]                # left, right, the whole
-
-
-def _products(first: ast.stmt, last: ast.stmt) -> tuple[Product | None, Product | None]:
-    """(queries times keys, weights times values), from their statements, which may be one."""
-    in_first, in_last = _products_in(first), _products_in(last)
-    if not in_first or not in_last:
-        return None, None
-    # ast.walk goes from the outside in: the weights' product holds that of the scores where both are in one statement.
-    return in_first[-1], in_last[0]
-
-
-def _products_in(statement: ast.stmt) -> list[Product]:
-    found: list[Product] = []
-    for node in ast.walk(statement):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-            found.append((node.left, node.right, node))
-        elif isinstance(node, ast.Call) and (name := _called(node)) in PRODUCTS:
-            operands = list(node.args)
-            if isinstance(node.func, ast.Attribute) and not _is_module(node.func.value):
-                operands.insert(0, node.func.value)
-            if name == "einsum" or name == "baddbmm" or len(operands) < 2:
-                continue                                       # the words alone do not say which dimension is which
-            found.append((operands[0], operands[1], node))
-    return found
-
-
-def _called(node: ast.Call) -> str:
-    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-
-
-def _is_module(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id in ("torch", "F")
-
-
-class _Replaced(ast.NodeTransformer):
-    """A statement with one expression replaced by code."""
-
-    def __init__(self, old: ast.expr, code: str):
-        self.old, self.new = ast.dump(old), ast.parse(code, mode="eval").body
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        if isinstance(node, ast.expr) and ast.dump(node) == self.old:
-            return self.new
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if isinstance(node.value, ast.Name) and node.value.id in self.names and node.attr in ("dtype", "device"):
+            return ast.parse(f"{_grouped(self.names[node.value.id].query)}.{node.attr}", mode="eval").body
         return self.generic_visit(node)
 
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id in self.names:
+            raise NotWritten(f"{node.id} is used for something else, too")
+        return node
 
-def _text(node: ast.expr) -> str:
-    return ast.unparse(node)
+
+def _grouped(words: str) -> str:
+    return words if words.replace(".", "").isidentifier() else f"({words})"
 
 
-def _without_transpose(key: ast.expr) -> str:
+# --------------------------------------------------------------------------------------------------------- statements
+
+
+def advice(attention: Attention, all_causal: bool) -> Advice:
+    """The call, in place of the statements from the one product to the other. Raises NotWritten."""
+    start, end = place_of(attention.scores), place_of(attention.output)
+    if start is None or end is None or start.function != end.function:
+        raise NotWritten("its two products stand in different functions")
+    return _Writer(attention, all_causal, start, end).advice()
+
+
+class _Writer:
+    """Writes the lines of one attention anew."""
+
+    def __init__(self, attention: Attention, all_causal: bool, start: Place, end: Place):
+        self.attention, self.all_causal, self.file = attention, all_causal, start.file
+        self.reader = _Reader(text_of(self.file))
+        self.statements = self._from(start, end)
+        self.kept: list[ast.stmt] = []                         # what stays, before the output's statement
+        self.removed: dict[ast.stmt, list[Fill]] = {}          # and what does not, with the masks it puts on
+
+    def _from(self, start: Place, end: Place) -> list[ast.stmt]:
+        """The statements of one body, from the one that holds the first product to that with the second."""
+        first, last = statement_at(start), statement_at(end)
+        function = function_node_at(self.file, start.line)
+        for node in ast.walk(function) if function else ():
+            for body in (getattr(node, "body", None), getattr(node, "orelse", None)):
+                if isinstance(body, list) and first in body:
+                    after = body[body.index(first):]
+                    if last in after:
+                        return after[:after.index(last) + 1]
+        raise NotWritten("its two products stand in different blocks")
+
+    def advice(self) -> Advice:
+        *before, last = self.statements
+        for statement in before:
+            self._read(statement)
+            self.reader.may_begin = False
+        if isinstance(last, (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)) and last.value:
+            self.reader.value(last.value)
+        found, output = self.reader.found, self.reader.output
+        if found is None or output is None:
+            raise NotWritten("the product with the values is not read")
+        self._refuse_other_uses(last)
+        return Advice("\n".join(self._lines(found, output, last)),
+                      Place(self.file, self.statements[0].lineno, last.end_lineno or last.lineno))
+
+    def _read(self, statement: ast.stmt) -> None:
+        """Follow the scores through one statement."""
+        if isinstance(statement, ast.If):
+            if self._conditional(statement):
+                return
+        elif (target := _target(statement)) is not None:
+            name, value = target
+            scores = self.reader.value(value)
+            if self.reader.output is not None:
+                raise NotWritten("its output stands in an earlier statement")
+            if scores is not None:
+                self.reader.names[name] = scores
+                self.removed[statement] = list(scores.fills[self._fills_until_now():])
+                return
+            self.reader.names.pop(name, None)                  # it is something else now
+        self.kept.append(statement)
+
+    def _fills_until_now(self) -> int:
+        return sum(map(len, self.removed.values()))
+
+    def _conditional(self, statement: ast.If) -> bool:
+        """Whether all that stands under a condition is done to the scores; then what it does is under it."""
+        inner = [(target, each) for each in statement.body if (target := _target(each))]
+        touched = [name for (name, _), _ in inner if name in self.reader.names]
+        if not touched:
+            return False
+        if statement.orelse or len(inner) != len(statement.body):
+            raise NotWritten("its scores depend on a condition that does something else, too")
+        test, fills = self.reader.words(statement.test), []
+        for (name, value), _ in inner:
+            before, after = self.reader.names.get(name), self.reader.value(value)
+            same = before and after and (after.scales, after.is_softmax) == (before.scales, before.is_softmax)
+            if before is None or after is None or not same:
+                raise NotWritten("under a condition its scores become something else")
+            new = [replace(fill, test=test) for fill in after.fills[len(before.fills):]]
+            dropout = after.dropout
+            if dropout != before.dropout:
+                dropout = f"({dropout}) if {test} else {before.dropout or '0.0'}"
+            self.reader.names[name] = replace(after, fills=(*before.fills, *new), dropout=dropout)
+            fills += new
+        self.removed[statement] = fills
+        return True
+
+    def _refuse_other_uses(self, last: ast.stmt) -> None:
+        """Raise NotWritten where a statement that stays needs a name that is gone."""
+        function = function_node_at(self.file, last.lineno)
+        gone = {name for statement in self.removed for name in _assigned(statement)}
+        set_anew: set[str] = set()
+        end = last.end_lineno or last.lineno
+        every = [each for each in ast.walk(function) if isinstance(each, ast.stmt)] if function else []
+        later = [each for each in every if each.lineno > end]
+        for statement in [*self.kept, last, *sorted(later, key=lambda each: each.lineno)]:
+            if _loaded(statement, self.reader.output) & gone - set_anew:
+                raise NotWritten("its scores are used for something else, too")
+            set_anew |= _assigned(statement)
+
+    def _lines(self, found: Scores, output: ast.expr, last: ast.stmt) -> list[str]:
+        """The lines in place of the old ones."""
+        self.all_causal = self.all_causal and self._is_always_causal(found)
+        inline, saved = self._mask_inline(found), self._saved(found)
+        masks = _Masks(all(fill.only_blocks for fill in found.fills))
+        own = found.fills[self._fills_until_now():]            # in the statement of the output itself
+        replaced: dict[int, list[str]] = {}                    # first line of a statement that goes -> what comes there
+        gone: set[int] = set()
+        for statement, fills in self.removed.items():
+            replaced[statement.lineno] = [] if inline else masks.lines(fills)
+            gone |= set(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
+        text = text_of(self.file).split("\n")
+        lines = [f"{', '.join(saved)} = {', '.join(saved.values())}"] if saved else []
+        for number in range(self.statements[0].lineno, last.lineno):
+            lines += replaced.get(number, [])
+            if number not in gone:
+                lines.append(text[number - 1].removeprefix(" " * last.col_offset))
+        mask = MASK
+        if inline and found.fills:
+            mask = masks.words(found.fills[0])
+        elif not inline:
+            lines += masks.lines(own)
+        return [*lines, *_with_call(last, output, self._call(found, saved, mask), text)]
+
+    def _is_always_causal(self, found: Scores) -> bool:
+        """Whether its masks are those that were seen, under no condition, and made of nothing that a caller may change.
+
+        What a caller gives decides nothing but sizes.
+        """
+        if len(found.fills) != len(self.attention.masks) or any(fill.test for fill in found.fills):
+            return False
+        function = function_node_at(self.file, self.statements[0].lineno)
+        if not isinstance(function, ast.FunctionDef):
+            return False
+        given = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)} - {"self"}
+        todo: list[ast.AST] = [ast.parse(fill.words) for fill in found.fills]
+        seen = set[str]()
+        while todo:
+            expression = todo.pop()
+            if any(isinstance(node, ast.IfExp) for node in ast.walk(expression)):
+                return False
+            names = _values_named(expression) - seen
+            if names & given:
+                return False
+            seen |= names
+            for node in ast.walk(function):
+                if isinstance(node, ast.If) and names & _assigned(node):
+                    return False
+                if isinstance(node, ast.Assign) and names & _assigned(node):
+                    todo.append(node.value)
+        return True
+
+    def _mask_inline(self, found: Scores) -> bool:
+        """Whether one mask can stand in the call itself: nothing comes between that could change what it names."""
+        is_one = len(found.fills) <= 1 and not any(fill.test for fill in found.fills)
+        return self.all_causal or (is_one and not self.kept)
+
+    def _saved(self, found: Scores) -> dict[str, str]:
+        """Name -> words, of queries and keys that a statement in between assigns to."""
+        changed = {name for statement in self.kept for name in _assigned(statement)}
+        saved = {}
+        for name, words in (("query", found.query), ("key", found.key)):
+            if {node.id for node in ast.walk(ast.parse(words)) if isinstance(node, ast.Name)} & changed:
+                saved[name] = words
+        return saved
+
+    def _call(self, found: Scores, saved: dict[str, str], mask: str) -> str:
+        query = "query" if "query" in saved else found.query
+        key = _without_transpose("key" if "key" in saved else found.key)
+        options = []
+        if self.all_causal:
+            options.append("is_causal=True")
+        elif found.fills:
+            options.append(f"attn_mask={mask}")
+        if found.dropout:
+            options.append(f"dropout_p={found.dropout}")
+        if scale := self._scale(found):
+            options.append(f"scale={scale}")
+        return f"F.scaled_dot_product_attention({', '.join([query, key, found.value, *options])})"
+
+    def _scale(self, found: Scores) -> str:
+        """"" where it is the one by default."""
+        attention = self.attention
+        width = shape_of(attention.query.node)[-1] if attention.query.order is None else 0
+        if width and math.isclose(attention.scale, width ** -0.5, rel_tol=1e-6):
+            return ""
+        if len(found.scales) == 1:
+            return found.scales[0].removeprefix(" * ") if found.scales[0].startswith(" * ") else f"1{found.scales[0]}"
+        return repr(attention.scale)
+
+
+def _operand(words: str) -> str:
+    return words if _grouped(words) == words or words.startswith(("torch.where(", "~")) else f"({words})"
+
+
+class _Masks:
+    """Writes the statements that make one mask of several."""
+
+    def __init__(self, all_block: bool):
+        self.all_block = all_block           # then it is boolean: true where a position is seen
+        self.is_there, self.may_be_none = False, False
+
+    def lines(self, fills: Sequence[Fill]) -> list[str]:
+        return [line for fill in fills for line in self._lines(fill)]
+
+    def words(self, fill: Fill) -> str:
+        return fill.seen() if self.all_block else fill.added()
+
+    def _lines(self, fill: Fill) -> list[str]:
+        alone = words = self.words(fill)
+        first = not self.is_there
+        if not first:
+            words = f"{MASK} {'&' if self.all_block else '+'} {_operand(alone)}"
+            words = f"{words} if {MASK} is not None else {alone}" if self.may_be_none else words
+        self.may_be_none = bool(fill.test) and (first or self.may_be_none)
+        self.is_there = True
+        if not fill.test:
+            return [f"{MASK} = {words}"]
+        return [*([f"{MASK} = None"] if first else []), f"if {fill.test}:", f"    {MASK} = {words}"]
+
+
+def _values_named(expression: ast.AST) -> set[str]:
+    """The names whose values it reads, not only their sizes, device or dtype."""
+    shapes = {id(node.value) for node in ast.walk(expression)
+              if isinstance(node, ast.Attribute) and node.attr in ("size", "shape", "device", "dtype")}
+    return {node.id for node in ast.walk(expression)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in shapes}
+
+
+def _target(statement: ast.stmt) -> tuple[str, ast.expr] | None:
+    """(name, what it becomes) of a statement that gives one name a value, or changes it in place."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+        return statement.targets[0].id, statement.value
+    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
+        return statement.target.id, statement.value
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+        return statement.target.id, ast.BinOp(ast.Name(statement.target.id, ast.Load()), statement.op, statement.value)
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        call = statement.value
+        holder = call.func.value if isinstance(call.func, ast.Attribute) else None
+        if isinstance(holder, ast.Name) and called(call).endswith("_"):
+            return holder.id, call
+    return None
+
+
+def _assigned(statement: ast.stmt) -> set[str]:
+    """The names that a statement, or one inside it, gives a value."""
+    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def _loaded(statement: ast.stmt, but: ast.expr | None) -> set[str]:
+    """The names that it reads, without those in one expression."""
+    inside = {id(node) for node in ast.walk(but)} if but else set()
+    return {node.id for node in ast.walk(statement)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in inside}
+
+
+def _without_transpose(key: str) -> str:
     """The keys as [..., S, D]."""
-    if isinstance(key, ast.Attribute) and key.attr in ("mT", "T"):
-        return _text(key.value)
-    if isinstance(key, ast.Call) and isinstance(key.func, ast.Attribute) and key.func.attr in ("transpose", "swapaxes"):
-        words = [_text(argument) for argument in key.args]
-        if set(words) in LAST_TWO:
-            return _text(key.func.value)
-        if _is_module(key.func.value) and set(words[1:]) in LAST_TWO:
+    node = ast.parse(key, mode="eval").body
+    if isinstance(node, ast.Attribute) and node.attr in ("mT", "T"):
+        return ast.unparse(node.value)
+    if isinstance(node, ast.Call) and called(node) in ("transpose", "swapaxes"):
+        words = [ast.unparse(argument) for argument in (*node.args, *(each.value for each in node.keywords))]
+        if is_of_module(node) and set(words[1:]) in LAST_TWO:
             return words[0]
-    return f"({_text(key)}).transpose(-2, -1)"
+        if isinstance(node.func, ast.Attribute) and set(words) in LAST_TWO:
+            return ast.unparse(node.func.value)
+    return f"{_grouped(key)}.transpose(-2, -1)"
 
 
-def _options(attention: Attention, all_causal: bool) -> list[str]:
-    options = []
-    if all_causal:
-        options.append("is_causal=True")
-    elif attention.masks:
-        all_block = all(mask.is_boolean and infinite(mask) for mask in attention.masks)
-        masks = [_mask(mask, attention, all_block) for mask in attention.masks]
-        options.append(f"attn_mask={(' & ' if all_block else ' + ').join(masks)}")
-    if any(name_of(node) == "dropout" for node in attention.chain):
-        options.append(f"dropout_p={_dropout(attention)}")
-    width = shape_of(attention.query.node)[-1] if attention.query.order is None else 0
-    if not width or not math.isclose(attention.scale, width ** -0.5, rel_tol=1e-6):
-        options.append(f"scale={attention.scale!r}")
-    return options
-
-
-def _mask(mask: Mask, attention: Attention, all_block: bool) -> str:
-    """A mask as the call takes it, from the words of the statement that puts it on.
-
-    Where all of them block, True says what is seen; else each is added.
-    """
-    for node in attention.chain:
-        statement = _statement(node) if mask.tensor in node.all_input_nodes else None
-        for part in ast.walk(statement) if statement else ():
-            if isinstance(part, ast.Call) and _called(part).rstrip("_") == "masked_fill" and part.args:
-                return _boolean(_text(part.args[-2]), mask, all_block)
-            if isinstance(part, ast.Call) and _called(part) == "where":
-                return _boolean(_text(part.args[0]), mask, all_block)
-            if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
-                return _times(_text(part.right), mask.factor)
-            if isinstance(part, ast.AugAssign):
-                return _times(_text(part.value), mask.factor)
-    return "mask"
-
-
-def _boolean(words: str, mask: Mask, all_block: bool) -> str:
-    if all_block:
-        return f"~({words})" if mask.blocks else f"({words})"
-    value = mask.factor * (mask.value or 0.0)
-    blocked = 'float("-inf")' if math.isinf(value) else repr(value)
-    return f"torch.where({words}, {blocked}, 0.0)" if mask.blocks else f"torch.where({words}, 0.0, {blocked})"
-
-
-def _times(words: str, factor: float) -> str:
-    return f"({words})" if factor == 1 else f"({words}) * {factor!r}"
-
-
-def _dropout(attention: Attention) -> str:
-    """The rate, in the words of the statement that drops weights."""
-    node = next(node for node in attention.chain if name_of(node) == "dropout")
-    statement = _statement(node)
-    for call in ast.walk(statement) if statement else ():
-        if not isinstance(call, ast.Call):
-            continue
-        if _called(call) == "dropout" and isinstance(call.func, ast.Attribute) and _is_module(call.func.value):
-            words = {keyword.arg: _text(keyword.value) for keyword in call.keywords}
-            rate = words.get("p", _text(call.args[1]) if len(call.args) > 1 else "0.5")
-            training = words.get("training", _text(call.args[2]) if len(call.args) > 2 else "True")
-            return f"{rate} if {training} else 0.0"
-        if isinstance(call.func, ast.Attribute) and "drop" in call.func.attr:
-            return f"{_text(call.func)}.p if self.training else 0.0"
-    return repr(attention.dropout_p)
+def _with_call(statement: ast.stmt, output: ast.expr, call: str, text: Sequence[str]) -> list[str]:
+    """The lines of a statement, as they are but for one expression."""
+    assert output.end_lineno and output.end_col_offset is not None and statement.end_lineno
+    first, last = text[output.lineno - 1].encode(), text[output.end_lineno - 1].encode()
+    joined = (first[:output.col_offset] + call.encode() + last[output.end_col_offset:]).decode()
+    lines = [*text[statement.lineno - 1:output.lineno - 1], joined, *text[output.end_lineno:statement.end_lineno]]
+    return textwrap.dedent("\n".join([" " * statement.col_offset + lines[0].lstrip(), *lines[1:]])).split("\n")

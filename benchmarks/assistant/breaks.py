@@ -7,7 +7,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch._dynamo.utils import counters
 
@@ -22,9 +22,10 @@ _PARTS = re.compile(r"at (?P<file>[^\n]+):(?P<line>\d+)\n(?:Graph Break )?Reason
 @dataclass(frozen=True)
 class Break:
     """One place where a graph ends."""
-    place: Place | None                    # None: Dynamo did not say
+    place: Place | None                    # None: Dynamo did not say, or it stands in a library
     reason: str                            # in a line
     skips: bool = False                    # all of the function around it runs uncompiled, as for a break in a loop
+    inside: Place | None = None            # the line of a library
 
 
 class _Listener(logging.Handler):
@@ -44,8 +45,9 @@ def _parsed(text: str) -> Break:
     found = _PARTS.search(text)
     if found is None:
         return Break(None, text.strip().partition("\n")[0])
-    place = innermost(found["trace"]) or Place(found["file"], int(found["line"]))
-    return Break(place, in_a_line(found["reason"]), "Skipping the function" in found["reason"])
+    inside = Place(found["file"], int(found["line"]))
+    skips = "Skipping the function" in found["reason"]
+    return Break(innermost(found["trace"]), in_a_line(found["reason"]), skips, inside)
 
 
 def in_a_line(reason: str) -> str:
@@ -59,8 +61,8 @@ def _each_once(breaks: Iterable[Break]) -> list[Break]:
     """One for each place and reason; Dynamo tries a function again after it was skipped."""
     merged: dict[tuple, Break] = {}
     for each in breaks:
-        key = each.place, each.reason
-        merged[key] = Break(*key, each.skips or (key in merged and merged[key].skips))
+        key = each.place or each.inside, each.reason
+        merged[key] = replace(each, skips=each.skips or (key in merged and merged[key].skips))
     return list(merged.values())
 
 

@@ -2,7 +2,7 @@
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ class Source:
     With a `prefix` the file and its neighbours are imported beside modules of the same names, under others.
     """
 
-    def __init__(self, path: Path, function: str, prefix: str = "", neighbours: frozenset[str] = frozenset()):
+    def __init__(self, path: Path, function: str, prefix: str = "", neighbours: frozenset[str] = frozenset(),
+                 others: Sequence[Path] = ()):
         self.path, self.function = path, function
-        self.project = Project(path.parent, prefix or "yours", neighbours)
+        self.project = Project(path.parent, prefix or "yours", neighbours, others)
         known = path.stem
         if prefix or known in sys.modules:
             known = f"{self.project.prefix}_{path.stem}"
@@ -44,11 +45,16 @@ class Source:
             return getattr(self.module, self.function)()
 
     @contextmanager
-    def copied_to(self, folder: Path) -> Iterator["Source"]:
-        """The same function of a folder like its own, imported anew; forgotten afterwards."""
+    def copied_to(self, copies: Mapping[Path, Path]) -> Iterator["Source"]:
+        """The same function of a folder like its own, imported anew; forgotten afterwards.
+
+        `copies` are of its folder, and of others that hold modules of its model: folder -> copy.
+        """
         before, path = set(sys.modules), list(sys.path)
+        own = copies.get(self.project.folder, self.project.folder)
+        others = [copy for folder, copy in copies.items() if folder != self.project.folder]
         try:
-            yield Source(folder / self.path.name, self.function, "written", self.project.neighbours())
+            yield Source(own / self.path.name, self.function, "written", self.project.neighbours(*copies), others)
         finally:
             sys.path[:] = path
             for name in set(sys.modules) - before:

@@ -13,6 +13,7 @@ from benchmarks.measure.calls import named_parameters
 from benchmarks.measure.modules import subject_of
 from common.block.config import dtype_name
 from common.measure.session import Session
+from common.outcome import in_a_line
 from common.phases import Phase
 from common.runtime.iteration import BOTH, FORWARD
 from common.text import figures
@@ -116,5 +117,13 @@ def look_at(name: str, task: Task, session: Session, techniques: Sequence[Techni
     mode = FORWARD if inference or not subject.has(BOTH) else BOTH
     session.say(Phase.PROFILING)
     spent = spending(task.model, program, subject.iteration(mode), session.device)
-    found = {technique: list(technique.find(program)) for technique in techniques}
+    found = {technique: _found_by(technique, program) for technique in techniques}
     return Looked(name, program, mode, spent, found)
+
+
+def _found_by(technique: Technique, program: Program) -> list[Found]:
+    """What it finds; where it raises, that: the others find what they find."""
+    try:
+        return list(technique.find(program))
+    except Exception as error:
+        return [Found(None, "", 1, technique.what, why_not=f"a fault of this suite: {in_a_line(error)}")]

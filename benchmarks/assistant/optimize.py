@@ -15,7 +15,8 @@ from torch import nn
 from benchmarks.assistant.combination import Combination, Measured, cases
 from benchmarks.assistant.loading import Source
 from benchmarks.assistant.look import Looked, look_at
-from benchmarks.assistant.optimized import Added, Optimized
+from benchmarks.assistant.optimized import Added, Optimized, as_written
+from benchmarks.assistant.proving import Prover
 from benchmarks.assistant.rung import Rung
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.technique import Found, Plan, Technique, plan_of
@@ -41,7 +42,8 @@ from common.report.record_file import RecordFile
 from common.report.result import Compilation, Result
 from common.runtime.iteration import BOTH, FORWARD, MODES
 
-ALONE, TOGETHER, WRITTEN = "alone", "together", "written out"      # the groups of rungs that share their rounds
+# The groups of rungs that share their rounds.
+ALONE, TOGETHER, PIECES, WRITTEN = "alone", "together", "each as written", "written out"
 ITERATIONS = 30                        # a guess: compiling, judging and warming up a rung takes as long as so many
 GRADIENTS = 3                          # recorded of each rung, those nearest to their bounds
 QUICK_ROUNDS, ROUNDS = 6, {"cuda": 20, "cpu": 12}
@@ -72,7 +74,7 @@ def optimize(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: 
     count = rounds or (QUICK_ROUNDS if quick else ROUNDS[where.type])
     session = Session("assistant", where, count, seed, file=file)
     with kept(task.model), parameters_kept(task.model, task.given), _fits():
-        source = model if isinstance(model, Source) and not quick else None
+        source = model if isinstance(model, Source) else None
         assistant = _Assistant(task, session, techniques, inference, quick, source)
         return assistant.run(name or type(task.model).__name__)
 
@@ -151,6 +153,7 @@ class _Assistant:
         self.judgements: dict[str, Judgement] = {}
         self.seconds_a_rung: float | None = None               # in the rounds before
         self.source = source                                   # what is to be written is tried there, if it is known
+        self.prover = Prover(source, task, session.device, session.seed) if source else None
 
     def run(self, name: str) -> Optimized:
         session, task = self.session, self.task
@@ -160,10 +163,12 @@ class _Assistant:
             self.truth = Truth(task.model, self.work, session.say)
         looked = look_at(name, task, session, self.techniques, self.inference)
         self.program = looked.program
-        self.result = Optimized(looked, self.truth.in_words, judgements=self.judgements)
+        self.result = Optimized(looked, self.truth.in_words, judgements=self.judgements,
+                                file_known=self.source is not None)
         with contextlib.ExitStack() as self.values:
             try:
                 self._try_all()
+                self._prove()
                 self._write_out()
             except KeyboardInterrupt:
                 raise Interrupted(self._concluded()) from None
@@ -291,11 +296,38 @@ class _Assistant:
             left_out = None if self.quick else measured.gain(every, every.without(technique), mode)
             self.result.ladder.append(Added(technique, rung, measured.gain(rung, before, mode), left_out))
 
+    def _prove(self) -> None:
+        """Paste each piece of advice into a copy of the files: is it right, and do those of a technique gain?"""
+        if not self.prover:
+            return
+        result = self._concluded()
+        for advice in result.placed():
+            self.session.say(Phase.CHECKING, f"the code for {advice.place.name}")     # type: ignore[union-attr]
+            result.proofs[advice] = self.prover.why_not(advice)
+        self._concluded()
+        applied = [each for each in self.techniques if each.apply is not None and result.placed(each.name)]
+        if applied:
+            self._time_as_written(applied)
+
+    def _time_as_written(self, techniques: Sequence[Technique]) -> None:
+        """What is to be written for each of them, beside the model as it is."""
+        assert self.source is not None
+        wanted = []
+        with contextlib.ExitStack() as stack:
+            for each in techniques:
+                advices = self.result.placed(each.name)
+                try:
+                    written, _ = stack.enter_context(written_out(self.source, advices, self.session.device))
+                    wanted.append(self._written_case(written, Combination((each,)), as_written(each.name), PIECES))
+                except (Told, OSError) as error:
+                    self.result.proofs |= dict.fromkeys(advices, f"with its others: {str(error).splitlines()[0]}")
+            self._measure([Combination()], PIECES, self.result.pieces, wanted)
+
     def _write_out(self) -> None:
         """Paste what is to be written into a copy of the files, and time it beside what its techniques promised."""
         result = self._concluded()
         advices, promised, mode = result.to_write(), result.taken(), result.mode
-        if not self.source or not advices:
+        if not self.source or self.quick or not advices:
             return
         with contextlib.ExitStack() as stack:
             try:
@@ -304,19 +336,19 @@ class _Assistant:
                 result.written = WrittenOut(why_not=str(error))
                 return
             measured = Measured()
-            self._measure([promised], WRITTEN, measured, [self._written_case(written, promised)])
+            self._measure([promised], WRITTEN, measured, [self._written_case(written, promised, WRITTEN, WRITTEN)])
         done = Combination(called=WRITTEN)
         gain, why_not = measured.gain(done, promised, mode), measured.why_not(done, mode)
         by_hand = [one.technique for one in result.opportunities if one.verdict == "by hand" and one.advice]
         result.written = WrittenOut(measured.ms(promised, mode), measured.ms(done, mode), gain, why_not,
                                     list(dict.fromkeys(by_hand)), left_out)
 
-    def _written_case(self, written: AsWritten, promised: Combination) -> Case:
+    def _written_case(self, written: AsWritten, promised: Combination, name: str, phase: str) -> Case:
         """It may round as the techniques that it spells out do."""
         def prepare(setting: Setting, result: Result) -> Subject:
             return self._judged_subject(written, plan_of(promised.changing), result, setting,
                                         overwrites_output=promised.launch == "graph")
-        return self._case_of(WRITTEN, prepare, WRITTEN)
+        return self._case_of(name, prepare, phase)
 
     def _payback(self) -> str:
         """When what compiling took is won back by that alone; "" where it was not tried."""

@@ -71,6 +71,9 @@ class Optimized(Shown):
     alone: Measured = field(default_factory=Measured)
     together: Measured = field(default_factory=Measured)
     ladder: list[Added] = field(default_factory=list)
+    proofs: dict[Advice, str] = field(default_factory=dict)            # code that was pasted -> what is wrong with it
+    file_known: bool = False                           # what is to be written can be pasted into a copy of it
+    pieces: Measured = field(default_factory=Measured)                 # the code for each technique, as it is written
     payback: str = ""                                  # after how many calls what compiling took is won back, in words
     written: WrittenOut | None = None                  # what all that is to be written makes of it
     lines: list[Record] = field(default_factory=list)                  # everything that was measured
@@ -100,15 +103,25 @@ class Optimized(Shown):
         """How many times as fast it alone makes the model."""
         return self.alone.gain(Combination((technique,)), AS_IT_IS, self.mode)
 
+    def placed(self, technique: str = "") -> list[Advice]:
+        """The code that stands at a line of a file, of those that are worth it: all, or one technique's."""
+        return [one.advice for one in self.opportunities if one.advice and one.advice.place
+                and one.verdict in TO_WRITE and technique in ("", one.technique)]
+
     def to_write(self) -> list[Advice]:
-        """The code for each that is worth it, in the order in which it is to be written at one place: the call last."""
+        """The code for each that is worth it, in the order in which it is to be written at one place: the call last.
+
+        Code that stands at a line was pasted there first, and is right.
+        """
         advices = [one.advice for one in self.opportunities if one.advice and one.verdict in TO_WRITE]
+        advices = [advice for advice in advices if not advice.place or self.proofs.get(advice) == ""]
         needless = {advice.instead_of for advice in advices}
         return sorted((advice for advice in advices if advice.code not in needless), key=lambda advice: advice.is_call)
 
     def taken(self) -> Combination:
         """Those of them that were applied, in the order of the ladder: what they promise together was measured."""
-        wanted = {one.technique for one in self.opportunities if one.verdict in TO_WRITE and one.speedup}
+        wanted = {one.technique for one in self.opportunities
+                  if one.verdict in TO_WRITE and one.speedup and one.advice}
         order = [added.technique for added in self.ladder] or list(self.looked.found)
         return Combination(tuple(each for each in order if each.name in wanted))
 
@@ -185,6 +198,11 @@ class Optimized(Shown):
                 said += f"; when it pays: {self.payback}"
             lines.append((one.technique, f"{one.found.place.name}: {said}" if one.found.place else said))
         return Said("why", lines) if lines else None
+
+
+def as_written(technique: str) -> str:
+    """The name of the case of all that is to be written for a technique."""
+    return f"{technique}, as written"
 
 
 def interval(gain: Interval | None) -> str:

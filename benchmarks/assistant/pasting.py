@@ -29,15 +29,18 @@ def apart(advices: Sequence[Advice]) -> list[Advice]:
 
 
 @contextmanager
-def copied(folder: Path, advices: Sequence[Advice]) -> Iterator[Path]:
-    """A folder like that one: links to what is in it, and files of their own where something is pasted in."""
+def copied(folders: Sequence[Path], advices: Sequence[Advice]) -> Iterator[dict[Path, Path]]:
+    """Folder -> one like it: links to what is in it, and files of their own where something is pasted in."""
     texts = {}
     for file in {_place(advice).file for advice in advices}:
         here = [advice for advice in advices if _place(advice).file == file]
         texts[Path(file)] = pasted(Path(file).read_text(encoding="utf-8"), here)
     with tempfile.TemporaryDirectory(prefix="written-") as name:
-        _mirror(folder, Path(name), texts)
-        yield Path(name)
+        copies = {folder: Path(name) / str(place) for place, folder in enumerate(folders)}
+        for folder, copy in copies.items():
+            copy.mkdir()
+            _mirror(folder, copy, texts)
+        yield copies
 
 
 def _mirror(folder: Path, into: Path, texts: dict[Path, str]) -> None:

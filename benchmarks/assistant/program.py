@@ -2,7 +2,7 @@
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -158,7 +158,16 @@ def read(model: nn.Module, inputs: Inputs) -> Program:
             if is_out_of_memory(error):
                 raise
             program.not_captured = in_a_line(error)
+    program.breaks = [_where_it_is_called(each, program.trace) for each in program.breaks]
     return program
+
+
+def _where_it_is_called(found: Break, trace: Trace) -> Break:
+    """A break inside of a library at the line that called it, as the forward showed."""
+    if found.place or not found.inside:
+        return found
+    calls = (call.place for call in trace.calls if call.place and found.inside in call.through)
+    return replace(found, place=next(calls, None))
 
 
 @contextlib.contextmanager

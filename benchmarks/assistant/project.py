@@ -2,7 +2,7 @@
 import builtins
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -19,30 +19,34 @@ OURS = ("common", "benchmarks")
 class Project:
     """The folder of a person's file, and those of PYTHONPATH.
 
-    `names` are those of its modules that are imported already, from elsewhere: it gets its own, under a prefix.
+    `names` are those of its modules that are imported already, from elsewhere: it gets its own, under a prefix. In
+    `others` it finds modules too.
     """
 
-    def __init__(self, folder: Path, prefix: str = "yours", names: frozenset[str] = frozenset()):
+    def __init__(self, folder: Path, prefix: str = "yours", names: frozenset[str] = frozenset(),
+                 others: Sequence[Path] = ()):
         self.folder, self.prefix = folder, prefix
         self.folders = [str(folder), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         elsewhere = [path for path in self.folders if Path(path).resolve() != ROOT]
         self.clashing = [name for name in OURS if folder.resolve() != ROOT and PathFinder.find_spec(name, elsewhere)]
         self.own = {*self.clashing, *names}
         self.modules: dict[str, ModuleType] = {}               # theirs that have our names
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
+        for each in (*others, folder):
+            if str(each) not in sys.path:
+                sys.path.insert(0, str(each))
         if self.clashing:
             self._refuse_late_imports()
 
-    def neighbours(self) -> frozenset[str]:
-        """The names of the modules that were imported from its folder, without those that are this suite's."""
+    def neighbours(self, *folders: Path) -> frozenset[str]:
+        """The names of modules that were imported from its folder and these; without those that are this suite's."""
         files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
-        names = {name.partition(".")[0] for name, file in files.items() if self.has(file)}
+        names = {name.partition(".")[0] for name, file in files.items()
+                 if self.has(file) or any(_is_in(file, folder) for folder in folders)}
         return frozenset(names - {*OURS, "__main__"})
 
     def has(self, file: str) -> bool:
         """Whether a file lies in its folder, and is no installed package's."""
-        return file.startswith(str(self.folder) + os.sep) and not is_installed(file)
+        return _is_in(file, self.folder)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -90,3 +94,18 @@ class Project:
                            f"suite has a {top} too")
             return find(name, globals, locals, fromlist, level)
         builtins.__import__ = checked
+
+
+def _is_in(file: str, folder: Path) -> bool:
+    return file.startswith(str(folder) + os.sep) and not is_installed(file)
+
+
+def folder_of_imports(file: str) -> Path | None:
+    """The folder from which a file was imported: of a package's that above the package. None of an installed file, of
+    one that is this suite's, and of one that was not imported."""
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__file__", None) == file and name != "__main__" and not is_installed(file):
+            depth = len(name.split(".")) - (not file.endswith("__init__.py"))
+            folder = Path(file).parents[depth]
+            return None if folder.resolve() == ROOT else folder
+    return None

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import torch
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
+_PACKAGES = [Path(torch.__file__).parents[1], Path(sysconfig.get_path("purelib"))]
+# Libraries that only wrap operators: what they call, the line that called them calls.
+WRAPPERS = tuple({str(folder / name) + os.sep for folder in _PACKAGES
+                  for name in ("torch", "numpy", "einops", "opt_einsum", "functorch", "triton")})
+_SUITE = Path(__file__).parents[2]
+OURS = tuple(str(_SUITE / name) + os.sep for name in ("benchmarks/assistant", "benchmarks/measure", "common"))
 _INSTALLED = tuple({str(Path(sysconfig.get_path(name))) + os.sep for name in ("purelib", "platlib", "stdlib")})
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ', re.MULTILINE)
 
@@ -61,10 +66,12 @@ def is_installed(file: str) -> bool:
 
 
 def innermost(trace: str) -> Place | None:
-    """The last frame of a stack trace that is not torch's own; None where there is none."""
+    """The last frame of a stack trace that is no wrapper's; None where there is none behind this suite's own."""
     place = None
     for frame in _FRAME.finditer(trace):
-        if not frame["file"].startswith(_TORCH):
+        if frame["file"].startswith(OURS):
+            place = None                                   # before it somebody called the suite
+        elif not frame["file"].startswith(WRAPPERS):
             place = Place(frame["file"], int(frame["line"]))
     return place
 
@@ -99,6 +106,22 @@ def tree_of(file: str) -> ast.Module | None:
         return ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, UnicodeDecodeError):
         return None
+
+
+@functools.cache
+def text_of(file: str) -> str:
+    """All of it, as it was when it was first read."""
+    return Path(file).read_text(encoding="utf-8")
+
+
+def function_node_at(file: str, line: int) -> ast.AST | None:
+    """The innermost function around a line; None outside of any."""
+    node: ast.AST | None = tree_of(file)
+    found = None
+    while node is not None:
+        node = next(_definitions_at(node, line), None)
+        found = node or found
+    return found
 
 
 def function_at(file: str, line: int) -> str:

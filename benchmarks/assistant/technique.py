@@ -12,6 +12,10 @@ from benchmarks.assistant.source import Place, imports_for
 from common.block.evidence import Evidence
 
 
+class NotWritten(Exception):
+    """Why there is no code to write for what was found, in words."""
+
+
 @dataclass(frozen=True)
 class Found:
     """One place of a program where a technique applies, or why it does not."""

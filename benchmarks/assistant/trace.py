@@ -17,14 +17,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from benchmarks.assistant.source import Place
+from benchmarks.assistant.source import OURS, WRAPPERS, Place
 from benchmarks.measure.calls import Inputs, clean
 from benchmarks.measure.keeping import kept
 
 INDEX_BY_MASK = "index by a mask:"          # before the name of an operator
-_BENCHMARKS = Path(__file__).parents[1]
-_PASSED = str(Path(torch.__file__).parent) + os.sep, str(_BENCHMARKS / "assistant") + os.sep, "<"
-_OURS = str(_BENCHMARKS / "measure") + os.sep, str(_BENCHMARKS.parent / "common") + os.sep
+_HERE = str(Path(__file__).parent) + os.sep
 
 
 @dataclass
@@ -38,6 +36,7 @@ class Call:
     dtype: torch.dtype | None = None       # that its matmuls multiply
     operators: list[str] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)        # of its tensors, in their order
+    through: frozenset[Place] = frozenset()                            # lines of libraries, between that line and it
 
     @property
     def is_matmul(self) -> bool:
@@ -91,17 +90,21 @@ def modules_told(paths: dict[int, str]) -> Iterator[list[str]]:
         last.remove()
 
 
-def here() -> Place | None:
-    """The innermost line that is not torch's; None where the suite itself called, not somebody's model."""
-    frame = sys._getframe(1)
+def here() -> tuple[Place | None, frozenset[Place]]:
+    """(the innermost line that is no wrapper's, the lines of wrappers behind it).
+
+    The line is None where the suite itself called, not somebody's model.
+    """
+    frame, through = sys._getframe(1), []
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_OURS):
-            return None
-        if not file.startswith(_PASSED):
-            return Place(os.path.abspath(file), frame.f_lineno)
+        if file.startswith(WRAPPERS):
+            through.append(Place(file, frame.f_lineno))
+        elif not file.startswith((_HERE, "<")):
+            place = None if file.startswith(OURS) else Place(os.path.abspath(file), frame.f_lineno)
+            return place, frozenset(through)
         frame = frame.f_back                                           # type: ignore[assignment]
-    return None
+    return None, frozenset(through)
 
 
 class Functions(TorchFunctionMode):
@@ -115,7 +118,8 @@ class Functions(TorchFunctionMode):
         name = function_name(func)
         if name.startswith("__get__"):                                 # an attribute: shape, device, grad
             return func(*args, **(kwargs or {}))
-        self.recorded.calls.append(Call(name, here(), self.inside[-1]))
+        place, through = here()
+        self.recorded.calls.append(Call(name, place, self.inside[-1], through=through))
         return self.called(func, args, kwargs or {})
 
     def called(self, func: Callable, args: tuple, kwargs: dict) -> Any:

@@ -1,15 +1,20 @@
 """What each technique is worth at each place, from what was measured until now."""
+import dataclasses
+
 from benchmarks.assistant.combination import Combination, Interval
-from benchmarks.assistant.optimized import VERDICTS, Added, Opportunity, Optimized
-from benchmarks.assistant.technique import Advice, Found, Technique
+from benchmarks.assistant.optimized import TO_WRITE, VERDICTS, Added, Opportunity, Optimized, as_written
+from benchmarks.assistant.technique import Advice, Found, NotWritten, Technique
 from benchmarks.measure.checks import Judgement
+from common.outcome import in_a_line
+from common.text import number
 
 WORTH_IT = 1.02                        # of the speed-up, the lower end of its interval
 
 
 def opportunities(result: Optimized) -> list[Opportunity]:
     """All that was found, the best first."""
-    judged = [_judged(result, technique, each) for technique, found in result.looked.found.items() for each in found]
+    judged = [_as_written(result, _judged(result, technique, each))
+              for technique, found in result.looked.found.items() for each in found]
     return sorted(judged, key=lambda one: (VERDICTS.index(one.verdict), -(one.speedup or 0.0)))
 
 
@@ -29,17 +34,54 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
         return Opportunity(technique.name, found, "not here", result.alone.why_not(rung, result.mode))
     added = next((each for each in result.ladder if each.technique is technique), None)
     verdict, why = _worth(judgement, gain, added)
+    if verdict in TO_WRITE and advice is None:
+        verdict = "by hand"
     why = "; ".join(filter(None, [why, elsewhere, _not_fired(result, technique), _less_accurate(judgement),
                                 _unproven(judgement)]))
     return Opportunity(technique.name, found, verdict, why, gain[0], gain[1:], _error(judgement), advice)
 
 
+def _as_written(result: Optimized, one: Opportunity) -> Opportunity:
+    """The same, once its code was pasted: code that is wrong is not said, and code that gains nothing is no gain."""
+    if not one.advice or not one.advice.place or one.verdict not in TO_WRITE:
+        return one
+    if one.advice not in result.proofs:
+        why = "" if result.file_known else "its code was not tried: its file is not known, give FILE:FUNCTION"
+        return dataclasses.replace(one, why="; ".join(filter(None, [one.why, why])))
+    if wrong := result.proofs[one.advice]:
+        why = f"its code was tried and is left out: {wrong}"
+        return dataclasses.replace(one, verdict="by hand", why="; ".join(filter(None, [one.why, why])), advice=None)
+    return _if_it_gains(result, one)
+
+
+def _if_it_gains(result: Optimized, one: Opportunity) -> Opportunity:
+    """No gain, where the code of its technique was timed and gains nothing."""
+    written = Combination(called=as_written(one.technique))
+    if reason := written.name in result.pieces.results and result.pieces.why_not(written, result.mode):
+        return dataclasses.replace(one, verdict="by hand", why=f"as it is written: {reason}", advice=None)
+    gain = result.pieces.gain(written, Combination(), result.mode)
+    if gain is None or gain[1] >= WORTH_IT:
+        return one
+    added = next((each for each in result.ladder if each.technique.name == one.technique), None)
+    if gain[2] >= 1.0 and added and added.gain and added.gain[1] >= WORTH_IT:      # it gains on top of others alone
+        return one
+    promised = f", and {number(one.speedup, '.2f')} were promised" if one.speedup else ""
+    return dataclasses.replace(one, verdict="no gain", advice=None,
+                               why=f"as it is written it is {number(gain[0], '.2f')} times as fast{promised}")
+
+
 def _advice(result: Optimized, technique: Technique, found: Found) -> tuple[Advice | None, str]:
     """(the code to write, why there is none)."""
-    advice = technique.advice(result.looked.program, found)
+    try:
+        advice = technique.advice(result.looked.program, found)
+    except NotWritten as error:
+        return None, f"no code is written for it: {error}"
+    except Exception as error:                             # one that is missing loses nothing that was measured
+        return None, f"the code for it could not be written, a fault of this suite: {in_a_line(error)}"
     if advice and advice.place and not advice.place.is_yours:
         return None, "it stands in an installed package: there is nothing to write in your files"
-    return advice, ""
+    is_missing = advice is None and technique.apply is not None
+    return advice, "no code is written for it: its lines are not read" if is_missing else ""
 
 
 def _worth(judgement: Judgement | None, alone: Interval, added: Added | None) -> tuple[str, str]:

@@ -25,8 +25,10 @@ def called(node: ast.expr) -> str:
 
 
 def is_of_module(node: ast.expr) -> bool:
-    """Whether a call is one of a module's functions: torch.matmul, F.softmax."""
+    """Whether a call is one of a module's functions: torch.matmul, F.softmax, nn.functional.softmax."""
     holder = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+    while isinstance(holder, ast.Attribute):
+        holder = holder.value
     return isinstance(holder, ast.Name) and holder.id in MODULES
 
 

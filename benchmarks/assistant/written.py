@@ -3,6 +3,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from benchmarks.assistant.combination import Interval
 from benchmarks.assistant.loading import Source
 from benchmarks.assistant.pasting import apart, copied
+from benchmarks.assistant.project import folder_of_imports
 from benchmarks.assistant.sections import Said
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.technique import Advice
@@ -29,7 +31,7 @@ class WrittenOut:
     gain: Interval | None = None               # how many times as fast as was promised
     why_not: str = ""
     by_hand: Sequence[str] = ()                # techniques that are in it, and not in what was promised
-    left_out: Sequence[Advice] = ()            # it was not pasted: two at one place, or another folder's file
+    left_out: Sequence[Advice] = ()            # it was not pasted: two at one place, or a file of no copy
 
     def section(self) -> Said:
         lines = []
@@ -96,12 +98,20 @@ def written_out(source: Source, advices: Sequence[Advice], device: torch.device
     Raises Told where the edited files can't be imported, or build nothing.
     """
     placed = [advice for advice in advices if advice.place]
-    inside = [advice for advice in placed if advice.place and source.project.has(advice.place.file)]
-    pasted = apart(inside)
+    folders = {advice: folder for advice in placed if (folder := _folder(source, advice))}
+    pasted = apart(list(folders))
     left_out = [advice for advice in placed if advice not in pasted]
     calls = [advice.code for advice in advices if advice.is_call]
     once = [advice.code for advice in advices if not advice.place and not advice.is_call]
-    with copied(source.project.folder, pasted) as folder, source.copied_to(folder) as copy_of_it:
+    wanted = dict.fromkeys([source.project.folder, *(folders[advice] for advice in pasted)])
+    with copied(list(wanted), pasted) as copies, source.copied_to(copies) as copy_of_it:
         task = Task.of(copy_of_it()).on(device)
         call = calls[0] if calls else f"output = model({'**' if task.given.kwargs else '*'}inputs)"
         yield AsWritten(task.model, "\n".join(once), call), left_out
+
+
+def _folder(source: Source, advice: Advice) -> Path | None:
+    """From which its file is imported; None where no copy of it could be."""
+    assert advice.place is not None
+    file = advice.place.file
+    return source.project.folder if source.project.has(file) else folder_of_imports(file)

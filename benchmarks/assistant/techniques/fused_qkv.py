@@ -18,13 +18,13 @@ Siblings = list[fx.Node]                       # linear layers on one input, in 
 
 
 def siblings(graph: Captured) -> list[Siblings]:
-    """The groups of two or more linear layers that take the same tensor, all with a bias or all without."""
+    """The groups of two or more linear layers of a module on the same tensor, all with a bias or all without."""
     groups: dict[tuple, Siblings] = {}
     for node in graph.nodes:
         if node.op == "call_function" and name_of(node) == "linear" and isinstance(node.args[0], fx.Node):
             weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
             if all(each is None or each.op == "placeholder" for each in (weight, bias)):
-                groups.setdefault((node.args[0], bias is None), []).append(node)
+                groups.setdefault((node.args[0], _owner(node), bias is None), []).append(node)
     return [group for group in groups.values() if len({argument(node, 1, "weight") for node in group}) > 1]
 
 
@@ -70,10 +70,19 @@ def advice(program: Program, found: Found) -> Advice | None:
     return Advice("\n".join(lines), Place(places[0].file, min(statement.lineno for statement in statements), last))
 
 
+def _owner(node: fx.Node) -> str:
+    """The path of the module that a linear layer belongs to: others would need its weights from elsewhere."""
+    return _path(node).rpartition(".")[0]
+
+
 def _layer(node: fx.Node) -> str:
     """The name that the module of a linear layer has where it is used."""
+    return _path(node).rstrip("']").rpartition(".")[2]
+
+
+def _path(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return stack[-1][0].rstrip("']").rpartition(".")[2] if stack else ""
+    return stack[-1][0] if stack else ""
 
 
 def rewrite(graph: Captured) -> list[Assumed]:

@@ -27,6 +27,8 @@ def find(program: Program) -> list[Found]:
 def reason(each: Break) -> str:
     """What Dynamo says, in a line, and what that costs."""
     words = each.reason.rstrip(".")
+    if each.inside and not each.place:
+        words = f"{words}, in {each.inside.name}"
     return f"{words}; the whole function around it is not compiled" if each.skips else words
 
 

@@ -15,6 +15,7 @@ WAITING = {                                # operator that needs a value on the 
     "aten._unique2": "has a size that the host must read first",
     "aten.repeat_interleave.Tensor": "has a size that the host must read first",
 }
+_ELEMENTWISE = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)     # give a tensor where one side is one
 TO_HOST = {"cpu", "numpy", "tolist"}       # calls that copy to the host; on a CPU nothing is copied
 
 
@@ -48,14 +49,32 @@ def checked_on_the_device(place: Place) -> Advice | None:
     if not (isinstance(statement, ast.If) and len(statement.body) == 1 and isinstance(statement.body[0], ast.Raise)):
         return None
     raised = statement.body[0].exc
-    if statement.orelse or not isinstance(raised, ast.Call) or not isinstance(statement.test, ast.Compare):
-        return None
-    condition = ast.unparse(_WithoutItem().visit(copy.deepcopy(statement.test)))
-    if ".item()" in condition or condition == ast.unparse(statement.test):
+    condition = _on_the_device(statement.test)
+    if statement.orelse or not isinstance(raised, ast.Call) or not condition:
         return None
     message = ast.unparse(raised.args[0]) if raised.args and isinstance(raised.args[0], ast.Constant) else "'it failed'"
-    return Advice(f"torch._assert_async(~({condition}), {message})",
+    return Advice(f"torch._assert_async({condition}, {message})",
                   Place(place.file, statement.lineno, statement.end_lineno or statement.lineno))
+
+
+def _on_the_device(test: ast.expr) -> str:
+    """What must hold, as a tensor, where this is what must not; "" where a test can't be put so."""
+    is_negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    compared = test.operand if isinstance(test, ast.UnaryOp) else test
+    if not isinstance(compared, ast.Compare) or not all(isinstance(op, _ELEMENTWISE) for op in compared.ops):
+        return ""
+    operands = [compared.left, *compared.comparators]
+    read = [_WithoutItem().visit(copy.deepcopy(operand)) for operand in operands]
+    is_read = [ast.dump(new) != ast.dump(old) for new, old in zip(read, operands, strict=True)]
+    parts = []
+    for place, op in enumerate(compared.ops):              # a chain of comparisons asks each tensor for its truth
+        if not (is_read[place] or is_read[place + 1]):
+            return ""
+        parts.append(ast.unparse(ast.Compare(read[place], [op], [read[place + 1]])))
+    if ".item()" in "".join(parts):
+        return ""
+    whole = parts[0] if len(parts) == 1 else " & ".join(f"({part})" for part in parts)
+    return whole if is_negated else f"~({whole})"
 
 
 class _WithoutItem(ast.NodeTransformer):

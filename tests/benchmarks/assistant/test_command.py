@@ -12,11 +12,10 @@ from benchmarks.examples import gpt
 from benchmarks.records.read import read
 from benchmarks.show import charts
 
-TINY = """
-    from benchmarks.examples import gpt
+TINY = f"""{inspect.getsource(gpt)}
 
-    def build():
-        return gpt.of_size(vocabulary=64, width=32, heads=2, layers=2, batch=2, length=16)
+def build_tiny():
+    return of_size(vocabulary=64, width=32, heads=2, layers=2, batch=2, length=16)
 """
 
 
@@ -25,14 +24,14 @@ def test_from_the_command_line_to_the_table(assistant, tmp_path):
     path, lines = tmp_path / "records.jsonl", inspect.getsource(gpt).splitlines()
     (first,) = [number for number, line in enumerate(lines, 1) if "scores = q @ k" in line]
     (last,) = [number for number, line in enumerate(lines, 1) if "y = weights @ v" in line]
-    status, out, err = assistant(TINY, "--json", path, "--cards")
+    status, out, err = assistant(TINY, "--json", path, "--cards", target="build_tiny")
     assert status == 0, err
     (row,) = [line for line in out.splitlines() if line.startswith("sdpa ") and " x " in line]
-    assert f"gpt.py:{first}-{last}" in row and "2 x" in row
+    assert f"my_model.py:{first}-{last}" in row and "2 x" in row
     assert row.split()[-1] in ("take", "gain")                 # how fast it is here is not for a test to say
     for words in ("forward+backward  ", "the ladder", "+ sdpa", "+ autocast", "+ compile", "write this"):
         assert words in out, out
-    as_long_as_it_is = "      ", "wall time "              # code, and how long each phase took here
+    as_long_as_it_is = "      ", "  /", "wall time "       # code, its file, and how long each phase took here
     assert [line for line in out.splitlines() if len(line) > 100 and not line.startswith(as_long_as_it_is)] == []
     cards = out.split("\nstep ")[1:]
     assert cards[0].lstrip().startswith("as it is\n") and len(cards) == 2
@@ -52,12 +51,12 @@ def test_in_full_each_is_also_left_out_of_all(assistant, tmp_path):
     page = tmp_path / "report.md"
     only = [word for name in ("sdpa", "fused-qkv", "graph-break") for word in ("--only", name)]
     status, out, err = assistant(TINY, *only, "--inference", "--rounds", 6, "--json", path, "--report", page,
-                                 quick=False)
+                                 target="build_tiny", quick=False)
     assert status == 0, err
     assert "left out of all" in out and "forward+backward" not in out
     assert "tf32" not in out and "autocast" not in out
     written = page.read_text()
-    assert written.startswith("# my\\_model.py:build") and "(report-gains.svg)" in written
+    assert written.startswith("# my\\_model.py:build\\_tiny") and "(report-gains.svg)" in written
     code = "```python\nif not torch.compiler.is_compiling():\n"
     for words in ("### Where the ", "| opportunity ", "| + sdpa ", code):
         assert words in written, written

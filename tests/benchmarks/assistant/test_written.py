@@ -112,6 +112,30 @@ def test_the_copies_run_and_what_is_yours_stays(project):
 
 
 @pytest.mark.integration
+def test_a_file_of_another_folder_is_edited_in_a_copy_too(project, monkeypatch):
+    """A package beside the folder of the build file, which it finds by sys.path."""
+    (project / "scripts").mkdir()
+    (project / "scripts" / "build.py").write_text("from layers.norms import Norm\nimport torch\n\ndef build():\n"
+                                                  "    return Norm(8), (torch.randn(2, 8),)\n")
+    (project / "layers").mkdir()
+    (project / "norms.py").rename(project / "layers" / "norms.py")
+    monkeypatch.syspath_prepend(str(project))
+    source = load(f"{project}/scripts/build.py:build")
+    model, (x,) = source()
+    model.weight.data.fill_(1.0)
+    advice = Advice("return nn.functional.rms_norm(x, x.shape[-1:], self.weight, eps=1e-6)",
+                    Place(f"{project}/layers/norms.py", 11))
+    modules = set(sys.modules)
+    with written_out(source, [advice], CPU) as (written, left_out):
+        assert not left_out
+        written.module.weight.data.fill_(1.0)
+        file = type(written.module).forward.__code__.co_filename
+        assert not file.startswith(str(project)) and "rms_norm" in Path(file).read_text()
+        torch.testing.assert_close(written(x), model(x))
+    assert set(sys.modules) == modules and "rms_norm" not in (project / "layers" / "norms.py").read_text()
+
+
+@pytest.mark.integration
 def test_code_that_does_not_run_is_told(project):
     source = load(f"{project}/my_model.py:build")
     with pytest.raises(Told, match=r"my_model.py can't be imported: SyntaxError"), \

@@ -1,0 +1,68 @@
+"""The lines that are advised in place of attention by hand: right for each mask, mode and length; or there are none."""
+import pytest
+import torch
+
+from benchmarks.assistant.program import read
+from benchmarks.assistant.rung import Rung
+from benchmarks.assistant.technique import NotWritten
+from benchmarks.assistant.techniques import sdpa
+from benchmarks.measure.calls import Inputs
+from benchmarks.measure.judge import validate
+from tests.helpers import attention_statements as statements
+from tests.helpers.pasting import pasted
+
+pytestmark = pytest.mark.integration
+X = torch.randn(2, statements.LENGTH, statements.WIDTH, generator=torch.Generator().manual_seed(0))
+PADDING = torch.zeros(2, 1, 1, statements.LENGTH, dtype=torch.bool)
+PADDING[1, ..., -3:] = True
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+def inputs_of(kind):
+    """With a mask and without, and on a length that a bias of all lengths has no place for."""
+    shorter = [] if kind is statements.BiasOnTheLeft else [(X[:, :7], PADDING[..., :7])]
+    return [(X, PADDING), (X,), *shorter]
+
+
+@pytest.mark.parametrize("kind", statements.WRITTEN, ids=lambda kind: kind.__name__)
+def test_one_piece_of_code_holds_with_a_mask_and_without_in_both_modes_and_on_other_lengths(kind, tmp_path):
+    model = made(kind)
+    for given in ((X, PADDING), (X,)):                         # found in either way, it is the same code
+        program = read(model, Inputs.of(given))
+        [found] = sdpa.find(program)
+        advice = sdpa.advice(program, found)
+        other = made(getattr(pasted(advice, statements, tmp_path / f"pasted_{len(given)}.py"), kind.__name__))
+        assert "softmax" not in advice.code
+        for training in (True, False):
+            model.train(training)
+            other.train(training)
+            for inputs in inputs_of(kind):
+                judgement = validate(other, model, inputs, cotangents=1)
+                assert judgement.passed, f"{advice.code}\n{judgement.failure}"
+
+
+@pytest.mark.parametrize("kind", statements.NOT_WRITTEN, ids=lambda kind: kind.__name__)
+def test_what_can_not_be_written_so_says_why_and_is_rewritten_in_the_graph_all_the_same(kind):
+    model = made(kind)
+    program = read(model, Inputs.of((X, PADDING)))
+    [found] = sdpa.find(program)
+    with pytest.raises(NotWritten, match=statements.NOT_WRITTEN[kind]):
+        sdpa.advice(program, found)
+    assert validate(Rung(model, [sdpa.TECHNIQUE]), model, (X, PADDING)).passed
+
+
+def test_comments_and_what_something_else_needs_stay(tmp_path):
+    def code_of(kind):
+        program = read(made(kind), Inputs.of((X, PADDING)))
+        return sdpa.advice(program, *sdpa.find(program)).code.splitlines()
+    assert code_of(statements.OptionalMask) == [
+        "# Padding is never looked at.", "attn_mask = None", "if padding is not None:",
+        "    attn_mask = torch.where(padding, -1e9, 0.0)",
+        "return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)"]
+    assert "v = v * 1.5                                      # it stays, with what is said of it" in code_of(
+        statements.NamesAreUsedAgain)
+    assert code_of(statements.QueryChanges)[:2] == ["query = q", "q = q + 1"]

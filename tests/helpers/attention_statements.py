@@ -1,0 +1,168 @@
+"""Attention by hand whose statements do more than that: masks in several ways and places, dropout from elsewhere, names
+that are used again. [B, S, E] -> [B, S, E], with a mask [B, 1, 1, S] that is true where a key is padding, or none."""
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+WIDTH, HEADS, LENGTH = 16, 2, 12
+
+
+class Attention(nn.Module):
+    """`attend` takes [B, H, S, D] and gives that."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.drop, self.rate = nn.Linear(WIDTH, 3 * WIDTH), nn.Dropout(0.2), 0.2
+        self.bias = nn.Parameter(torch.randn(HEADS, LENGTH, LENGTH))
+        self.register_buffer("future", torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1))
+
+    def forward(self, x, padding=None):
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return self.attend(q, k, v, padding).transpose(1, 2).flatten(2)
+
+
+class BiasOnTheLeft(Attention):
+    def attend(self, q, k, v, padding):
+        scores = self.bias + torch.matmul(q, k.transpose(-1, -2))
+        weights = F.softmax(scores, dim=-1)
+        return torch.matmul(weights, v)
+
+
+class TwoInOneStatement(Attention):
+    def attend(self, q, k, v, padding):
+        S = q.size(-2)
+        seen = torch.zeros(S, S).masked_fill(self.future[:S, :S], -100.0)
+        attn = (q * 0.5) @ k.transpose(-2, -1)
+        attn = attn + self.bias[:, :S, :S].unsqueeze(0) + seen
+        attn = attn.softmax(dim=-1)
+        return (attn @ v)
+
+
+class TwoFillsInAChain(Attention):
+    def attend(self, q, k, v, padding):
+        S = q.size(-2)
+        hidden = torch.zeros(1, 1, 1, S, dtype=torch.bool) if padding is None else padding
+        scores = q @ k.mT / math.sqrt(q.size(-1))
+        scores = scores.masked_fill(self.future[:S, :S], -math.inf).masked_fill(hidden, -math.inf)
+        return scores.softmax(-1) @ v
+
+
+class OptionalMask(Attention):
+    def attend(self, q, k, v, padding):
+        scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
+        # Padding is never looked at.
+        if padding is not None:
+            scores = scores.masked_fill(mask=padding, value=-1e9)
+        weights = scores.softmax(dim=-1)
+        return torch.matmul(weights, v)
+
+
+class CausalAndOptional(Attention):
+    def attend(self, q, k, v, padding):
+        S = q.size(-2)
+        scores = q @ k.transpose(-2, -1) * q.size(-1) ** -0.5
+        scores = scores.masked_fill(self.future[:S, :S], float("-inf"))
+        if padding is not None:
+            scores = scores.masked_fill(padding, float("-inf"))
+        return F.softmax(scores, -1) @ v
+
+
+class OptionalThenAdded(Attention):
+    def attend(self, q, k, v, padding):
+        S = q.size(-2)
+        scores = q @ k.transpose(-2, -1) / 3
+        if padding is not None:
+            scores = torch.where(padding, torch.finfo(scores.dtype).min, scores)
+        scores = torch.add(scores, self.bias[:, :S, :S])
+        scores = scores - 2.0 * self.future[:S, :S].to(scores.dtype)
+        return F.softmax(scores, -1) @ v
+
+
+class AddedBeforeItIsScaled(Attention):
+    def attend(self, q, k, v, padding):
+        S = q.size(-2)
+        scores = (self.bias[:, :S, :S] + q @ k.mT) * 0.25
+        return nn.functional.softmax(input=scores, dim=-1).matmul(v)
+
+
+class DropoutAsAnArgument(Attention):
+    @staticmethod
+    def core(q, k, v, mask=None, dropout=None):
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+        if mask is not None:
+            scores = scores.masked_fill(mask, -math.inf)
+        weights = scores.softmax(-1)
+        if dropout is not None:
+            weights = dropout(weights)
+        return weights @ v
+
+    def attend(self, q, k, v, padding):
+        return self.core(q, k, v, padding, dropout=self.drop)
+
+
+class DropoutOfAFunction(Attention):
+    def attend(self, q, k, v, padding):
+        weights = F.softmax(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)), dim=-1)
+        weights = F.dropout(weights, p=self.drop.p, training=self.training)
+        return weights @ v
+
+
+class InPlace(Attention):
+    def attend(self, q, k, v, padding):
+        S = q.size(-2)
+        scores = q @ k.transpose(-2, -1)
+        scores *= q.size(-1) ** -0.5
+        scores += self.bias[:, :S, :S]
+        scores.masked_fill_(self.future[:S, :S], -math.inf)
+        return scores.softmax(-1) @ v
+
+
+class QueryChanges(Attention):
+    def attend(self, q, k, v, padding):
+        scores = torch.matmul(q, k.transpose(-1, -2)) * q.size(-1) ** -0.5
+        q = q + 1
+        y = scores.softmax(-1) @ v
+        return y + 0 * q
+
+
+class NamesAreUsedAgain(Attention):
+    def attend(self, q, k, v, padding):
+        S = q.size(-2)
+        scores = torch.matmul(q, k.transpose(-1, -2)) * q.size(-1) ** -0.5
+        mask = self.future[:S, :S] if padding is None else self.future[:S, :S] | padding
+        scores = scores.masked_fill(mask, -math.inf)
+        mask = scores.softmax(-1)
+        v = v * 1.5                                      # it stays, with what is said of it
+        return mask @ v
+
+
+WRITTEN = (BiasOnTheLeft, TwoInOneStatement, TwoFillsInAChain, OptionalMask, CausalAndOptional, OptionalThenAdded,
+           AddedBeforeItIsScaled, DropoutAsAnArgument, DropoutOfAFunction, InPlace, QueryChanges, NamesAreUsedAgain)
+
+
+class Swapped(Attention):
+    def attend(self, q, k, v, padding):
+        scores = (k @ q.transpose(-1, -2)).transpose(-1, -2) * q.size(-1) ** -0.5
+        return scores.softmax(-1) @ v
+
+
+class LooksAtTheWeights(Attention):
+    def attend(self, q, k, v, padding):
+        scores = q @ k.transpose(-1, -2) * q.size(-1) ** -0.5
+        y = scores.softmax(-1) @ v
+        self.shape = scores.shape
+        return y
+
+
+class OtherwiseSomethingElse(Attention):
+    def attend(self, q, k, v, padding):
+        scores = q @ k.transpose(-1, -2) * q.size(-1) ** -0.5
+        if padding is not None:
+            scores = scores.masked_fill(padding, -math.inf)
+            scores = scores * 2
+        return scores.softmax(-1) @ v
+
+
+NOT_WRITTEN = {Swapped: "transpose", LooksAtTheWeights: "something else", OtherwiseSomethingElse: "condition"}
