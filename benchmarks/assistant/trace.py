@@ -3,6 +3,7 @@
 Dynamo sees the program between two graph breaks; this sees all of it, and what waits for the device.
 """
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +16,29 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from benchmarks.assistant.source import OURS, WRAPPERS, Place
 from benchmarks.measure.calls import Inputs, clean
 from benchmarks.measure.keeping import kept
 
+ATTENTION = "scaled_dot_product_attention"
 INDEX_BY_MASK = "index by a mask:"          # before the name of an operator
+# torch's counter does not know these.
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_RECURRENT = (torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn, torch.ops.aten.miopen_rnn)
 _HERE = str(Path(__file__).parent) + os.sep
+
+
+@dataclass(frozen=True)
+class Product:
+    """An operator that multiplies: matmul, convolution, attention, recurrent layer."""
+    operator: str
+    flops: float
+    dtype: torch.dtype | None              # of its operands
+    shapes: tuple[tuple[int, ...], ...]    # of its operands, in their order: of a linear layer input and weight
+    trains: bool                           # a gradient flows back into what it was given
+    trains_weight: bool                    # and none of its weights is frozen
 
 
 @dataclass
@@ -31,23 +47,34 @@ class Call:
     name: str                              # "linear", "softmax", "item"
     place: Place | None
     module: str                            # path of the innermost module that it was made in; "" of the model itself
-    flops: float = 0.0                     # of matmuls, convolutions and attention, forward alone
     bytes: float = 0.0                     # that its operators read and write
-    dtype: torch.dtype | None = None       # that its matmuls multiply
     operators: list[str] = field(default_factory=list)
-    shapes: list[tuple[int, ...]] = field(default_factory=list)        # of its tensors, in their order
+    products: list[Product] = field(default_factory=list)
     through: frozenset[Place] = frozenset()                            # lines of libraries, between that line and it
+    attends: tuple[tuple[int, ...], ...] = ()                          # shapes of queries, keys and values
+
+    @property
+    def flops(self) -> float:
+        """Of matmuls, convolutions and attention, forward alone."""
+        return sum(product.flops for product in self.products)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """That its matmuls multiply."""
+        return next((product.dtype for product in self.products), None)
 
     @property
     def is_matmul(self) -> bool:
         """Whether it multiplies matrices, in whatever form."""
-        return self.flops > 0
+        return bool(self.products)
 
 
 @dataclass
 class Trace:
     """The calls of one forward, in their order."""
     calls: list[Call] = field(default_factory=list)
+    trains: bool = False                   # until now something took a gradient
+    frozen: frozenset[int] = frozenset()   # the memory of parameters that take none
 
     @property
     def flops(self) -> float:
@@ -60,7 +87,8 @@ class Trace:
 
 def trace(model: nn.Module, inputs: Inputs) -> Trace:
     """Run a forward and keep what it called. The model is then as before."""
-    recorded = Trace()
+    frozen = frozenset(_memory(parameter) for parameter in model.parameters() if not parameter.requires_grad)
+    recorded = Trace(trains=any(t.is_floating_point() for t in inputs.named().values()), frozen=frozen)
     paths = {id(module): clean(name) for name, module in model.named_modules()}
     given = inputs.copies()
     with (kept(model), torch.no_grad(), modules_told(paths) as inside, _Operators(recorded),
@@ -119,7 +147,8 @@ class Functions(TorchFunctionMode):
         if name.startswith("__get__"):                                 # an attribute: shape, device, grad
             return func(*args, **(kwargs or {}))
         place, through = here()
-        self.recorded.calls.append(Call(name, place, self.inside[-1], through=through))
+        attends = tuple(tuple(t.shape) for t in tensors_in((args, kwargs))[:3]) if name == ATTENTION else ()
+        self.recorded.calls.append(Call(name, place, self.inside[-1], through=through, attends=attends))
         return self.called(func, args, kwargs or {})
 
     def called(self, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -144,21 +173,35 @@ class _Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.recorded.calls:
-            _count(self.recorded.calls[-1], func, args, kwargs, result)
+            _count(self.recorded, func, args, kwargs, result)
         return result
 
 
-def _count(call: Call, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+def _count(recorded: Trace, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    call = recorded.calls[-1]
     given, given_back = tensors_in((args, kwargs)), tensors_in(result)
     call.operators.append(_operator_name(func, given))
+    recorded.trains = recorded.trains or any(t.requires_grad for t in given)
     if flops := flops_of(func, args, kwargs, result):
-        call.flops += flops
-        call.dtype = next((t.dtype for t in given if t.is_floating_point()), None)
-        call.shapes = [tuple(t.shape) for t in given]
-    storages = {t.untyped_storage().data_ptr() for t in given}
-    is_view = all(t.untyped_storage().data_ptr() in storages for t in given_back) and not func._schema.is_mutable
+        call.products.append(_product(func, flops, given, recorded))
+    storages = set(map(_memory, given))
+    is_view = all(_memory(t) in storages for t in given_back) and not func._schema.is_mutable
     if not is_view:
         call.bytes += sum(t.nbytes for t in (*given, *given_back))
+
+
+def _memory(t: Tensor) -> int:
+    """What it shares with its views."""
+    return t.untyped_storage().data_ptr()
+
+
+def _product(func: Any, flops: float, given: Sequence[Tensor], recorded: Trace) -> Product:
+    name = func._schema.name.rpartition("::")[2]
+    operands = given[1:3] if name in ("addmm", "baddbmm", "addmv") else given        # behind the bias
+    frozen = any(_memory(t) in recorded.frozen for t in operands)
+    dtype = next((t.dtype for t in operands if t.is_floating_point()), None)
+    return Product(name, flops, dtype, tuple(tuple(t.shape) for t in operands), recorded.trains,
+                   recorded.trains and not frozen)
 
 
 def _operator_name(func: Any, given: Sequence[Tensor]) -> str:
@@ -174,13 +217,23 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def flops_of(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
     """Of an operator: 2 for a multiplication and its addition, causal attention counted half; 0 of any but matmuls."""
-    formula = flop_registry.get(getattr(func, "overloadpacket", func))
-    if formula is None:
+    packet = getattr(func, "overloadpacket", func)
+    if packet in _RECURRENT:
+        return _flops_of_recurrent(args[0], tensors_in(args[1:3] if packet is _RECURRENT[0] else args[1]))
+    if packet == _CPU_ATTENTION:
+        flops = float(sdpa_flop(*args[:3], out_val=result))
+    elif (formula := flop_registry.get(packet)) is not None:
+        flops = float(formula(*args, **kwargs, out_val=result))
+    else:
         return 0.0
-    flops = float(formula(*args, **kwargs, out_val=result))
     is_causal = any(argument.name == "is_causal" and _given(func, args, kwargs, place)
                     for place, argument in enumerate(func._schema.arguments))
     return flops / 2 if is_causal else flops
+
+
+def _flops_of_recurrent(x: Tensor, weights: Sequence[Tensor]) -> float:
+    """Of every token with every weight; biases have one dimension."""
+    return 2.0 * math.prod(x.shape[:-1]) * sum(t.numel() for t in weights if t.ndim == 2)
 
 
 def _given(func: Any, args: tuple, kwargs: dict, place: int) -> Any:

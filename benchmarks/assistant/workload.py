@@ -3,14 +3,14 @@
 Matmuls, convolutions and attention alone: what stands between them can ride on them, so it costs nothing here.
 """
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from benchmarks.assistant.program import Program, place_of
 from benchmarks.assistant.technique import Plan
 from benchmarks.assistant.techniques import sdpa
-from benchmarks.assistant.trace import Call
+from benchmarks.assistant.trace import Call, Product
 from common.block.config import dtype_name
 from common.block.workload import ATTENTION, MATMUL, Operation, Workload
 
@@ -18,17 +18,15 @@ Arithmetic = Callable[[Call], str]                     # what a rung multiplies 
 
 
 def workload(program: Program, arithmetic: Arithmetic) -> Workload:
-    """The work of one call, and of its backward where every parameter takes a gradient.
+    """The work of one call, and of its backward: what leads to no parameter that is trained has none.
 
     Attention by hand counts as the attention it is: causal half, and without its scores in memory.
     """
     forward: list[Operation] = []
     backward: list[Operation] = []
-    trains = all(parameter.requires_grad for parameter in program.model.parameters())
-    for one in _operations(program, arithmetic):
+    for one, product in _operations(program, arithmetic):
         forward.append(one)
-        if trains:
-            backward += _backward(one)
+        backward += _backward(one, product)
     flops: dict[str, float] = {}
     for one in forward:
         flops[one.arithmetic] = flops.get(one.arithmetic, 0.0) + one.flops
@@ -36,7 +34,7 @@ def workload(program: Program, arithmetic: Arithmetic) -> Workload:
     return Workload(most, tuple(forward), tuple(backward))
 
 
-def _operations(program: Program, arithmetic: Arithmetic) -> Iterator[Operation]:
+def _operations(program: Program, arithmetic: Arithmetic) -> Iterator[tuple[Operation, Product]]:
     """One for each matmul and convolution, and one for both matmuls of an attention by hand."""
     ends = {}                                          # line of the scores -> (line of the output, whether causal)
     for found in sdpa.find(program):
@@ -47,53 +45,63 @@ def _operations(program: Program, arithmetic: Arithmetic) -> Iterator[Operation]
     for call in program.trace.calls:
         if not call.is_matmul or call.dtype is None:
             continue
-        if scores is None and call.place in ends:
+        if call.attends:
+            yield _called_attention(call, arithmetic), call.products[0]
+        elif scores is None and call.place in ends:
             scores = call
         elif scores is not None and call.place == ends[scores.place][0]:
-            yield _attention(scores, call, ends[scores.place][1], arithmetic)
+            yield _attention(scores, call, ends[scores.place][1], arithmetic), scores.products[0]
             scores = None
         else:
-            yield _matmul(call, arithmetic)
+            for product in call.products:
+                yield _matmul(call, product, arithmetic), product
+
+
+def _called_attention(call: Call, arithmetic: Arithmetic) -> Operation:
+    """By whatever operators it then runs."""
+    return _of_attention(f"{call.name}, {call.module}", call.flops, call.attends, arithmetic(call))
 
 
 def _attention(scores: Call, output: Call, causal: bool, arithmetic: Arithmetic) -> Operation:
     """From the matmul of queries and keys, and that of weights and values."""
-    (queries, keys), (_, values) = scores.shapes[:2], output.shapes[:2]
-    elements = 2 * math.prod(queries) + math.prod(keys) + math.prod(values)
+    shapes = *scores.products[0].shapes[:2], output.products[0].shapes[1]
     flops = (scores.flops + output.flops) / (2 if causal else 1)
-    kind = arithmetic(scores)
-    return Operation(f"attention, {scores.module}", ATTENTION, flops, elements * bytes_of(kind), kind, queries)
+    return _of_attention(f"attention, {scores.module}", flops, shapes, arithmetic(scores))
 
 
-def _matmul(call: Call, arithmetic: Arithmetic) -> Operation:
+def _of_attention(name: str, flops: float, shapes: Sequence[tuple[int, ...]], kind: str) -> Operation:
+    queries, keys, values = shapes
+    elements = 2 * math.prod(queries) + math.prod(keys) + math.prod(values)
+    return Operation(name, ATTENTION, flops, elements * bytes_of(kind), kind, queries)
+
+
+def _matmul(call: Call, product: Product, arithmetic: Arithmetic) -> Operation:
     kind = arithmetic(call)
-    name = f"{call.name}, {call.module}"
-    if call.name == "scaled_dot_product_attention":
-        queries, keys, values = call.shapes[:3]
-        elements = 2 * math.prod(queries) + math.prod(keys) + math.prod(values)
-        return Operation(name, ATTENTION, call.flops, elements * bytes_of(kind), kind, queries)
-    left, right = [shape for shape in call.shapes if len(shape) > 1][:2]
-    if any("convolution" in operator for operator in call.operators):
+    left, right = product.shapes[:2]
+    if "conv" in product.operator:
         k, n = math.prod(right[1:]), right[0]
-        m = round(call.flops / (2 * k * n))
+        m = round(product.flops / (2 * k * n))
     else:
         k = left[-1]
         m = math.prod(left) // k
-        n = round(call.flops / (2 * m * k))
+        n = round(product.flops / (2 * m * k))
     elements = math.prod(left) + math.prod(right) + m * n
-    return Operation(name, MATMUL, call.flops, elements * bytes_of(kind), kind, (m, k, n))
+    return Operation(f"{call.name}, {call.module}", MATMUL, product.flops, elements * bytes_of(kind), kind, (m, k, n))
 
 
-def _backward(one: Operation) -> Iterator[Operation]:
+def _backward(one: Operation, product: Product) -> Iterator[Operation]:
     """What its backward computes: of a matmul the gradients of both factors, of attention twice its forward."""
     def like(name: str, times: int, shape: tuple[int, ...], layout: str) -> Operation:
         return Operation(f"{one.name}, {name}", one.kind, times * one.flops, times * one.bytes, one.arithmetic, shape,
                          layout)
+    if not product.trains:
+        return
     if one.kind == ATTENTION:
         yield like("backward", 2, one.shape, "backward")
-    else:
-        m, k, n = one.shape
-        yield like("input gradient", 1, (m, n, k), "input gradient")
+        return
+    m, k, n = one.shape
+    yield like("input gradient", 1, (m, n, k), "input gradient")
+    if product.trains_weight:
         yield like("weight gradient", 1, (k, m, n), "weight gradient")
 
 

@@ -4,6 +4,8 @@ import inspect
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.assistant import look
 from benchmarks.assistant.program import read
@@ -14,6 +16,7 @@ from benchmarks.assistant.workload import arithmetic_of, workload
 from benchmarks.measure.calls import Inputs
 from common.block.workload import ATTENTION, BOTH
 from common.outcome import Told
+from common.runtime.iteration import FORWARD
 from tests.helpers import attention_spellings as spellings
 
 
@@ -116,12 +119,82 @@ def test_its_work_is_that_of_its_matmuls_and_convolutions():
     assert work.flops(BOTH) == 3 * sum(flops)
 
 
+def work_of(model, *inputs):
+    return workload(read(model, Inputs.of(inputs)), arithmetic_of(Plan(), torch.device("cpu")))
+
+
 @pytest.mark.unit
-def test_what_is_frozen_has_no_backward_in_its_limit():
+def test_what_is_frozen_has_no_gradient_of_its_own_in_its_limit():
     model = Three()
     model.conv.requires_grad_(False)
-    work = workload(read(model, Inputs.of(X)), arithmetic_of(Plan(), X.device))
-    assert work.flops(BOTH) == work.flops("forward")
+    work = work_of(model, X)
+    linear, conv = (one.flops for one in work.forward)
+    assert work.flops(BOTH) == 3 * linear + 2 * conv
+
+
+@pytest.mark.unit
+def test_nothing_flows_back_before_what_is_trained():
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2)).requires_grad_(False)
+    model[2].requires_grad_(True)
+    work = work_of(model, torch.arange(6))
+    first, last = (one.flops for one in work.forward)
+    assert (first, last) == (2 * 6 * 4 * 4, 2 * 6 * 4 * 2)
+    assert work.flops(BOTH) == first + 3 * last                # its input gradient is counted, though nobody takes it
+
+
+class Calls(nn.Module):
+    """A function as a model, with a weight."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, *given):
+        return self.function(self.weight, *given)
+
+
+def attends(weight, q):
+    return torch.nn.functional.scaled_dot_product_attention(q @ weight, q, q, dropout_p=0.1)
+
+
+COUNTED = {
+    "a linear layer": (nn.Linear(8, 12), [(2, 5, 8)]),
+    "a convolution": (nn.Conv2d(4, 8, 3), [(2, 4, 9, 9)]),
+    "torch's attention with its weights": (nn.MultiheadAttention(8, 2, batch_first=True), [(2, 5, 8)] * 3),
+    "attention that drops": (Calls(attends), [(2, 4, 16, 8)]),
+    "a bias of two dimensions": (Calls(lambda w, x, b: torch.addmm(b, x, w)), [(5, 8), (5, 8)]),
+    "a bias of three dimensions": (Calls(lambda w, x, b: torch.baddbmm(b, x, w.expand(2, 8, 8))), [(2, 5, 8)] * 2),
+    "einsum": (Calls(lambda w, x: torch.einsum("bij,jk->bik", x, w)), [(2, 5, 8)]),
+    "a frozen linear layer": (nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 4)), [(5, 8)])}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", COUNTED)
+def test_its_flops_are_those_that_torch_counts_forward_and_backward(name):
+    model, shapes = COUNTED[name]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    work = work_of(model, *inputs)
+    with FlopCounterMode(display=False) as forward:
+        outputs = [y for y in tree_leaves(model(*inputs)) if y.requires_grad]
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.backward(outputs, list(map(torch.ones_like, outputs)))
+    assert work.flops(FORWARD) == forward.get_total_flops()
+    assert work.flops(BOTH) == forward.get_total_flops() + backward.get_total_flops()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("options, share", [({}, 1.0), ({"is_causal": True}, 0.5)])
+def test_a_cpus_fused_attention_counts_as_it_would_elsewhere(options, share):
+    call = Calls(lambda w, q: torch.nn.functional.scaled_dot_product_attention(q, q[:, :, :9], q[:, :, :9], **options))
+    (one,) = work_of(call, torch.randn(2, 4, 16, 8)).forward
+    assert one.kind == ATTENTION and one.flops == share * 4 * 2 * 4 * 16 * 9 * 8 and one.shape == (2, 4, 16, 8)
+
+
+@pytest.mark.unit
+def test_a_recurrent_layer_multiplies_every_token_with_every_weight():
+    layer = nn.LSTM(8, 16, batch_first=True)
+    weights = sum(t.numel() for t in layer.parameters() if t.ndim == 2)
+    assert work_of(layer, torch.randn(2, 5, 8)).flops(FORWARD) == pytest.approx(2 * 2 * 5 * weights)
 
 
 @pytest.mark.unit
