@@ -6,13 +6,13 @@ mask on becomes a statement that makes that mask, under the same condition.
 """
 import ast
 import math
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.assistant.attention import Attention
 from benchmarks.assistant.program import place_of, shape_of
-from benchmarks.assistant.source import Place, function_node_at, statement_at, text_of
+from benchmarks.assistant.source import Place, function_node_at, text_of
+from benchmarks.assistant.statements import assigned, needed_later, statements_of, target_of, with_code
 from benchmarks.assistant.technique import Advice, NotWritten
 from benchmarks.assistant.words import called, is_of_module
 
@@ -251,21 +251,9 @@ class _Writer:
     def __init__(self, attention: Attention, all_causal: bool, start: Place, end: Place):
         self.attention, self.all_causal, self.file = attention, all_causal, start.file
         self.reader = _Reader(text_of(self.file))
-        self.statements = self._from(start, end)
+        self.statements = statements_of(start, end)
         self.kept: list[ast.stmt] = []                         # what stays, before the output's statement
         self.removed: dict[ast.stmt, list[Fill]] = {}          # and what does not, with the masks it puts on
-
-    def _from(self, start: Place, end: Place) -> list[ast.stmt]:
-        """The statements of one body, from the one that holds the first product to that with the second."""
-        first, last = statement_at(start), statement_at(end)
-        function = function_node_at(self.file, start.line)
-        for node in ast.walk(function) if function else ():
-            for body in (getattr(node, "body", None), getattr(node, "orelse", None)):
-                if isinstance(body, list) and first in body:
-                    after = body[body.index(first):]
-                    if last in after:
-                        return after[:after.index(last) + 1]
-        raise NotWritten("its two products stand in different blocks")
 
     def advice(self) -> Advice:
         *before, last = self.statements
@@ -286,7 +274,7 @@ class _Writer:
         if isinstance(statement, ast.If):
             if self._conditional(statement):
                 return
-        elif (target := _target(statement)) is not None:
+        elif (target := target_of(statement)) is not None:
             name, value = target
             scores = self.reader.value(value)
             if self.reader.output is not None:
@@ -303,7 +291,7 @@ class _Writer:
 
     def _conditional(self, statement: ast.If) -> bool:
         """Whether all that stands under a condition is done to the scores; then what it does is under it."""
-        inner = [(target, each) for each in statement.body if (target := _target(each))]
+        inner = [(target, each) for each in statement.body if (target := target_of(each))]
         touched = [name for (name, _), _ in inner if name in self.reader.names]
         if not touched:
             return False
@@ -326,16 +314,9 @@ class _Writer:
 
     def _refuse_other_uses(self, last: ast.stmt) -> None:
         """Raise NotWritten where a statement that stays needs a name that is gone."""
-        function = function_node_at(self.file, last.lineno)
-        gone = {name for statement in self.removed for name in _assigned(statement)}
-        set_anew: set[str] = set()
-        end = last.end_lineno or last.lineno
-        every = [each for each in ast.walk(function) if isinstance(each, ast.stmt)] if function else []
-        later = [each for each in every if each.lineno > end]
-        for statement in [*self.kept, last, *sorted(later, key=lambda each: each.lineno)]:
-            if _loaded(statement, self.reader.output) & gone - set_anew:
-                raise NotWritten("its scores are used for something else, too")
-            set_anew |= _assigned(statement)
+        gone = {name for statement in self.removed for name in assigned(statement)}
+        if needed_later(gone, self.kept, last, self.reader.output, self.file):
+            raise NotWritten("its scores are used for something else, too")
 
     def _lines(self, found: Scores, output: ast.expr, last: ast.stmt) -> list[str]:
         """The lines in place of the old ones."""
@@ -359,7 +340,7 @@ class _Writer:
             mask = masks.words(found.fills[0])
         elif not inline:
             lines += masks.lines(own)
-        return [*lines, *_with_call(last, output, self._call(found, saved, mask), text)]
+        return [*lines, *with_code(last, output, self._call(found, saved, mask), text)]
 
     def _is_always_causal(self, found: Scores) -> bool:
         """Whether its masks are those that were seen, under no condition, and made of nothing that a caller may change.
@@ -383,9 +364,9 @@ class _Writer:
                 return False
             seen |= names
             for node in ast.walk(function):
-                if isinstance(node, ast.If) and names & _assigned(node):
+                if isinstance(node, ast.If) and names & assigned(node):
                     return False
-                if isinstance(node, ast.Assign) and names & _assigned(node):
+                if isinstance(node, ast.Assign) and names & assigned(node):
                     todo.append(node.value)
         return True
 
@@ -396,7 +377,7 @@ class _Writer:
 
     def _saved(self, found: Scores) -> dict[str, str]:
         """Name -> words, of queries and keys that a statement in between assigns to."""
-        changed = {name for statement in self.kept for name in _assigned(statement)}
+        changed = {name for statement in self.kept for name in assigned(statement)}
         saved = {}
         for name, words in (("query", found.query), ("key", found.key)):
             if {node.id for node in ast.walk(ast.parse(words)) if isinstance(node, ast.Name)} & changed:
@@ -466,34 +447,6 @@ def _values_named(expression: ast.AST) -> set[str]:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in shapes}
 
 
-def _target(statement: ast.stmt) -> tuple[str, ast.expr] | None:
-    """(name, what it becomes) of a statement that gives one name a value, or changes it in place."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
-        return statement.targets[0].id, statement.value
-    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
-        return statement.target.id, statement.value
-    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
-        return statement.target.id, ast.BinOp(ast.Name(statement.target.id, ast.Load()), statement.op, statement.value)
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        call = statement.value
-        holder = call.func.value if isinstance(call.func, ast.Attribute) else None
-        if isinstance(holder, ast.Name) and called(call).endswith("_"):
-            return holder.id, call
-    return None
-
-
-def _assigned(statement: ast.stmt) -> set[str]:
-    """The names that a statement, or one inside it, gives a value."""
-    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-
-
-def _loaded(statement: ast.stmt, but: ast.expr | None) -> set[str]:
-    """The names that it reads, without those in one expression."""
-    inside = {id(node) for node in ast.walk(but)} if but else set()
-    return {node.id for node in ast.walk(statement)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in inside}
-
-
 def _without_transpose(key: str) -> str:
     """The keys as [..., S, D]."""
     node = ast.parse(key, mode="eval").body
@@ -506,12 +459,3 @@ def _without_transpose(key: str) -> str:
         if isinstance(node.func, ast.Attribute) and set(words) in LAST_TWO:
             return ast.unparse(node.func.value)
     return f"{_grouped(key)}.transpose(-2, -1)"
-
-
-def _with_call(statement: ast.stmt, output: ast.expr, call: str, text: Sequence[str]) -> list[str]:
-    """The lines of a statement, as they are but for one expression."""
-    assert output.end_lineno and output.end_col_offset is not None and statement.end_lineno
-    first, last = text[output.lineno - 1].encode(), text[output.end_lineno - 1].encode()
-    joined = (first[:output.col_offset] + call.encode() + last[output.end_col_offset:]).decode()
-    lines = [*text[statement.lineno - 1:output.lineno - 1], joined, *text[output.end_lineno:statement.end_lineno]]
-    return textwrap.dedent("\n".join([" " * statement.col_offset + lines[0].lstrip(), *lines[1:]])).split("\n")

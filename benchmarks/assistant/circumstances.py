@@ -93,8 +93,9 @@ def with_one_query(inputs: Inputs) -> Inputs | None:
 
 
 def _length_of(inputs: Inputs) -> int | None:
+    """The second dimension, of numbers of tokens or of rows of features: what has two is a table of features."""
     first = next(iter(inputs.named().values()))
-    return first.size(1) if first.ndim > 1 else None
+    return first.size(1) if first.ndim > (2 if first.is_floating_point() else 1) else None
 
 
 def _narrowed(inputs: Inputs, wanted: Callable[[int, int], bool], length: int) -> Inputs:

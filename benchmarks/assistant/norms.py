@@ -36,7 +36,7 @@ def roots(graph: Captured) -> list[fx.Node]:
     """Every square root of a mean that is kept as a dimension: where a norm by hand may be."""
     found = []
     for node in graph.nodes:
-        is_root = node.op.startswith("call_") and (name_of(node) in ("sqrt", "rsqrt") or _is_power(node, (0.5, -0.5)))
+        is_root = _calls(node, "sqrt", "rsqrt", "std") or _is_power(node, (0.5, -0.5))
         if is_root and shape_of(node)[-1:] == (1,):
             found.append(node)
     return found
@@ -45,7 +45,8 @@ def roots(graph: Captured) -> list[fx.Node]:
 def norm_at(root: fx.Node, graph: Captured) -> Norm | None:
     """The norm around a root; None where it is none. Raises Refused where it is another function than the library's."""
     added = _bare(root.args[0])
-    if not _calls(added, "add"):
+    if not _calls(added, "add") or _calls(root, "std"):
+        _refuse_a_root_alone(root, added)
         return None
     variance, epsilon = added.args[0], argument(added, 1, "other")
     if isinstance(variance, (int, float)):
@@ -70,15 +71,28 @@ def norm_at(root: fx.Node, graph: Captured) -> Norm | None:
     return norm
 
 
+def _refuse_a_root_alone(root: fx.Node, squared: Any) -> None:
+    """Raise Refused where something is divided by a deviation that an epsilon is added to behind the root."""
+    is_deviation = (_calls(root, "std") and _over_the_last(root)) or _mean_of_squares(squared) is not None
+    added = [user for user in root.users if _calls(user, "add")]
+    if is_deviation and any(_calls(user, "div") and user.args[1] is each for each in added for user in each.users):
+        raise Refused("its epsilon is added outside of the root: the library's stands inside")
+
+
 def _mean_of_squares(node: Any) -> tuple[fx.Node, bool] | None:
     """(x, whether its mean is taken off first), where a node is the mean of squares, or the variance, of x."""
-    if _calls(node, "var"):
+    node = _of_var_mean(node)
+    if _calls(node, "var", "var_mean"):
         if not _over_the_last(node):
             return None
         unbiased = argument(node, 2, "unbiased", True) if "correction" not in node.kwargs else node.kwargs["correction"]
         if unbiased not in (False, 0):
             raise Refused("its variance is unbiased: the library's divides by the width, not by one less")
         return node.args[0], True
+    if _calls(node, "sub") and _is_square_of_mean(node.args[1]):
+        squares, x = node.args[0], _base_of_square(node.args[1]).args[0]
+        is_of_x = _calls(squares, "mean") and _over_the_last(squares) and _same(_base_of_square(squares.args[0]), x)
+        return (x, True) if is_of_x else None
     if not (_calls(node, "mean") and _over_the_last(node)):
         return None
     base = _base_of_square(_bare(node.args[0]))
@@ -87,6 +101,17 @@ def _mean_of_squares(node: Any) -> tuple[fx.Node, bool] | None:
     if _calls(base, "sub") and _is_mean_of(base.args[1], base.args[0]):
         return base.args[0], True
     return base, False
+
+
+def _of_var_mean(node: Any) -> Any:
+    """The call of var_mean, where a node is the variance that it gives."""
+    of_both = _calls(node, "getitem") and node.args[1] == 0 and _calls(node.args[0], "var_mean")
+    return node.args[0] if of_both else node
+
+
+def _is_square_of_mean(node: Any) -> bool:
+    base = _base_of_square(node)
+    return _calls(base, "mean") and _over_the_last(base)
 
 
 def _base_of_square(node: Any) -> Any:
@@ -122,6 +147,8 @@ def _is_normalised(node: Any, x: fx.Node, is_centred: bool) -> bool:
 
 
 def _is_mean_of(node: Any, x: Any) -> bool:
+    if _calls(node, "getitem") and node.args[1] == 1 and _calls(node.args[0], "var_mean"):
+        return _over_the_last(node.args[0]) and _same(node.args[0].args[0], x)
     return _calls(node, "mean") and _over_the_last(node) and _same(node.args[0], x)
 
 
@@ -129,7 +156,7 @@ def _over_the_last(node: fx.Node) -> bool:
     """Whether a mean or variance is over the last dimension alone, and keeps it."""
     dim = argument(node, 1, "dim")
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    place = 3 if name_of(node) == "var" else 2
+    place = 3 if name_of(node) in ("var", "var_mean", "std") else 2
     return dim in (-1, len(shape_of(node.args[0])) - 1) and bool(argument(node, place, "keepdim", False))
 
 
@@ -170,8 +197,8 @@ def _between(norm: Norm, graph: Captured) -> set[fx.Node]:
 # --------------------------------------------------------------------------------------------------------------- nodes
 
 
-def _calls(node: Any, name: str) -> bool:
-    return isinstance(node, fx.Node) and node.op.startswith("call_") and name_of(node) == name
+def _calls(node: Any, *names: str) -> bool:
+    return isinstance(node, fx.Node) and node.op.startswith("call_") and name_of(node) in names
 
 
 def _is_power(node: Any, exponents: tuple[float, ...]) -> bool:

@@ -50,7 +50,7 @@ def words_for(chain: Sequence[fx.Node]) -> dict[fx.Node, str]:
     for node in chain:
         statement = statement_of(node)
         for expression in ast.walk(statement) if statement else ():
-            if isinstance(expression, ast.expr) and _is(node, expression):
+            if isinstance(expression, ast.expr) and _is(node, expression) and _fits(node, expression):
                 for inner, part in _parts(node, expression):
                     words.setdefault(inner, ast.unparse(part))
                 break

@@ -61,7 +61,39 @@ class RMSNormInHuggingFacesManner(Norm):
         return self.weight * x.to(dtype)
 
 
-NORMS = (LayerNormByMeans, LayerNormByVar, LayerNormBare, RMSNormOfLlama, RMSNormByPowers, RMSNormInHuggingFacesManner)
+class LayerNormByBoth(Norm):
+    def forward(self, x):
+        variance, mean = torch.var_mean(x, dim=-1, keepdim=True, unbiased=False)
+        return (x - mean) * torch.rsqrt(variance + self.eps) * self.weight + self.bias
+
+
+class LayerNormByMoments(Norm):
+    def forward(self, x):
+        mean = x.mean(-1, keepdim=True)
+        variance = (x * x).mean(-1, keepdim=True) - mean * mean
+        return (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+
+
+class LayerNormThatKeepsItsMean(Norm):
+    """The mean is returned, too, and a statement in between is another's."""
+
+    def forward(self, x):
+        mean = x.mean(-1, keepdim=True)
+        twice = 2 * x                                    # it is added below
+        variance = (x - mean).pow(2).mean(-1, keepdim=True)
+        y = (x - mean) / torch.sqrt(variance + self.eps)
+        return y * self.weight + self.bias + twice, mean
+
+
+class RMSNormUnderItsOwnName(Norm):
+    def forward(self, x):
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        x = x * self.weight
+        return x + self.bias
+
+
+NORMS = (LayerNormByMeans, LayerNormByVar, LayerNormBare, RMSNormOfLlama, RMSNormByPowers, RMSNormInHuggingFacesManner,
+         LayerNormByBoth, LayerNormByMoments, LayerNormThatKeepsItsMean, RMSNormUnderItsOwnName)
 
 
 class UnbiasedLayerNorm(Norm):
@@ -74,6 +106,11 @@ class EpsilonOutside(Norm):
         return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
 
 
+class StandardDeviation(Norm):
+    def forward(self, x):
+        return self.weight * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.bias
+
+
 class OverTheSequence(Norm):
     def forward(self, x):
         return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + self.eps)
@@ -84,7 +121,7 @@ class OfAnotherMean(Norm):
         return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
-OTHER_FUNCTIONS = (UnbiasedLayerNorm, EpsilonOutside, OverTheSequence, OfAnotherMean)
+OTHER_FUNCTIONS = (UnbiasedLayerNorm, EpsilonOutside, StandardDeviation, OverTheSequence, OfAnotherMean)
 
 
 class Three(nn.Module):

@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm by hand become the library's: one kernel that reads x once, in place of one an operation."""
 import ast
-import copy
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -9,9 +9,10 @@ from torch.nn import functional as F
 from benchmarks.assistant.norms import Norm, Refused, norm_at, roots
 from benchmarks.assistant.program import Captured, Program, place_of
 from benchmarks.assistant.rewriting import Assumed, erase_unused
-from benchmarks.assistant.source import Place
-from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_in, unique
-from benchmarks.assistant.words import Replaced, expression_of, statement_of, words_for
+from benchmarks.assistant.source import Place, text_of
+from benchmarks.assistant.statements import assigned, needed_later, statements_of, with_code
+from benchmarks.assistant.technique import Advice, Found, NotWritten, Plan, Technique, found_in, unique
+from benchmarks.assistant.words import expression_of, words_for
 from common.block.evidence import Evidence
 
 
@@ -31,28 +32,57 @@ def find(program: Program) -> list[Found]:
     return unique(found)
 
 
-def advice(program: Program, found: Found) -> Advice | None:
-    """The library's function, in place of the statements from the first operation to the last."""
+def advice(program: Program, found: Found) -> Advice:
+    """The library's function, in place of the expression of the last operation. Raises NotWritten.
+
+    Statements that led to it alone go; those that something else needs stay.
+    """
     assert found.graph is not None
     norms = [norm for root in roots(found.graph) if (norm := norm_at(root, found.graph))]
     norm = next(norm for norm in norms if tuple(norm.chain) == found.nodes)
+    start, end, whole = place_of(norm.chain[0]), place_of(norm.output), expression_of(norm.output)
+    if start is None or end is None or start.function != end.function:
+        raise NotWritten("its operations stand in different functions")
     words = words_for(norm.chain)
-    first, last, whole = statement_of(norm.chain[0]), statement_of(norm.output), expression_of(norm.output)
     needed = [node for node in (norm.x, norm.weight, norm.bias) if node is not None]
-    start, end = place_of(norm.chain[0]), place_of(norm.output)
-    if None in (first, last, whole, start, end) or any(node not in words for node in needed):
-        return None
-    assert first and last and whole and start and end
-    if start.function != end.function:
-        return None
-    x = words[norm.x]
-    options = [x, f"{x}.shape[-1:]", *(words[node] for node in needed[1:])]
+    if whole is None or any(node not in words for node in needed):
+        raise NotWritten("its lines are not read")
+    *before, last = statements_of(start, end)
+    own = {place.line for node in norm.chain if (place := place_of(node))}
+    kept = _kept(before, own, last, whole, start.file)
+    read = {name.id for node in needed for name in ast.walk(ast.parse(words[node])) if isinstance(name, ast.Name)}
+    if read & {name for statement in kept for name in assigned(statement)}:
+        raise NotWritten("what it normalises is assigned to in between")
+    text = text_of(start.file).split("\n")
+    lines = [line for statement in kept for line in _as_it_is(statement, text)]
+    code = with_code(last, whole, _call(norm, [words[node] for node in needed]), text)
+    return Advice("\n".join([*lines, *code]),
+                  Place(start.file, (before or [last])[0].lineno, last.end_lineno or last.lineno))
+
+
+def _kept(before: Sequence[ast.stmt], own: set[int], last: ast.stmt, whole: ast.expr, file: str) -> list[ast.stmt]:
+    """The statements that stay: those with no part in it, and what they and the rest still read."""
+    kept = [each for each in before if not any(each.lineno <= line <= (each.end_lineno or 0) for line in own)]
+    while True:
+        gone = [each for each in before if each not in kept]
+        needed = needed_later({name for each in gone for name in assigned(each)}, kept, last, whole, file)
+        more = [each for each in gone if assigned(each) & needed]
+        if not more:
+            return kept
+        kept = [each for each in before if each in kept or each in more]
+
+
+def _as_it_is(statement: ast.stmt, text: Sequence[str]) -> list[str]:
+    lines = text[statement.lineno - 1:statement.end_lineno]
+    return [line.removeprefix(" " * statement.col_offset) for line in lines]
+
+
+def _call(norm: Norm, words: Sequence[str]) -> str:
+    """In words of x, weight and bias, as far as there are any."""
+    x, *affine = words
     if norm.weight is None and norm.is_centred:
-        options.append("None")
-    options.append(f"eps={norm.epsilon!r}")
-    call = f"F.{norm.function}({', '.join(options)})"
-    line = ast.unparse(Replaced({ast.dump(whole): call}).visit(copy.deepcopy(last)))
-    return Advice(line, Place(start.file, first.lineno, last.end_lineno or last.lineno))
+        affine = ["None"]
+    return f"F.{norm.function}({', '.join([x, f'{x}.shape[-1:]', *affine, f'eps={norm.epsilon!r}'])})"
 
 
 def rewrite(graph: Captured) -> list[Assumed]:
