@@ -37,7 +37,7 @@ class Fill:
     @property
     def only_blocks(self) -> bool:
         """Whether all that it does is to leave positions out."""
-        return self.value in INFINITE
+        return self.value.replace('"', "'") in INFINITE
 
     def seen(self) -> str:
         """As a boolean mask: true where a position is seen."""
@@ -50,7 +50,7 @@ class Fill:
             return f"({self.words}){self.factor}" if self.factor else self.words
         either = (self.value, "0.0") if self.blocks else ("0.0", self.value)
         where = f"torch.where({self.words}, {', '.join(either)})"
-        return where + self.factor if self.factor and self.value not in INFINITE else where
+        return where + self.factor if self.factor and not self.only_blocks else where
 
 
 @dataclass(frozen=True)

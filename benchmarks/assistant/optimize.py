@@ -27,7 +27,7 @@ from benchmarks.assistant.workload import arithmetic_of, workload
 from benchmarks.assistant.written import AsWritten, WrittenOut, written_out
 from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import Judge
-from benchmarks.measure.keeping import kept, parameters_kept
+from benchmarks.measure.keeping import kept, materialised, parameters_kept
 from benchmarks.measure.modules import record_checks, subject_of, work_in_words
 from benchmarks.measure.truth import Truth, working_dtype
 from common.block import oracle
@@ -115,6 +115,7 @@ def _task(model: nn.Module | Callable[[], Any], inputs: Any, loss: Callable | No
     hush()
     task = Task.of(model() if not isinstance(model, nn.Module) else (model, inputs, loss))
     task = task if device is None else task.on(torch.device(device))
+    materialised(task.given, task.model)
     with _callable():
         task.check_calls()
     return task

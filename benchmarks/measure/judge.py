@@ -22,7 +22,16 @@ from benchmarks.measure.calls import Inputs, first_names, named_buffers, named_p
 from benchmarks.measure.checks import WITHOUT_GRADIENTS, Check, Judgement
 from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.flat import flat_of
-from benchmarks.measure.keeping import kept, loaded, parameters_kept, uncompiled_meanwhile, without_dropout
+from benchmarks.measure.keeping import (
+    NoDropout,
+    compiled_inside,
+    kept,
+    loaded,
+    materialised,
+    parameters_kept,
+    uncompiled_meanwhile,
+    without_dropout,
+)
 from benchmarks.measure.observing import Loss, Observation, Work, norm, observe, rounding_in
 from benchmarks.measure.referee import (
     NOT_PLAIN,
@@ -87,7 +96,8 @@ class Judge:
                       loaded(self.parameters | self.buffers, self._values()) as others):
                     self._note_values(others)
                     self.draws = chance.draws(self.candidate, self.truth.work)
-                    self._ask()
+                    with NoDropout() if self._hides_dropout() else contextlib.nullcontext():
+                        self._ask()
                     if self._failed():
                         with without_dropout(self.candidate), without_dropout(self.truth.plain):
                             hint = hints.hint(self.candidate, self.truth, self.checks)
@@ -103,6 +113,14 @@ class Judge:
             self.notes.append(f"{self.truth.in_words.partition(',')[0]}: {self.truth.why_few}; the whole batch is held "
                               f"against the reference in {dtype_name(self.truth.dtype)}")
         return Judgement(self.checks, self._truth_in_words(), self.notes, self.numerics, hint)
+
+    def _hides_dropout(self) -> bool:
+        """Whether it is compiled and drops by a rate that no attribute shows: then its functions are told, and it is
+        compiled anew for that."""
+        if not self.draws or self.truth.draws or not compiled_inside(self.candidate):
+            return False
+        with without_dropout(self.candidate):
+            return chance.draws(self.candidate, self.truth.work)
 
     def _ask(self) -> None:
         truth = self.truth
@@ -504,6 +522,7 @@ def validate(candidate: Callable, reference: Callable, inputs: Any, loss: Loss |
     ValueError where the reference or the arguments can't be used; what the candidate raises is a failed check.
     """
     given = Inputs.of(inputs)
+    materialised(given, reference, candidate)
     with parameters_kept(reference, given):
         return _validated(candidate, Truth(reference, Work(given, loss, cotangents, seed)), numerics, parameters or {},
                           overwrites_output)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,6 +61,15 @@ def loaded(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> It
         with torch.no_grad():
             for name, value in own.items():
                 parameters[name].copy_(value)
+
+
+def materialised(inputs: Inputs, *calls: Callable) -> None:
+    """Give lazy layers their shapes, as any first call does. What that call raises is told by the next."""
+    for call in calls:
+        lazy = [module for module in modules_of(call) if isinstance(module, LazyModuleMixin)]
+        if any(module.has_uninitialized_params() for module in lazy):
+            with random_numbers_kept(), torch.no_grad(), contextlib.suppress(Exception):
+                inputs.copies().call(call)
 
 
 @contextlib.contextmanager
@@ -150,14 +160,14 @@ def without_dropout(call: Callable, functions: bool = True) -> Iterator[None]:
                         setattr(holder, name, 0.0)
                         changed.append((holder, name, value))
     try:
-        with _NoDropout() if functions and not compiled_inside(call) else contextlib.nullcontext():
+        with NoDropout() if functions and not compiled_inside(call) else contextlib.nullcontext():
             yield
     finally:
         for holder, name, value in changed:
             setattr(holder, name, value)
 
 
-class _NoDropout(TorchFunctionMode):
+class NoDropout(TorchFunctionMode):
     """Every rate of dropout that a function is called with becomes 0."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -17,7 +17,7 @@ from benchmarks.measure.calls import Inputs, named_parameters
 from benchmarks.measure.checks import Judgement
 from benchmarks.measure.flat import flat_of
 from benchmarks.measure.judge import Judge, check_numerics, validate
-from benchmarks.measure.keeping import kept, parameters_kept
+from benchmarks.measure.keeping import kept, materialised, parameters_kept
 from benchmarks.measure.observing import Loss, Work, cotangent
 from benchmarks.measure.referee import Referee
 from benchmarks.measure.truth import Truth
@@ -195,6 +195,7 @@ def compare(modules: Mapping[str, Callable], inputs: Any, reference: Callable, r
     """
     hush()
     given = Inputs.of(inputs)
+    materialised(given, reference, *modules.values())
     declared = numerics if isinstance(numerics, Mapping) else dict.fromkeys(modules, numerics)
     for name in (*(gates or {}), *overwrites_output, *declared):
         if name not in modules:

@@ -723,3 +723,24 @@ def test_what_runs_without_gradients_is_judged_as_it_runs_there(nested):
 @pytest.mark.unit
 def test_no_hint_is_given_where_no_trial_fits():
     assert validate(lambda x: gelu(x) + 1e-4 * x, gelu, LARGE).hint == ""
+
+
+class RateOfNoName(nn.Module):
+    """Its rate of dropout is an attribute whose name says nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.p = nn.Linear(16, 16), 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(self.linear(x), p=self.p, training=self.training)
+
+
+@pytest.mark.integration
+def test_a_compiled_module_whose_rate_of_dropout_no_attribute_shows_passes():
+    reference = RateOfNoName()
+    candidate = torch.compile(RateOfNoName(), backend="aot_eager")
+    judgement = validate(candidate, reference, tensor(32, 16))
+    assert judgement.passed and judgement.outputs_proven, judgement
+    candidate.p = 0.4
+    assert not validate(candidate, reference, tensor(32, 16)).passed

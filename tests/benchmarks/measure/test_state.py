@@ -267,3 +267,12 @@ def test_what_a_call_writes_to_is_found_before_it_is_written():
     [(written, value)] = written_by(embedding, Inputs.of(torch.arange(10)))
     assert written is embedding.weight and torch.equal(value, before) and torch.equal(written, before)
     assert not written_by(nn.Linear(4, 4), Inputs.of(torch.randn(2, 4)))
+
+
+def test_lazy_layers_get_their_shapes_and_keep_them():
+    def made():
+        return nn.Sequential(nn.LazyLinear(6), nn.ReLU(), nn.LazyLinear(3))
+    reference, candidate = made(), made()
+    assert validate(candidate, reference, torch.randn(4, 5)).passed
+    assert reference(torch.randn(2, 5)).shape == (2, 3) and type(candidate[0]) is nn.Linear
+    assert compare({"it": made()}, torch.randn(4, 5), made(), rounds=2).results["it"].status == "ok"
