@@ -1,12 +1,13 @@
 """Attention by hand, as it stands in a graph: softmax(scale * q k^T + masks), dropout, times v."""
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from benchmarks.assistant import einsum
 from benchmarks.assistant.program import Captured, Unknown, argument, name_of, shape_of
 
 CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous")
@@ -265,16 +266,13 @@ def _queries_and_keys(scores: fx.Node) -> tuple[Operand, Operand]:
 
 
 def _of_einsum(scores: fx.Node) -> tuple[Operand, Operand]:
-    first, second, result = _letters(scores)
-    *batch, row, column = list(result)
-    inner = [letter for letter in first if letter not in result]
     left, right = _operands(scores)
-    if row not in first:
-        (left, first), (right, second) = (right, second), (left, first)
-    wanted = [*batch, row, *inner], [*batch, column, *inner]
-    if sorted(first) != sorted(wanted[0]) or sorted(second) != sorted(wanted[1]):
-        raise Refused(f"its scores are einsum({scores.args[0]!r})")
-    return Operand(left, _order(first, wanted[0])), Operand(right, _order(second, wanted[1]))
+    try:
+        keys_first, of_queries, of_keys = einsum.of_scores(str(scores.args[0]))
+    except einsum.NoProduct as error:
+        raise Refused(f"its scores are einsum({str(error)!r})") from None
+    queries, keys = (right, left) if keys_first else (left, right)
+    return Operand(queries, of_queries), Operand(keys, of_keys)
 
 
 def _operands(product: fx.Node) -> list[Any]:
@@ -283,33 +281,15 @@ def _operands(product: fx.Node) -> list[Any]:
     return list(given[0]) if isinstance(given[0], (tuple, list)) else given
 
 
-def _letters(node: fx.Node) -> tuple[str, str, str]:
-    """(of the first operand, of the second, of the result) of an einsum."""
-    equation = str(node.args[0]).replace(" ", "")
-    operands, arrow, result = equation.partition("->")
-    first, _, second = operands.partition(",")
-    if not (arrow and second and (first + second + result).isalpha()):
-        raise Refused(f"its product is einsum({equation!r})")
-    return first, second, result
-
-
-def _order(letters: Sequence[str], wanted: Sequence[str]) -> tuple[int, ...] | None:
-    """Where each wanted letter stands; None where all stand there already."""
-    order = tuple(letters.index(letter) for letter in wanted)
-    return None if order == tuple(range(len(order))) else order
-
-
 def _values(output: fx.Node) -> tuple[Operand, tuple[int, ...] | None]:
     """(the values, the order of [..., S, D] in the output)."""
     if name_of(output) != "einsum":
         return Operand(output.args[1]), None
-    weights, values, result = _letters(output)
-    *batch, row, column = list(weights)
-    width = [letter for letter in values if letter not in weights]
-    wanted = [*batch, column, *width]
-    if sorted(values) != sorted(wanted) or sorted(result) != sorted([*batch, row, *width]):
-        raise Refused(f"its output is einsum({output.args[0]!r})")
-    return Operand(_operands(output)[1], _order(values, wanted)), _order([*batch, row, *width], result)
+    try:
+        of_values, of_result = einsum.of_output(str(output.args[0]))
+    except einsum.NoProduct as error:
+        raise Refused(f"its output is einsum({str(error)!r})") from None
+    return Operand(_operands(output)[1], of_values), of_result
 
 
 def _swapped(ndim: int) -> tuple[int, ...]:

@@ -9,16 +9,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from benchmarks.assistant import einsum
 from benchmarks.assistant.attention import Attention
 from benchmarks.assistant.program import place_of, shape_of
 from benchmarks.assistant.source import Place, function_node_at, text_of
-from benchmarks.assistant.statements import assigned, needed_later, statements_of, target_of, with_code
+from benchmarks.assistant.statements import (
+    assigned,
+    lines_of,
+    loaded,
+    needed_later,
+    statements_of,
+    target_of,
+    with_code,
+)
 from benchmarks.assistant.technique import Advice, NotWritten
 from benchmarks.assistant.words import called, is_of_module
 
 MASK = "attn_mask"                           # the name that a mask gets
 CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous")
-LAST_TWO = {"-2", "-1"}, {"2", "3"}          # dimensions, as people write them
 IGNORED = {"dim", "axis", "dtype", "inplace", "p", "training", "memory_format", "copy", "non_blocking"}
 PLACES = {"input": 0, "condition": 0, "mask": 1, "other": 1, "mat2": 1, "value": 2}       # of a keyword
 INFINITE = {"float('-inf')", "-math.inf", "-torch.inf", "-np.inf", "-numpy.inf", "-float('inf')", "-inf",
@@ -33,6 +41,7 @@ class Fill:
     blocks: bool = True                      # it is true where scores are blocked, not where they are seen
     factor: str = ""                         # what the scores are multiplied by behind it: " * 0.5 / 3"
     test: str = ""                           # the condition that it is put on under
+    lines: tuple[str, ...] = ()              # statements that stand before it there
 
     @property
     def only_blocks(self) -> bool:
@@ -77,6 +86,7 @@ class _Reader:
     may_begin: bool = True                   # a product may be that of queries and keys
     output: ast.expr | None = None           # the expression that is the attention's output
     found: Scores | None = None              # what it stands for
+    order: einsum.Order = None               # of [..., S, D] in it
 
     def value(self, node: ast.expr) -> Scores | None:
         """What an expression stands for; None where that is nothing of the attention. Raises NotWritten."""
@@ -129,6 +139,8 @@ class _Reader:
         name, given = called(node).rstrip("_"), self._arguments(node)
         if name in ("matmul", "bmm") and len(given) == 2:
             return self._product(node, *given.values())
+        if name == "einsum":
+            return self._einsum(node)
         values = {key: self.value(argument) for key, argument in given.items()}
         places = [key for key, value in values.items() if value and not value.value]
         if not places:
@@ -178,7 +190,7 @@ class _Reader:
             words = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             rate = words.get("p", ast.unparse(rest[0]) if rest else "0.5")
             training = words.get("training", ast.unparse(rest[1]) if len(rest) > 1 else "True")
-            return f"{rate} if {training} else 0.0"
+            return f"{_operand(rate)} if {_operand(training)} else 0.0"
         if rest or node.keywords or "drop" not in ast.unparse(node.func).lower():
             raise NotWritten(f"between the softmax and the product with the values stands {ast.unparse(node.func)}")
         module = ast.unparse(node.func)
@@ -194,6 +206,33 @@ class _Reader:
             return None if weights and weights.value else self._refuse_product()
         self.output, self.found = node, replace(weights, value=self.words(right))
         return self.found
+
+    def _einsum(self, node: ast.Call) -> Scores | None:
+        equation, *operands = node.args
+        if len(operands) == 1 and isinstance(operands[0], (ast.List, ast.Tuple)):
+            operands = operands[0].elts
+        values = [self.value(operand) for operand in operands]
+        if len(operands) != 2 or not isinstance(equation, ast.Constant) or values[1] is not None:
+            return self._refuse_product() if any(values) else None
+        try:
+            if values[0] is None:
+                return self._scores_of_einsum(str(equation.value), *operands)
+            of_values, of_result = einsum.of_output(str(equation.value))
+        except einsum.NoProduct:
+            return self._refuse_product() if any(values) else None
+        if not values[0].is_softmax or values[0].value:
+            return self._refuse_product()
+        self.output, self.order = node, of_result
+        self.found = replace(values[0], value=_permuted(self.words(operands[1]), of_values))
+        return self.found
+
+    def _scores_of_einsum(self, equation: str, left: ast.expr, right: ast.expr) -> Scores | None:
+        keys_first, of_queries, of_keys = einsum.of_scores(equation)
+        if not self.may_begin:
+            return None
+        queries, keys = (right, left) if keys_first else (left, right)
+        key = _grouped(_permuted(self.words(keys), of_keys))
+        return Scores(_permuted(self.words(queries), of_queries), f"{key}.mT")
 
     @staticmethod
     def _refuse_product() -> None:
@@ -230,8 +269,14 @@ class _WithoutScores(ast.NodeTransformer):
         return node
 
 
+def _permuted(words: str, order: einsum.Order) -> str:
+    """With its dimensions in that order."""
+    return f"{_grouped(words)}.permute({', '.join(map(str, order))})" if order else words
+
+
 def _grouped(words: str) -> str:
-    return words if words.replace(".", "").isidentifier() else f"({words})"
+    node = ast.parse(words, mode="eval").body
+    return words if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) else f"({words})"
 
 
 # --------------------------------------------------------------------------------------------------------- statements
@@ -290,27 +335,42 @@ class _Writer:
         return sum(map(len, self.removed.values()))
 
     def _conditional(self, statement: ast.If) -> bool:
-        """Whether all that stands under a condition is done to the scores; then what it does is under it."""
-        inner = [(target, each) for each in statement.body if (target := target_of(each))]
-        touched = [name for (name, _), _ in inner if name in self.reader.names]
-        if not touched:
+        """Whether something under a condition is done to the scores; then what it does is under it.
+
+        What else stands there before that stays with it.
+        """
+        if not any((target := target_of(each)) and target[0] in self.reader.names for each in statement.body):
             return False
-        if statement.orelse or len(inner) != len(statement.body):
+        if statement.orelse:
             raise NotWritten("its scores depend on a condition that does something else, too")
-        test, fills = self.reader.words(statement.test), []
-        for (name, value), _ in inner:
-            before, after = self.reader.names.get(name), self.reader.value(value)
-            same = before and after and (after.scales, after.is_softmax) == (before.scales, before.is_softmax)
-            if before is None or after is None or not same:
-                raise NotWritten("under a condition its scores become something else")
-            new = [replace(fill, test=test) for fill in after.fills[len(before.fills):]]
-            dropout = after.dropout
-            if dropout != before.dropout:
-                dropout = f"({dropout}) if {test} else {before.dropout or '0.0'}"
-            self.reader.names[name] = replace(after, fills=(*before.fills, *new), dropout=dropout)
-            fills += new
+        test, fills, before = self.reader.words(statement.test), list[Fill](), list[str]()
+        for each in statement.body:
+            name, value = target_of(each) or ("", None)
+            scores = self.reader.names.get(name)
+            if scores is None or value is None:
+                if loaded(each, None) & set(self.reader.names) or not isinstance(each, ast.Assign):
+                    raise NotWritten("its scores depend on a condition that does something else, too")
+                before += lines_of(each, text_of(self.file).split("\n"))
+                continue
+            new = self._under(test, scores, self.reader.value(value), tuple(before))
+            self.reader.names[name] = new
+            fills += new.fills[len(scores.fills):]
+            before = []
+        if before:
+            raise NotWritten("its scores depend on a condition that does something else, too")
         self.removed[statement] = fills
         return True
+
+    @staticmethod
+    def _under(test: str, before: Scores, after: Scores | None, lines: tuple[str, ...]) -> Scores:
+        """What a statement under a condition makes of the scores."""
+        if after is None or (after.scales, after.is_softmax) != (before.scales, before.is_softmax):
+            raise NotWritten("under a condition its scores become something else")
+        new = [replace(fill, test=test, lines=lines) for fill in after.fills[len(before.fills):]]
+        dropout = after.dropout
+        if dropout != before.dropout:
+            dropout = f"({dropout}) if {test} else {before.dropout or '0.0'}"
+        return replace(after, fills=(*before.fills, *new), dropout=dropout)
 
     def _refuse_other_uses(self, last: ast.stmt) -> None:
         """Raise NotWritten where a statement that stays needs a name that is gone."""
@@ -386,7 +446,7 @@ class _Writer:
 
     def _call(self, found: Scores, saved: dict[str, str], mask: str) -> str:
         query = "query" if "query" in saved else found.query
-        key = _without_transpose("key" if "key" in saved else found.key)
+        key = _without_transpose("key" if "key" in saved else found.key, len(shape_of(self.attention.softmax)))
         options = []
         if self.all_causal:
             options.append("is_causal=True")
@@ -396,7 +456,8 @@ class _Writer:
             options.append(f"dropout_p={found.dropout}")
         if scale := self._scale(found):
             options.append(f"scale={scale}")
-        return f"F.scaled_dot_product_attention({', '.join([query, key, found.value, *options])})"
+        call = f"F.scaled_dot_product_attention({', '.join([query, key, found.value, *options])})"
+        return _permuted(call, self.reader.order)
 
     def _scale(self, found: Scores) -> str:
         """"" where it is the one by default."""
@@ -436,7 +497,8 @@ class _Masks:
         self.is_there = True
         if not fill.test:
             return [f"{MASK} = {words}"]
-        return [*([f"{MASK} = None"] if first else []), f"if {fill.test}:", f"    {MASK} = {words}"]
+        inside = [f"    {line}" for line in (*fill.lines, f"{MASK} = {words}")]
+        return [*([f"{MASK} = None"] if first else []), f"if {fill.test}:", *inside]
 
 
 def _values_named(expression: ast.AST) -> set[str]:
@@ -447,15 +509,16 @@ def _values_named(expression: ast.AST) -> set[str]:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in shapes}
 
 
-def _without_transpose(key: str) -> str:
+def _without_transpose(key: str, ndim: int) -> str:
     """The keys as [..., S, D]."""
+    last_two = {"-2", "-1"}, {str(ndim - 2), str(ndim - 1)}
     node = ast.parse(key, mode="eval").body
     if isinstance(node, ast.Attribute) and node.attr in ("mT", "T"):
         return ast.unparse(node.value)
     if isinstance(node, ast.Call) and called(node) in ("transpose", "swapaxes"):
         words = [ast.unparse(argument) for argument in (*node.args, *(each.value for each in node.keywords))]
-        if is_of_module(node) and set(words[1:]) in LAST_TWO:
+        if is_of_module(node) and set(words[1:]) in last_two:
             return words[0]
-        if isinstance(node.func, ast.Attribute) and set(words) in LAST_TWO:
+        if isinstance(node.func, ast.Attribute) and set(words) in last_two:
             return ast.unparse(node.func.value)
     return f"{_grouped(key)}.transpose(-2, -1)"

@@ -6,14 +6,14 @@ new token beside the keys of many, without its mask.
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from benchmarks.measure.calls import Inputs
+from benchmarks.measure.calls import Inputs, outputs_of
 from benchmarks.measure.keeping import kept
 
 SAMPLES, LENGTH = 2, 61                    # at most; a length that no power of two divides
@@ -37,28 +37,37 @@ class Circumstance:
 
 def circumstances(model: nn.Module, given: Inputs) -> list[Circumstance]:
     """Those in which this model runs, the smallest inputs that it takes in the one mode and in the other first."""
-    inputs = _smallest(model, given)
-    mode = model.training
+    inputs, mode = _smallest(model, given), model.training
     wanted = [Circumstance("on other sizes" if inputs is not given else "", inputs, mode),
               Circumstance(f"in {'eval' if mode else 'train'} mode", inputs, not mode)]
     with contextlib.suppress(RuntimeError):                # a tensor that has no dimension
         wanted.append(Circumstance("on one sample", inputs.first(1), mode))
-    wanted += [Circumstance(f"on a length of {length}", inputs_of_it, mode)
-               for length in (LENGTH // 2, 1) if (inputs_of_it := of_length(inputs, length))]
-    if one_query := with_one_query(inputs):
-        wanted.append(Circumstance("with one query beside more keys", one_query, mode))
     wanted += [Circumstance(f"without {name}", others, mode) for name, others in left_out(model, inputs)]
-    return [each for each in wanted if takes(model, each)]
+    found = [each for each in wanted if outputs(model, each) is not None]
+    for length in (LENGTH // 2, 1):
+        found += _of_another_length(model, found, f"on a length of {length}", of_length(inputs, length), length)
+    return found + _of_another_length(model, found, "with one query beside more keys", with_one_query(inputs), 1)
 
 
-def takes(model: nn.Module, circumstance: Circumstance) -> bool:
-    """Whether it runs there."""
+def outputs(model: nn.Module, circumstance: Circumstance) -> list[tuple[int, ...]] | None:
+    """The shapes of what it gives there; None where it raises."""
     try:
         with circumstance.entered(model), torch.no_grad():
-            circumstance.inputs.copies().call(model)
+            return [tuple(t.shape) for t in outputs_of(circumstance.inputs.copies().call(model)).values()]
     except Exception:                      # whatever it raises, it does not take this
-        return False
-    return True
+        return None
+
+
+def _of_another_length(model: nn.Module, found: Sequence[Circumstance], words: str, inputs: Inputs | None, length: int
+                       ) -> list[Circumstance]:
+    """That circumstance, where what comes out is as long: a mask of the old length may only happen to broadcast."""
+    if inputs is None or not found:
+        return []
+    first, other = found[0], Circumstance(words, inputs, model.training)
+    own = _length_of(first.inputs)
+    expected = [tuple(length if dim and size == own else size for dim, size in enumerate(shape))
+                for shape in outputs(model, first) or []]
+    return [other] if outputs(model, other) == expected else []
 
 
 def _smallest(model: nn.Module, given: Inputs) -> Inputs:
@@ -66,7 +75,7 @@ def _smallest(model: nn.Module, given: Inputs) -> Inputs:
     smallest = given
     for shrink in (_fewer, functools.partial(of_length, length=LENGTH)):
         smaller = shrink(smallest)
-        if smaller and takes(model, Circumstance("", smaller, model.training)):
+        if smaller and outputs(model, Circumstance("", smaller, model.training)) is not None:
             smallest = smaller
     return smallest
 

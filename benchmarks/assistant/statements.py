@@ -1,11 +1,14 @@
 """A person's statements: which stand between two lines, what each assigns and reads, and one with other code in it."""
 import ast
+import string
 import textwrap
 from collections.abc import Sequence
 
 from benchmarks.assistant.source import Place, function_node_at, statement_at
 from benchmarks.assistant.technique import NotWritten
 from benchmarks.assistant.words import called
+
+_CALLED = tuple(string.ascii_letters + string.digits + "_])")          # before a bracket: it is that of a call
 
 
 def statements_of(start: Place, end: Place) -> list[ast.stmt]:
@@ -62,10 +65,18 @@ def loaded(statement: ast.stmt, but: ast.expr | None) -> set[str]:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in inside}
 
 
+def lines_of(statement: ast.stmt, text: Sequence[str]) -> list[str]:
+    """As they are, without their indentation."""
+    return [line.removeprefix(" " * statement.col_offset) for line in text[statement.lineno - 1:statement.end_lineno]]
+
+
 def with_code(statement: ast.stmt, output: ast.expr, call: str, text: Sequence[str]) -> list[str]:
-    """The lines of a statement, as they are but for one expression."""
+    """The lines of a statement, as they are but for one expression. Brackets around that alone go with it."""
     assert output.end_lineno and output.end_col_offset is not None and statement.end_lineno
     first, last = text[output.lineno - 1].encode(), text[output.end_lineno - 1].encode()
-    joined = (first[:output.col_offset] + call.encode() + last[output.end_col_offset:]).decode()
-    lines = [*text[statement.lineno - 1:output.lineno - 1], joined, *text[output.end_lineno:statement.end_lineno]]
+    before, behind = first[:output.col_offset].decode(), last[output.end_col_offset:].decode()
+    if before.endswith("(") and behind.startswith(")") and not before[:-1].endswith(_CALLED):
+        before, behind = before[:-1], behind[1:]
+    lines = [*text[statement.lineno - 1:output.lineno - 1], before + call + behind,
+             *text[output.end_lineno:statement.end_lineno]]
     return textwrap.dedent("\n".join([" " * statement.col_offset + lines[0].lstrip(), *lines[1:]])).split("\n")

@@ -138,8 +138,49 @@ class NamesAreUsedAgain(Attention):
         return mask @ v
 
 
-WRITTEN = (BiasOnTheLeft, TwoInOneStatement, TwoFillsInAChain, OptionalMask, CausalAndOptional, OptionalThenAdded,
-           AddedBeforeItIsScaled, DropoutAsAnArgument, DropoutOfAFunction, InPlace, QueryChanges, NamesAreUsedAgain)
+class MaskCutUnderTheCondition(Attention):
+    """As transformers' eager attention."""
+
+    def attend(self, q, k, v, padding):
+        scores = torch.matmul(q, k.transpose(2, 3)) * 0.3
+        if padding is not None:
+            hidden = padding[:, :, :, :k.shape[-2]]
+            scores = scores + torch.where(hidden, -1e4, 0.0)
+        weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        weights = nn.functional.dropout(weights, p=0.2 if self.training else 0.0, training=self.training)
+        return torch.matmul(weights, v)
+
+
+class ByEinsum(Attention):
+    def attend(self, q, k, v, padding):
+        energy = torch.einsum("nhqd,nhkd->nhqk", [q, k])
+        if padding is not None:
+            energy = energy.masked_fill(padding, float("-1e20"))
+        weights = torch.softmax(energy / (WIDTH ** 0.5), dim=3)
+        return torch.einsum("nhql,nhld->nhqd", [weights, v])
+
+
+class ByEinsumAcross(Attention):
+    """On [B, S, H, D]."""
+
+    def attend(self, q, k, v, padding):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.5
+        y = torch.einsum("bhqk,bkhd->bqhd", self.drop(scores.softmax(-1)), v)
+        return y.transpose(1, 2)
+
+
+class ByBatchedMatmuls(Attention):
+    def attend(self, q, k, v, padding):
+        heads = q.shape[:2]
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        scores = torch.bmm(q, k.transpose(1, 2)) / 2
+        return torch.bmm(F.softmax(scores, dim=-1), v).unflatten(0, heads)
+
+
+WRITTEN = (MaskCutUnderTheCondition, ByEinsum, ByEinsumAcross, ByBatchedMatmuls, BiasOnTheLeft, TwoInOneStatement,
+           TwoFillsInAChain, OptionalMask, CausalAndOptional, OptionalThenAdded, AddedBeforeItIsScaled,
+           DropoutAsAnArgument, DropoutOfAFunction, InPlace, QueryChanges, NamesAreUsedAgain)
 
 
 class Swapped(Attention):

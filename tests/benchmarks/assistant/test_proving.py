@@ -37,12 +37,11 @@ class Masked(nn.Module):
 def test_a_model_is_tried_in_both_modes_on_other_sizes_and_without_its_mask():
     found = circumstances(Masked().eval(), Inputs.of((torch.randn(4, 64, 6), torch.zeros(4, 64, dtype=torch.bool))))
     assert [each.words for each in found] == [
-        "on other sizes", "in train mode", "on one sample", "on a length of 30", "on a length of 1",
-        "with one query beside more keys", "without mask"]
+        "on other sizes", "in train mode", "on one sample", "without mask", "on a length of 30", "on a length of 1"]
     assert [tuple(each.inputs.args[0].shape) for each in found] == [
-        (2, 61, 6), (2, 61, 6), (1, 61, 6), (2, 30, 6), (2, 1, 6), (2, 1, 6), (2, 61, 6)]
-    assert [each.training for each in found] == [False, True, False, False, False, False, False]
-    assert found[-1].inputs.args[1:] in ((), (None,))
+        (2, 61, 6), (2, 61, 6), (1, 61, 6), (2, 61, 6), (2, 30, 6), (2, 1, 6)]
+    assert [each.training for each in found] == [False, True, False, False, False, False]
+    assert found[3].inputs.args[1:] in ((), (None,))
 
 
 @pytest.mark.unit
