@@ -5,6 +5,7 @@ scores, whichever branch ran. Statements that something else needs stay where th
 mask on becomes a statement that makes that mask, under the same condition.
 """
 import ast
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -298,7 +299,7 @@ class _Writer:
         self.reader = _Reader(text_of(self.file))
         self.statements = statements_of(start, end)
         self.kept: list[ast.stmt] = []                         # what stays, before the output's statement
-        self.removed: dict[ast.stmt, list[Fill]] = {}          # and what does not, with the masks it puts on
+        self.removed: dict[ast.stmt, int] = {}                 # and what does not, with how many masks it puts on
 
     def advice(self) -> Advice:
         *before, last = self.statements
@@ -326,13 +327,13 @@ class _Writer:
                 raise NotWritten("its output stands in an earlier statement")
             if scores is not None:
                 self.reader.names[name] = scores
-                self.removed[statement] = list(scores.fills[self._fills_until_now():])
+                self.removed[statement] = len(scores.fills) - self._fills_until_now()
                 return
             self.reader.names.pop(name, None)                  # it is something else now
         self.kept.append(statement)
 
     def _fills_until_now(self) -> int:
-        return sum(map(len, self.removed.values()))
+        return sum(self.removed.values())
 
     def _conditional(self, statement: ast.If) -> bool:
         """Whether something under a condition is done to the scores; then what it does is under it.
@@ -343,7 +344,7 @@ class _Writer:
             return False
         if statement.orelse:
             raise NotWritten("its scores depend on a condition that does something else, too")
-        test, fills, before = self.reader.words(statement.test), list[Fill](), list[str]()
+        test, count, before = self.reader.words(statement.test), 0, list[str]()
         for each in statement.body:
             name, value = target_of(each) or ("", None)
             scores = self.reader.names.get(name)
@@ -354,11 +355,11 @@ class _Writer:
                 continue
             new = self._under(test, scores, self.reader.value(value), tuple(before))
             self.reader.names[name] = new
-            fills += new.fills[len(scores.fills):]
+            count += len(new.fills) - len(scores.fills)
             before = []
         if before:
             raise NotWritten("its scores depend on a condition that does something else, too")
-        self.removed[statement] = fills
+        self.removed[statement] = count
         return True
 
     @staticmethod
@@ -383,11 +384,12 @@ class _Writer:
         self.all_causal = self.all_causal and self._is_always_causal(found)
         inline, saved = self._mask_inline(found), self._saved(found)
         masks = _Masks(all(fill.only_blocks for fill in found.fills))
-        own = found.fills[self._fills_until_now():]            # in the statement of the output itself
+        fills = iter(found.fills)
         replaced: dict[int, list[str]] = {}                    # first line of a statement that goes -> what comes there
         gone: set[int] = set()
-        for statement, fills in self.removed.items():
-            replaced[statement.lineno] = [] if inline else masks.lines(fills)
+        for statement, count in self.removed.items():
+            put_on = list(itertools.islice(fills, count))
+            replaced[statement.lineno] = [] if inline else masks.lines(put_on)
             gone |= set(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
         text = text_of(self.file).split("\n")
         lines = [f"{', '.join(saved)} = {', '.join(saved.values())}"] if saved else []
@@ -399,7 +401,7 @@ class _Writer:
         if inline and found.fills:
             mask = masks.words(found.fills[0])
         elif not inline:
-            lines += masks.lines(own)
+            lines += masks.lines(list(fills))                  # those in the statement of the output itself
         return [*lines, *with_code(last, output, self._call(found, saved, mask), text)]
 
     def _is_always_causal(self, found: Scores) -> bool:
