@@ -14,7 +14,7 @@ from benchmarks.measure.calls import Inputs
 from benchmarks.measure.judge import validate
 from tests.helpers import generated_attention as generated
 
-COUNT = int(os.environ.get("SPELLINGS", "24"))
+COUNT = int(os.environ.get("SPELLINGS", "16"))
 NUMBERS = torch.Generator().manual_seed(0)
 X = torch.randn(2, generated.LENGTH, 2 * generated.WIDTH, generator=NUMBERS)
 QKV = tuple(torch.randn(2, generated.HEADS, generated.LENGTH, generated.WIDTH, generator=NUMBERS) for _ in range(3))
