@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.assistant import einsum
-from benchmarks.assistant.attention import Attention
+from benchmarks.assistant.attention import CASTS, SOFTMAX, Attention
 from benchmarks.assistant.program import place_of, shape_of
 from benchmarks.assistant.source import Place, function_node_at, text_of
 from benchmarks.assistant.statements import (
     assigned,
     lines_of,
+    lines_with,
     loaded,
     needed_later,
     statements_of,
@@ -26,8 +27,8 @@ from benchmarks.assistant.statements import (
 from benchmarks.assistant.technique import Advice, NotWritten
 from benchmarks.assistant.words import called, is_of_module
 
-MASK = "attn_mask"                           # the name that a mask gets
-CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous")
+MASK, QUERY, KEY = "attn_mask", "query", "key"       # the names that these get, where nothing has them yet
+OPERATIONS = {ast.Mult: "mul", ast.Div: "div", ast.Add: "add", ast.Sub: "sub"}
 IGNORED = {"dim", "axis", "dtype", "inplace", "p", "training", "memory_format", "copy", "non_blocking"}
 PLACES = {"input": 0, "condition": 0, "mask": 1, "other": 1, "mat2": 1, "value": 2}       # of a keyword
 INFINITE = {"float('-inf')", "-math.inf", "-torch.inf", "-np.inf", "-numpy.inf", "-float('inf')", "-inf",
@@ -51,8 +52,9 @@ class Fill:
 
     def seen(self) -> str:
         """As a boolean mask: true where a position is seen."""
-        return f"~({self.words})" if self.blocks and not self.words.isidentifier() else (
-            f"~{self.words}" if self.blocks else self.words)
+        if not self.blocks:
+            return self.words
+        return f"~{self.words}" if self.words.isidentifier() else f"~({self.words})"
 
     def added(self) -> str:
         """As a mask that is added to the scores."""
@@ -117,14 +119,10 @@ class _Reader:
         scores, other = (left, node.right) if left and not left.value else (right, node.left)
         if scores is None or scores.value:
             return None
-        if isinstance(node.op, ast.Mult):
-            return self._multiplied(scores, " * " + self.factor(other))
-        if isinstance(node.op, ast.Div) and scores is left:
-            return self._multiplied(scores, " / " + self.factor(other))
-        if isinstance(node.op, ast.Add) or (isinstance(node.op, ast.Sub) and scores is left):
-            return self._with(scores, Fill(self.words(other) if isinstance(node.op, ast.Add)
-                                           else "-" + self.factor(other)))
-        raise NotWritten(f"its scores go through {ast.unparse(node)}")
+        name = OPERATIONS.get(type(node.op), "")
+        if not name or (scores is not left and name in ("div", "sub")):
+            raise NotWritten(f"its scores go through {ast.unparse(node)}")
+        return self._by_name(name, scores, other)
 
     def _multiplied(self, scores: Scores, scale: str) -> Scores:
         if scores.is_softmax:
@@ -152,7 +150,7 @@ class _Reader:
             raise NotWritten(f"its scores go twice into {name}")
         if place == 0 and name in CASTS:
             return scores
-        if place == 0 and name == "softmax" and not scores.is_softmax:
+        if place == 0 and name in SOFTMAX and not scores.is_softmax:
             return replace(scores, is_softmax=True)
         if place == 0 and scores.is_softmax:
             return replace(scores, dropout=self._dropout(node, name, rest))
@@ -166,8 +164,9 @@ class _Reader:
 
     def _by_name(self, name: str, scores: Scores, other: ast.expr) -> Scores:
         if name in ("mul", "div"):
-            return self._multiplied(scores, (" * " if name == "mul" else " / ") + self.factor(other))
-        return self._with(scores, Fill(self.words(other) if name == "add" else "-" + self.factor(other)))
+            sign = " * " if name == "mul" else " / "
+            return self._multiplied(scores, sign + self.factor(other))
+        return self._with(scores, Fill(self.words(other) if name == "add" else f"-{self.factor(other)}"))
 
     def _arguments(self, node: ast.Call) -> dict[int | str, ast.expr]:
         """Of a call by place, of a method of the scores these first; a keyword whose place is known stands there."""
@@ -298,8 +297,19 @@ class _Writer:
         self.attention, self.all_causal, self.file = attention, all_causal, start.file
         self.reader = _Reader(text_of(self.file))
         self.statements = statements_of(start, end)
+        self.mask, self.query, self.key = (self._free(name) for name in (MASK, QUERY, KEY))
         self.kept: list[ast.stmt] = []                         # what stays, before the output's statement
         self.removed: dict[ast.stmt, int] = {}                 # and what does not, with how many masks it puts on
+
+    def _free(self, name: str) -> str:
+        """That name, or one like it, which nothing in the function has: a caller's own mask may be called so."""
+        function = function_node_at(self.file, self.statements[0].lineno)
+        nodes = list(ast.walk(function)) if function else []
+        taken = {node.id for node in nodes if isinstance(node, ast.Name)}
+        taken |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        while name in taken:
+            name += "_"
+        return name
 
     def advice(self) -> Advice:
         *before, last = self.statements
@@ -383,21 +393,16 @@ class _Writer:
         """The lines in place of the old ones."""
         self.all_causal = self.all_causal and self._is_always_causal(found)
         inline, saved = self._mask_inline(found), self._saved(found)
-        masks = _Masks(all(fill.only_blocks for fill in found.fills))
+        masks = _Masks(self.mask, all(fill.only_blocks for fill in found.fills))
         fills = iter(found.fills)
-        replaced: dict[int, list[str]] = {}                    # first line of a statement that goes -> what comes there
-        gone: set[int] = set()
+        instead: dict[ast.stmt, list[str]] = {}
         for statement, count in self.removed.items():
             put_on = list(itertools.islice(fills, count))
-            replaced[statement.lineno] = [] if inline else masks.lines(put_on)
-            gone |= set(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
+            instead[statement] = [] if inline else masks.lines(put_on)
         text = text_of(self.file).split("\n")
         lines = [f"{', '.join(saved)} = {', '.join(saved.values())}"] if saved else []
-        for number in range(self.statements[0].lineno, last.lineno):
-            lines += replaced.get(number, [])
-            if number not in gone:
-                lines.append(text[number - 1].removeprefix(" " * last.col_offset))
-        mask = MASK
+        lines += lines_with(instead, self.statements[0], last, text)
+        mask = self.mask
         if inline and found.fills:
             mask = masks.words(found.fills[0])
         elif not inline:
@@ -441,14 +446,15 @@ class _Writer:
         """Name -> words, of queries and keys that a statement in between assigns to."""
         changed = {name for statement in self.kept for name in assigned(statement)}
         saved = {}
-        for name, words in (("query", found.query), ("key", found.key)):
+        for name, words in ((self.query, found.query), (self.key, found.key)):
             if {node.id for node in ast.walk(ast.parse(words)) if isinstance(node, ast.Name)} & changed:
                 saved[name] = words
         return saved
 
     def _call(self, found: Scores, saved: dict[str, str], mask: str) -> str:
-        query = "query" if "query" in saved else found.query
-        key = _without_transpose("key" if "key" in saved else found.key, len(shape_of(self.attention.softmax)))
+        query = self.query if self.query in saved else found.query
+        key = self.key if self.key in saved else found.key
+        key = _without_transpose(key, len(shape_of(self.attention.softmax)))
         options = []
         if self.all_causal:
             options.append("is_causal=True")
@@ -479,7 +485,8 @@ def _operand(words: str) -> str:
 class _Masks:
     """Writes the statements that make one mask of several."""
 
-    def __init__(self, all_block: bool):
+    def __init__(self, name: str, all_block: bool):
+        self.name = name
         self.all_block = all_block           # then it is boolean: true where a position is seen
         self.is_there, self.may_be_none = False, False
 
@@ -493,14 +500,14 @@ class _Masks:
         alone = words = self.words(fill)
         first = not self.is_there
         if not first:
-            words = f"{MASK} {'&' if self.all_block else '+'} {_operand(alone)}"
-            words = f"{words} if {MASK} is not None else {alone}" if self.may_be_none else words
+            words = f"{self.name} {'&' if self.all_block else '+'} {_operand(alone)}"
+            words = f"{words} if {self.name} is not None else {alone}" if self.may_be_none else words
         self.may_be_none = bool(fill.test) and (first or self.may_be_none)
         self.is_there = True
         if not fill.test:
-            return [f"{MASK} = {words}"]
-        inside = [f"    {line}" for line in (*fill.lines, f"{MASK} = {words}")]
-        return [*([f"{MASK} = None"] if first else []), f"if {fill.test}:", *inside]
+            return [f"{self.name} = {words}"]
+        inside = [f"    {line}" for line in (*fill.lines, f"{self.name} = {words}")]
+        return [*([f"{self.name} = None"] if first else []), f"if {fill.test}:", *inside]
 
 
 def _values_named(expression: ast.AST) -> set[str]:

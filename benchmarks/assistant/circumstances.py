@@ -43,10 +43,15 @@ def circumstances(model: nn.Module, given: Inputs) -> list[Circumstance]:
     with contextlib.suppress(RuntimeError):                # a tensor that has no dimension
         wanted.append(Circumstance("on one sample", inputs.first(1), mode))
     wanted += [Circumstance(f"without {name}", others, mode) for name, others in left_out(model, inputs)]
-    found = [each for each in wanted if outputs(model, each) is not None]
-    for length in (LENGTH // 2, 1):
-        found += _of_another_length(model, found, f"on a length of {length}", of_length(inputs, length), length)
-    return found + _of_another_length(model, found, "with one query beside more keys", with_one_query(inputs), 1)
+    shapes = [outputs(model, each) for each in wanted]
+    found = [each for each, shape in zip(wanted, shapes, strict=True) if shape is not None]
+    others = [(f"on a length of {length}", of_length(inputs, length), length) for length in (LENGTH // 2, 1)]
+    for words, narrowed, length in (*others, ("with one query beside more keys", with_one_query(inputs), 1)):
+        # What comes out must be as long: a mask of the old length may only happen to broadcast.
+        expected = _cut(shapes[0] or [], _length_of(inputs), length)
+        if narrowed and outputs(model, each := Circumstance(words, narrowed, mode)) == expected:
+            found.append(each)
+    return found
 
 
 def outputs(model: nn.Module, circumstance: Circumstance) -> list[tuple[int, ...]] | None:
@@ -58,16 +63,9 @@ def outputs(model: nn.Module, circumstance: Circumstance) -> list[tuple[int, ...
         return None
 
 
-def _of_another_length(model: nn.Module, found: Sequence[Circumstance], words: str, inputs: Inputs | None, length: int
-                       ) -> list[Circumstance]:
-    """That circumstance, where what comes out is as long: a mask of the old length may only happen to broadcast."""
-    if inputs is None or not found:
-        return []
-    first, other = found[0], Circumstance(words, inputs, model.training)
-    own = _length_of(first.inputs)
-    expected = [tuple(length if dim and size == own else size for dim, size in enumerate(shape))
-                for shape in outputs(model, first) or []]
-    return [other] if outputs(model, other) == expected else []
+def _cut(shapes: Sequence[tuple[int, ...]], own: int | None, length: int) -> list[tuple[int, ...]]:
+    """Shapes with another length in place of their own, in each dimension behind the first."""
+    return [tuple(length if dim and size == own else size for dim, size in enumerate(shape)) for shape in shapes]
 
 
 def _smallest(model: nn.Module, given: Inputs) -> Inputs:
@@ -94,7 +92,7 @@ def of_length(inputs: Inputs, length: int) -> Inputs | None:
 
 
 def with_one_query(inputs: Inputs) -> Inputs | None:
-    """The last of the positions of the first tensor, the others as they are; None where it is the only tensor."""
+    """The first position of the first tensor, the others as they are; None where it is the only tensor."""
     own = _length_of(inputs)
     if not own or own == 1 or len(inputs.named()) < 2:
         return None
@@ -102,7 +100,7 @@ def with_one_query(inputs: Inputs) -> Inputs | None:
 
 
 def _length_of(inputs: Inputs) -> int | None:
-    """The second dimension, of numbers of tokens or of rows of features: what has two is a table of features."""
+    """The second dimension of tokens [B, S] or of what has more than two, [B, S, E]. Of features [N, E] None."""
     first = next(iter(inputs.named().values()))
     return first.size(1) if first.ndim > (2 if first.is_floating_point() else 1) else None
 

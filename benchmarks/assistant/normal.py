@@ -18,7 +18,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "transpose": ("input", "dim0", "dim1"), "swapaxes": ("input", "axis0", "axis1"), "permute": ("input", "dims"),
     "swapdims": ("input", "dim0", "dim1"),
     "scaled_dot_product_attention": ("query", "key", "value")}
-_OTHER_NAMES = {"train": "training", "tensor": "input", "self": "input", "x1": "input", "x2": "other", "axis": "dim"}
+_OTHER_NAMES = {"train": "training", "axis": "dim"}
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.imatmul, operator.ipow)
 _SPELT = {"imul": "mul", "iadd": "add", "isub": "sub", "itruediv": "div", "imatmul": "matmul", "ipow": "pow",
           "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub"}

@@ -1,6 +1,4 @@
 """Every piece of advice, before it is said: pasted into a copy of the files, and held against the model as it is."""
-import contextlib
-
 import torch
 
 from benchmarks.assistant.circumstances import Circumstance, circumstances
@@ -30,11 +28,13 @@ class Prover:
             with written_out(self.source, [advice], self.device) as (written, left_out):
                 if left_out:
                     return "there can be no copy of its file to try it in"
+                if not self._known():
+                    return "the model can't be judged on any inputs that it takes"
                 for circumstance, truth in self._known():
                     with circumstance.entered(written, self.task.model):
                         judgement = Judge(written, truth, fresh=False).judge()
                     if not judgement.passed:
-                        return f"{circumstance.words}: {judgement.failure}".removeprefix(": ")
+                        return ": ".join(filter(None, [circumstance.words, judgement.failure]))
         except Told as error:
             return str(error).splitlines()[0]
         except Exception as error:                             # whatever edited code raises
@@ -45,13 +45,16 @@ class Prover:
 
     def _known(self) -> list[tuple[Circumstance, Truth]]:
         if self._truths is None:
-            self._truths = list(self._found())
+            self._truths = self._found()
         return self._truths
 
     def _found(self) -> list[tuple[Circumstance, Truth]]:
         model, truths = self.task.model, []
         for circumstance in circumstances(model, self.task.given):
             work = Work(circumstance.inputs, None, 1, self.seed)
-            with circumstance.entered(model), contextlib.suppress(ValueError):     # it can't be judged there
-                truths.append((circumstance, Truth(model, work)))
+            try:
+                with circumstance.entered(model):
+                    truths.append((circumstance, Truth(model, work)))
+            except Exception:                                  # it can't be judged there, or there is no room for it
+                free_memory()
         return truths

@@ -2,7 +2,7 @@
 import ast
 import string
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks.assistant.source import Place, function_node_at, statement_at
 from benchmarks.assistant.technique import NotWritten
@@ -68,6 +68,22 @@ def loaded(statement: ast.stmt, but: ast.expr | None) -> set[str]:
 def lines_of(statement: ast.stmt, text: Sequence[str]) -> list[str]:
     """As they are, without their indentation."""
     return [line.removeprefix(" " * statement.col_offset) for line in text[statement.lineno - 1:statement.end_lineno]]
+
+
+def lines_with(instead: Mapping[ast.stmt, Sequence[str]], first: ast.stmt, last: ast.stmt, text: Sequence[str]
+               ) -> list[str]:
+    """The lines from one statement to before another, with other lines in place of some; comments in between stay."""
+    starts = {statement.lineno: statement for statement in instead}
+    lines: list[str] = []
+    number = first.lineno
+    while number < last.lineno:
+        if statement := starts.get(number):
+            lines += instead[statement]
+            number = (statement.end_lineno or number) + 1
+        else:
+            lines.append(text[number - 1].removeprefix(" " * last.col_offset))
+            number += 1
+    return lines
 
 
 def with_code(statement: ast.stmt, output: ast.expr, call: str, text: Sequence[str]) -> list[str]:

@@ -26,7 +26,7 @@ ATTENTION = "scaled_dot_product_attention"
 INDEX_BY_MASK = "index by a mask:"          # before the name of an operator
 # torch's counter does not know these.
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_RECURRENT = (torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn, torch.ops.aten.miopen_rnn)
+_CPU_RECURRENT, _GPU_RECURRENT = torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn
 _HERE = str(Path(__file__).parent) + os.sep
 
 
@@ -218,8 +218,10 @@ def tensors_in(value: Any) -> list[Tensor]:
 def flops_of(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
     """Of an operator: 2 for a multiplication and its addition, causal attention counted half; 0 of any but matmuls."""
     packet = getattr(func, "overloadpacket", func)
-    if packet in _RECURRENT:
-        return _flops_of_recurrent(args[0], tensors_in(args[1:3] if packet is _RECURRENT[0] else args[1]))
+    if packet == _CPU_RECURRENT:
+        return _flops_of_recurrent(args[0], args[1:3])
+    if packet == _GPU_RECURRENT:
+        return _flops_of_recurrent(args[0], args[1])
     if packet == _CPU_ATTENTION:
         flops = float(sdpa_flop(*args[:3], out_val=result))
     elif (formula := flop_registry.get(packet)) is not None:

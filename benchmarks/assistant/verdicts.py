@@ -57,7 +57,9 @@ def _as_written(result: Optimized, one: Opportunity) -> Opportunity:
 def _if_it_gains(result: Optimized, one: Opportunity) -> Opportunity:
     """No gain, where the code of its technique was timed and gains nothing."""
     written = Combination(called=as_written(one.technique))
-    if reason := written.name in result.pieces.results and result.pieces.why_not(written, result.mode):
+    if written.name not in result.pieces.results:          # it was not timed: a person applies it, or Ctrl-C came
+        return one
+    if reason := result.pieces.why_not(written, result.mode):
         return dataclasses.replace(one, verdict="by hand", why=f"as it is written: {reason}", advice=None)
     gain = result.pieces.gain(written, Combination(), result.mode)
     if gain is None or gain[1] >= WORTH_IT:

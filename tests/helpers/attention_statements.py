@@ -151,6 +151,20 @@ class MaskCutUnderTheCondition(Attention):
         return torch.matmul(weights, v)
 
 
+class NamesThatTheCallHas(Attention):
+    """The caller's mask and its queries are called as what would be written."""
+
+    def core(self, query, key, value, attn_mask=None):
+        scores = query @ key.transpose(-2, -1) * 0.4
+        if attn_mask is not None:
+            scores = scores.masked_fill(attn_mask, -math.inf)
+        query = 2 * query
+        return scores.softmax(-1) @ value + 0 * query
+
+    def attend(self, q, k, v, padding):
+        return self.core(q, k, v, padding)
+
+
 class ByEinsum(Attention):
     def attend(self, q, k, v, padding):
         energy = torch.einsum("nhqd,nhkd->nhqk", [q, k])
@@ -178,9 +192,9 @@ class ByBatchedMatmuls(Attention):
         return torch.bmm(F.softmax(scores, dim=-1), v).unflatten(0, heads)
 
 
-WRITTEN = (MaskCutUnderTheCondition, ByEinsum, ByEinsumAcross, ByBatchedMatmuls, BiasOnTheLeft, TwoInOneStatement,
-           TwoFillsInAChain, OptionalMask, CausalAndOptional, OptionalThenAdded, AddedBeforeItIsScaled,
-           DropoutAsAnArgument, DropoutOfAFunction, InPlace, QueryChanges, NamesAreUsedAgain)
+WRITTEN = (MaskCutUnderTheCondition, NamesThatTheCallHas, ByEinsum, ByEinsumAcross, ByBatchedMatmuls, BiasOnTheLeft,
+           TwoInOneStatement, TwoFillsInAChain, OptionalMask, CausalAndOptional, OptionalThenAdded,
+           AddedBeforeItIsScaled, DropoutAsAnArgument, DropoutOfAFunction, InPlace, QueryChanges, NamesAreUsedAgain)
 
 
 class Swapped(Attention):

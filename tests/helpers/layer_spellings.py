@@ -79,7 +79,8 @@ class LayerNormThatKeepsItsMean(Norm):
 
     def forward(self, x):
         mean = x.mean(-1, keepdim=True)
-        twice = 2 * x                                    # it is added below
+        # It is added below.
+        twice = 2 * x
         variance = (x - mean).pow(2).mean(-1, keepdim=True)
         y = (x - mean) / torch.sqrt(variance + self.eps)
         return y * self.weight + self.bias + twice, mean

@@ -10,7 +10,7 @@ from benchmarks.assistant.norms import Norm, Refused, norm_at, roots
 from benchmarks.assistant.program import Captured, Program, place_of
 from benchmarks.assistant.rewriting import Assumed, erase_unused
 from benchmarks.assistant.source import Place, text_of
-from benchmarks.assistant.statements import assigned, lines_of, needed_later, statements_of, with_code
+from benchmarks.assistant.statements import assigned, lines_with, needed_later, statements_of, with_code
 from benchmarks.assistant.technique import Advice, Found, NotWritten, Plan, Technique, found_in, unique
 from benchmarks.assistant.words import expression_of, words_for
 from common.block.evidence import Evidence
@@ -54,7 +54,7 @@ def advice(program: Program, found: Found) -> Advice:
     if read & {name for statement in kept for name in assigned(statement)}:
         raise NotWritten("what it normalises is assigned to in between")
     text = text_of(start.file).split("\n")
-    lines = [line for statement in kept for line in lines_of(statement, text)]
+    lines = lines_with({each: [] for each in before if each not in kept}, (before or [last])[0], last, text)
     code = with_code(last, whole, _call(norm, [words[node] for node in needed]), text)
     return Advice("\n".join([*lines, *code]),
                   Place(start.file, (before or [last])[0].lineno, last.end_lineno or last.lineno))

@@ -97,7 +97,7 @@ def test_statements_that_something_else_needs_stay_with_their_comments():
     program = read(made(spellings.LayerNormThatKeepsItsMean), Inputs.of(X))
     lines = library_norm.advice(program, *library_norm.find(program)).code.splitlines()
     assert lines == ["mean = x.mean(-1, keepdim=True)",
-                     "twice = 2 * x                                    # it is added below",
+                     "# It is added below.", "twice = 2 * x",
                      "return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, eps=1e-05) + twice, mean"]
 
 

@@ -102,16 +102,27 @@ def test_what_is_wrong_somewhere_says_where(code, why, tmp_path):
     assert why in found and bool(why) == bool(found), found
 
 
+@pytest.mark.integration
+def test_what_nothing_was_held_against_is_not_proved(tmp_path, monkeypatch):
+    path = tmp_path / "my_model.py"
+    path.write_text(textwrap.dedent(SOURCE))
+    source = load(f"{path}:build")
+    prover = Prover(source, Task.of(source()), CPU, seed=0)
+    monkeypatch.setattr("benchmarks.assistant.proving.Truth", lambda *given: 1 / 0)
+    assert "can't be judged" in prover.why_not(Advice("y = self.linear(x)", Place(str(path), 11)))
+
+
 # ----------------------------------------------------------------------------------------------------------- verdicts
 
 ADVICE = Advice("y = x", Place("/f.py", 3))
 
 
-def said(proofs, gain=None, status="", added=None):
+def said(proofs, gain=None, status="", added=None, timed=True):
     """The verdict on a piece of advice that was worth it, as it became."""
     technique = SimpleNamespace(name="sdpa")
     name = Combination(called=as_written("sdpa")).name
-    pieces = SimpleNamespace(results={name: None}, why_not=lambda of, mode: status, gain=lambda *of: gain)
+    results = {name: None} if timed else {}
+    pieces = SimpleNamespace(results=results, why_not=lambda of, mode: status, gain=lambda *of: gain)
     ladder = [SimpleNamespace(technique=technique, gain=added)] if added else []
     result = SimpleNamespace(proofs=proofs, pieces=pieces, mode="forward", ladder=ladder, file_known=True)
     one = Opportunity("sdpa", Found(ADVICE.place, "", 1, ""), "take", speedup=1.5, advice=ADVICE)
@@ -128,6 +139,7 @@ def said(proofs, gain=None, status="", added=None):
     (({ADVICE: ""}, (0.9, 0.8, 0.99), "", (1.2, 1.1, 1.3)), "no gain", "0.90 times"),
     (({ADVICE: ""}, None, "failed: it is wrong"), "by hand", "as it is written: failed: it is wrong"),
     (({ADVICE: "in eval mode: off"},), "by hand", "its code was tried and is left out: in eval mode: off"),
+    (({ADVICE: ""}, None, "it was not reached", None, False), "take", ""),
     (({},), "take", "")])
 def test_what_was_tried_decides(given, verdict, why):
     one = said(*given)

@@ -67,4 +67,6 @@ def test_comments_and_what_something_else_needs_stay(tmp_path):
         "return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)"]
     assert "v = v * 1.5                                      # it stays, with what is said of it" in code_of(
         statements.NamesAreUsedAgain)
+    assert code_of(statements.NamesThatTheCallHas)[:4] == [
+        "query_ = query", "attn_mask_ = None", "if attn_mask is not None:", "    attn_mask_ = ~attn_mask"]
     assert code_of(statements.QueryChanges)[:2] == ["query = q", "q = q + 1"]
