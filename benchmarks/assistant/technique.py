@@ -1,5 +1,6 @@
 """What a technique is: where it applies in a program, what it does to a copy, and the code that a person writes."""
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ from benchmarks.assistant.program import Captured, Program, place_of
 from benchmarks.assistant.rewriting import Pass
 from benchmarks.assistant.source import Place, imports_for
 from common.block.evidence import Evidence
+
+_OF_DYNAMO = re.compile(r"^L\['\w+'\]")      # its name for what was compiled: "L['self']", of a container "L['fn']"
 
 
 class NotWritten(Exception):
@@ -115,7 +118,7 @@ def module_of(program: Program, graph: Captured, node: fx.Node) -> str:
     """The path of the module that a node ran in, with a star for each number that differs between calls."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     inner = stack[-1][0] if stack else ""
-    path = inner.replace("L['self']", "").strip(".")
+    path = _OF_DYNAMO.sub("", inner).strip(".")
     prefixes = [prefix for names in graph.calls if (prefix := _prefix_of(names, graph, path)) is not None]
     return with_stars([".".join(filter(None, (prefix, path))) for prefix in prefixes])
 

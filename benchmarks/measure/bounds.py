@@ -19,8 +19,11 @@ WITH_FP32_INSIDE = 3e-6, 1e-8              # in FP64, of code that computes some
 TIMES_THE_REFERENCE = 4                    # its own error
 TIMES_A_LOWER_ONE = 2                      # the error of the reference in a lower precision: what that explains
 TIMES_ITS_LARGEST = 4                      # that of its worst element: rounding is spread over a tensor
-MULTIPLE_FROM = 4                          # roundings: a factor beyond is a mistake, if the rest is at most half of it
+# Roundings: a factor beyond is a mistake, if the rest is at most half of it. In FP32 fast exponentials
+# and long sums are off one way by several.
+MULTIPLE_FROM, MULTIPLE_FROM_IN_FP32 = 4, 32
 ELEMENTS_OF_A_MULTIPLE = 256               # of fewer elements, roundings may happen to look like a factor
+TIMES_OF_A_GRADIENT = 3                    # a caller's gate: it passes through more roundings than an output
 NOTHING_TOLD = 0.5                         # a bound of so much of the tensor tells nothing
 NUMERICS = {"tf32": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
 FP8_OUTPUT, FP8_GRADIENT = 10 ** (-20 / 20), 10 ** (-17 / 20)          # 20 and 17 dB
@@ -133,20 +136,20 @@ class Standard:
     def _factor(self, seen: Sequence[Tensor], truth: Sequence[Tensor], own: Sequence[Tensor], error: float, size: float
                 ) -> float | None:
         """The factor of what is a multiple of the truth: rounding goes every way, and a factor one way. Else None."""
-        rounding = ROUNDING.get(self.dtype, 0.0)
+        least = (MULTIPLE_FROM_IN_FP32 if self.dtype == FP32 else MULTIPLE_FROM) * ROUNDING.get(self.dtype, 0.0)
         told = self.question == "precision" and self.gate is None and truth[0].numel() >= ELEMENTS_OF_A_MULTIPLE
-        if not told or not math.isfinite(error) or error <= MULTIPLE_FROM * rounding * size:
+        if not told or not math.isfinite(error) or error <= least * size:
             return None
         along = projection(seen, truth)
         rest = math.sqrt(max(0.0, error**2 - (along * size)**2))
-        if abs(along) <= max(MULTIPLE_FROM * rounding, 8 * abs(projection(own, truth))) or rest > abs(along) * size / 2:
+        if abs(along) <= max(least, 8 * abs(projection(own, truth))) or rest > abs(along) * size / 2:
             return None
         return 1 + along
 
     def _bound(self, is_gradient: bool, size: float, whole: float, of_the_reference: float) -> tuple[float, str]:
         """(how far it may be off, why so far)."""
         if self.gate is not None:
-            gate = self.gate * (3 if is_gradient else 1)               # a gradient passes through more roundings
+            gate = self.gate * (TIMES_OF_A_GRADIENT if is_gradient else 1)
             return gate * max(size, BOUNDS[FP64][1] * whole), "a gate of your own"
         if self.dtype == FP64:
             share, of_all = WITH_FP32_INSIDE if self.fp32_inside else BOUNDS[FP64]

@@ -220,7 +220,9 @@ class Judge:
                  if parameters[our].shape == self.parameters[their].shape]
         buffers = self._buffers_that_change()
         draws = truth.has_dropout or truth.draws or not truth.same_twice or self._has_state_of_its_own(len(buffers))
-        return Referee(flat, pairs, max(self.allowed_between, self.gate or 0.0), draws, buffers, self.checks)
+        gate = self.gate or 0.0
+        allowed_of_gradients = max(self.allowed_between, bounds.TIMES_OF_A_GRADIENT * gate)
+        return Referee(flat, pairs, max(self.allowed_between, gate), allowed_of_gradients, draws, buffers, self.checks)
 
     def _buffers_that_change(self) -> list[tuple[Tensor, Tensor]]:
         """(the candidate's, the reference's) of each that a call of the reference changes."""

@@ -86,9 +86,12 @@ def parameters_kept(call: Callable, inputs: Inputs) -> Iterator[None]:
 
 
 def written_by(call: Callable, inputs: Inputs) -> list[tuple[Tensor, Tensor]]:
-    """(parameter, its value) of each that a call without gradients writes to; they have that value again."""
-    watch = _BeforeItIsWritten(named_parameters(call).values())
-    with kept(call), torch.no_grad(), uncompiled_meanwhile(call), contextlib.suppress(Exception), watch:
+    """(parameter, its value) of each that a call without gradients writes to; they have that value again.
+
+    It runs uncompiled: Dynamo of torch 2.11 never compiles a function again that it met under such a watch and a break.
+    """
+    watch, uncompiled = _BeforeItIsWritten(named_parameters(call).values()), torch.compiler.set_stance("force_eager")
+    with kept(call), torch.no_grad(), uncompiled, contextlib.suppress(Exception), watch:
         inputs.copies().call(call)                     # what it raises, it raises again where that is told
     _put_back(watch.values)
     return watch.values

@@ -33,6 +33,7 @@ MOST_AHEAD, BYTES_AHEAD = 64, 2**24        # calls whose inputs are made at once
 LOOKS = 2                                  # at timed calls, of each pass and way of launching
 GROSS = 0.05                               # of a gradient's norm: a kink may move it, what is stale is further off
 TWICE = 2                                  # so often a gradient must be another one: a kink moves it now and then
+THRICE = 3                                 # so often a device must go on: a host that is held up sees that now and then
 TIMES_MOVED = 2                            # what a rounding of the inputs does to a gradient of the reference, at most
 TIMES_ROUNDING, TIMES_THE_REFERENCE = 2, 4 # of an output: candidate and reference both round
 NOT_PLAIN = ", which may compute when it is looked at: return plain tensors"
@@ -125,7 +126,8 @@ class Refresher:
     """Gives inputs other values of the same kind, in place, each time others.
 
     A floating tensor gets noise of half of each element: zeros stay, unless there is nothing else, infinities, and most
-    signs. A tensor of whole numbers with more than one dimension is shifted along its last one, so that it holds the
+    signs. Its size stays, and none becomes larger than the largest: a scale that was calibrated for it still fits. A
+    tensor of whole numbers with more than one dimension is shifted along its last one, so that it holds the
     same numbers. What is boolean, or a list of whole numbers, has a structure that noise would break: it stays.
     """
 
@@ -162,7 +164,9 @@ class Refresher:
         noise = torch.randn(self.ahead, *base.shape, generator=self.noise, device=base.device, dtype=wide).mul_(NOISE)
         if not base.count_nonzero():                     # noise of a share would leave it so
             return list(noise.to(base.dtype))
-        return list(base * (1 + noise).to(base.dtype))
+        others = base * (1 + noise).div_((1 + NOISE**2)**0.5).to(base.dtype)
+        largest = base.abs().nan_to_num(nan=0.0, posinf=math.inf).amax()
+        return list(others if base.is_complex() else others.clamp_(-largest, largest))
 
 
 def fresh(inputs: Inputs, count: int) -> Iterator[Inputs]:
@@ -183,6 +187,7 @@ class Referee:
     reference: Callable                    # on the same flat inputs, returns the same flat outputs
     parameters: Sequence[tuple[str, Tensor]]       # of the reference, whose gradients the candidate's are held against
     allowed: float                         # between their outputs, as a share of the norm
+    allowed_of_gradients: float            # between their gradients
     draws: bool                            # the reference draws random numbers: values can't be compared
     buffers: Sequence[tuple[Tensor, Tensor]]       # (its own, the reference's) of which results may depend
     checks: list[Check]                    # of the judgement that the candidate passed; what is found then joins them
@@ -207,12 +212,12 @@ class Referee:
             watch.prepare()
 
         def once_more() -> None:
-            for _ in range(TWICE):
+            for _ in range(THRICE):
                 work.between()
                 watch.prepare(is_due=True)
                 run()
                 watch.look()
-                if not watch.suspected:
+                if not watch.suspected and not watch.busy:
                     break
             work.between()
         self.last_looks.append(once_more)
@@ -267,6 +272,7 @@ class _Watch:
         self.calls, self.looks, self.next = 0, 0, 2            # the first one compiles
         self.is_due = False                                    # whether the next call is looked at
         self.suspected = 0                                     # looks that found another gradient
+        self.busy = 0                                          # looks in a row at which the device still went on
         self.threads: set[threading.Thread] = set()
 
     def prepare(self, is_due: bool = False) -> None:
@@ -296,6 +302,8 @@ class _Watch:
 
     def _wrong(self, returned: list[Tensor]) -> str:
         as_left = [t.detach().clone() for t in returned]       # as the stream that is timed sees it
+        if self._goes_on(returned[0].device):
+            return "its work goes on, on another stream, when its own stream has ended"
         if unfinished := self._unfinished(returned, as_left):
             return unfinished
         if kinds := [type(t).__name__ for t in returned if type(t) not in (Tensor, torch.nn.Parameter)]:
@@ -336,15 +344,23 @@ class _Watch:
                 return f"a timed call ({self.mode}) leaves a buffer of shape {tuple(mine.shape)} {what}"
         return ""
 
-    def _unfinished(self, returned: list[Tensor], as_left: list[Tensor]) -> str:
-        left = {thread for thread in _threads() - self.threads if thread.is_alive()}
-        device = returned[0].device
+    def _goes_on(self, device: torch.device) -> bool:
+        """Whether the device is busy for longer than the stream that is timed, at so many looks in a row."""
         if device.type == "cuda":
             torch.cuda.current_stream().synchronize()
             began = time.perf_counter()
             torch.cuda.synchronize()
-            if time.perf_counter() - began > LEFT_BUSY:
-                return "its work goes on, on another stream, when its own stream has ended"
+            self.busy = self.busy + 1 if time.perf_counter() - began > LEFT_BUSY else 0
+            if 0 < self.busy < THRICE:
+                self._look_again()
+        return self.busy >= THRICE
+
+    def _look_again(self) -> None:
+        """At the next call, beside the looks that are due."""
+        self.looks, self.next = self.looks - 1, self.calls + 1
+
+    def _unfinished(self, returned: list[Tensor], as_left: list[Tensor]) -> str:
+        left = {thread for thread in _threads() - self.threads if thread.is_alive()}
         for thread in left:
             thread.join(timeout=1.0)
         if _differ(as_left, returned):
@@ -376,10 +392,10 @@ class _Watch:
         pairs = {name: (gradients[name].to_dense(), g) for name, g in own.items()}
         whole = sum(norm([g])**2 for g in own.values())**0.5
         moved = functools.partial(self._moved, gradients, leaves)
-        for wrong in gradients_too_far_apart(pairs, self.referee.allowed, whole, moved):
+        for wrong in gradients_too_far_apart(pairs, self.referee.allowed_of_gradients, whole, moved):
             self.suspected += 1
             if self.suspected < TWICE:
-                self.looks, self.next = self.looks - 1, self.calls + 1
+                self._look_again()
                 return ""
             return (f"a timed call ({self.mode}) left another gradient than the reference does on its input: of "
                     f"{wrong.name}, off by {wrong.apart / max(wrong.size, 1e-300):.1e}")
@@ -428,7 +444,7 @@ def gradients_too_far_apart(pairs: Mapping[str, tuple[Tensor, Tensor]], allowed:
                             moved: Callable[[], Iterable[Mapping[str, Tensor]]]) -> list[Apart]:
     """Of name -> (a candidate's gradient, the reference's): those too far apart for the same function.
 
-    `allowed` is the share that is allowed for outputs, `whole` the norm of all the reference's gradients. `moved()`
+    `allowed` is a share of its norm, `whole` the norm of all the reference's gradients. `moved()`
     gives the reference's gradients for inputs that are off by a rounding. It is asked only where something is too far
     apart otherwise: where a ReLU falls to the other side, a whole gradient moves, now this one and now that.
     """

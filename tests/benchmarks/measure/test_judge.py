@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from benchmarks.examples import pairs
 from benchmarks.examples.pairs import LIBRARY, RIGHT, WRONG, Pair, fused, gelu, random, tensor
+from benchmarks.measure.bounds import Standard
 from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import validate
 from common import BlockConfig, parameters, steps
@@ -658,6 +659,16 @@ def test_a_factor_within_16_bits_bound_is_no_rounding(dtype, factor, passes):
     judgement = validate(lambda x: factor * gelu(x) if x.dtype == dtype else gelu(x), gelu, LARGE.to(dtype))
     assert judgement.passed == passes
     assert passes or "times the truth, which no rounding makes of it" in judgement.failure
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("factor, passes", [(1 + 1e-6, True), (1 + 4e-6, False)])
+def test_fast_exponentials_are_off_one_way_by_several_roundings_of_fp32(factor, passes):
+    """The bound is no help where the reference's own error is large: the values on either side of it are a factor."""
+    truth = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    far = truth + 1e-5 * torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    standard = Standard("precision", torch.float32, float(truth.norm()), 0.0)
+    assert standard.tensor("output", [truth * factor], [truth], [far]).passed == passes
 
 
 # ------------------------------------------------------------------------------------- truths that are wrong themselves

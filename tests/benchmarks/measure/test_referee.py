@@ -142,6 +142,18 @@ def test_fresh_inputs_are_others_of_the_same_kind():
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("base", [torch.randn(64, 64), torch.ones(64, 64), torch.tensor([[torch.nan, *range(63)]])])
+def test_a_fresh_input_has_the_size_and_the_range_of_the_one_before(base):
+    tensors = [base.clone()]
+    refresher = referee.Refresher(tensors)
+    for _ in range(5):
+        refresher.refresh()
+        others, largest = tensors[0].nan_to_num(), base.nan_to_num().abs().amax()
+        assert not torch.equal(others, base.nan_to_num()) and others.abs().amax() <= largest
+        assert 0.7 < others.norm() / base.nan_to_num().norm() < 1.05
+
+
+@pytest.mark.unit
 def test_an_input_of_zeros_gets_other_values():
     tensors = [torch.zeros(3, 4)]
     referee.Refresher(tensors).refresh()
@@ -271,7 +283,7 @@ def test_whoever_is_held_against_what_changes_its_input_may_change_it_too():
 def test_a_state_that_a_timed_call_leaves_alone_is_found(calls, found):
     candidate, reference, x = cheats.StateLeftAlone(), cheats.Centred(), given(torch.device("cpu"))
     candidate.calls = calls
-    watch = referee.Referee(lambda x: [reference(x)], [], 1e-5, False, [(candidate.mean, reference.mean)], [])
+    watch = referee.Referee(lambda x: [reference(x)], [], 1e-5, 1e-5, False, [(candidate.mean, reference.mean)], [])
     work = watch.watched(iteration.of_call(candidate, [x], [], {}, FORWARD), [x], [], FORWARD)
     for _ in range(3):
         work.between()

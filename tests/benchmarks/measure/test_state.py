@@ -269,6 +269,30 @@ def test_what_a_call_writes_to_is_found_before_it_is_written():
     assert not written_by(nn.Linear(4, 4), Inputs.of(torch.randn(2, 4)))
 
 
+class Breaks(nn.Linear):
+    """A graph break stands behind its product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if x.sum().item() > 1e6:
+            raise ValueError("too large")
+        return x
+
+
+def test_what_was_looked_at_for_its_writes_is_compiled_afterwards(fresh_dynamo):
+    graphs = []
+
+    def backend(module, example_inputs):
+        graphs.append(module)
+        return module.forward
+    held = nn.Sequential(nn.Identity())                        # what is compiled is no child of it
+    vars(held)["forward"] = torch.compile(nn.Sequential(Breaks(4, 4), Breaks(4, 4)), backend=backend)
+    x = torch.randn(2, 4)
+    assert not written_by(held, Inputs.of(x)) and not graphs
+    held(x)
+    assert graphs
+
+
 def test_lazy_layers_get_their_shapes_and_keep_them():
     def made():
         return nn.Sequential(nn.LazyLinear(6), nn.ReLU(), nn.LazyLinear(3))
