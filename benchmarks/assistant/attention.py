@@ -1,23 +1,21 @@
 """Attention by hand, as it stands in a graph: softmax(scale * q k^T + masks), dropout, times v."""
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from benchmarks.assistant import einsum
-from benchmarks.assistant.program import Captured, Unknown, argument, name_of, shape_of
+from benchmarks.assistant.graph import Captured, Refusal, Refused, Region, Unknown, argument, regions, shape_of
+from benchmarks.assistant.normal import name_of
 
 CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous")
 BLOCKED = -1e4                 # scores from here down get weights of zero, in FP64 too
 SOFTMAX = ("softmax", "_softmax")
 PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
-
-
-class Refused(Exception):
-    """Why a softmax is not attention that could be rewritten, in words."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +54,9 @@ class Operand:
         return nodes.call_method("permute", (self.node, *self.order))
 
 
-@dataclass
-class Attention:
-    """One attention by hand. The nodes of `chain` stand in the order of the graph."""
+@dataclass(eq=False)
+class Attention(Region):
+    """One attention by hand: all nodes from the one matmul to the other, both included."""
     softmax: fx.Node
     scores: fx.Node                          # the matmul of queries and keys
     output: fx.Node                          # the matmul of weights and values
@@ -67,9 +65,18 @@ class Attention:
     value: Operand
     order: tuple[int, ...] | None            # of [..., S, D] in the output; None: as it is
     scale: float
-    masks: list[Mask] = field(default_factory=list)
-    dropout: tuple[float, bool] = (0.0, False)             # rate, and whether it is in training
-    chain: list[fx.Node] = field(default_factory=list)     # all between the two matmuls, both included
+    masks: list[Mask]
+    dropout: tuple[float, bool]              # rate, and whether it is in training
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its scores, [..., S, S of the keys]."""
+        return shape_of(self.softmax)
+
+    @cached_property
+    def is_causal(self) -> bool:
+        """Whether its masks, by their values, say nothing but is_causal."""
+        return bool(self.masks) and all(causal(mask, self.graph, self.shape) for mask in self.masks)
 
     @property
     def dropout_p(self) -> float:
@@ -81,7 +88,12 @@ def softmaxes(graph: Captured) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op.startswith("call_") and name_of(node) in SOFTMAX]
 
 
-def attention_at(softmax: fx.Node) -> Attention:
+def attentions_in(graph: Captured) -> list[Attention | Refusal]:
+    """The attention around every softmax, or why it is none that could be rewritten."""
+    return regions(graph, softmaxes(graph), attention_at)
+
+
+def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
     """The attention around a softmax. Raises Refused with the reason where it is none that could be rewritten."""
     ndim = len(shape_of(softmax))
     dim = argument(softmax, 1, "dim", -1)
@@ -98,10 +110,11 @@ def attention_at(softmax: fx.Node) -> Attention:
     if up.is_transposed:
         query, key = key, query
     value, order = _values(output)
-    attention = Attention(softmax, scores, output, query, key, value, order, up.scale * _own_scale(scores),
-                          up.masks, dropout, [scores, *reversed(up.chain), softmax, *down, output])
-    _refuse_other_uses(attention)
-    return attention
+    chain = scores, *reversed(up.chain), softmax, *down, output
+    if any(len(node.users) != 1 for node in chain[:-1]):
+        raise Refused("its scores are used more than once")
+    return Attention(graph, chain, softmax, scores, output, query, key, value, order, up.scale * _own_scale(scores),
+                     up.masks, dropout)
 
 
 class _Upwards:
@@ -336,12 +349,6 @@ def _downwards(softmax: fx.Node) -> tuple[fx.Node, tuple[float, bool], list[fx.N
             raise Refused(f"between the softmax and the matmul with the values stands {name}")
         node = user
         down.append(node)
-
-
-def _refuse_other_uses(attention: Attention) -> None:
-    for node in attention.chain[:-1]:
-        if len(node.users) != 1:
-            raise Refused("its scores are used more than once")
 
 
 # ------------------------------------------------------------------------------------------------------------ masks

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.assistant import einsum
 from benchmarks.assistant.attention import CASTS, SOFTMAX, Attention
-from benchmarks.assistant.program import place_of, shape_of
-from benchmarks.assistant.source import Place, function_node_at, text_of
+from benchmarks.assistant.graph import place_of, shape_of
+from benchmarks.assistant.source import Place, function_at, function_node_at, text_of
 from benchmarks.assistant.statements import (
     assigned,
     lines_of,
@@ -282,19 +282,19 @@ def _grouped(words: str) -> str:
 # --------------------------------------------------------------------------------------------------------- statements
 
 
-def advice(attention: Attention, all_causal: bool) -> Advice:
+def advice(attention: Attention) -> Advice:
     """The call, in place of the statements from the one product to the other. Raises NotWritten."""
     start, end = place_of(attention.scores), place_of(attention.output)
     if start is None or end is None or start.function != end.function:
         raise NotWritten("its two products stand in different functions")
-    return _Writer(attention, all_causal, start, end).advice()
+    return _Writer(attention, start, end).advice()
 
 
 class _Writer:
     """Writes the lines of one attention anew."""
 
-    def __init__(self, attention: Attention, all_causal: bool, start: Place, end: Place):
-        self.attention, self.all_causal, self.file = attention, all_causal, start.file
+    def __init__(self, attention: Attention, start: Place, end: Place):
+        self.attention, self.all_causal, self.file = attention, attention.is_causal, start.file
         self.reader = _Reader(text_of(self.file))
         self.statements = statements_of(start, end)
         self.mask, self.query, self.key = (self._free(name) for name in (MASK, QUERY, KEY))
@@ -419,7 +419,9 @@ class _Writer:
         function = function_node_at(self.file, self.statements[0].lineno)
         if not isinstance(function, ast.FunctionDef):
             return False
-        given = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)} - {"self"}
+        of_the_module = function.args.args[:1] if "." in function_at(self.file, function.lineno) else []
+        arguments = [*function.args.args, *function.args.kwonlyargs]
+        given = {argument.arg for argument in arguments if argument not in of_the_module}
         todo: list[ast.AST] = [ast.parse(fill.words) for fill in found.fills]
         seen = set[str]()
         while todo:
@@ -454,7 +456,7 @@ class _Writer:
     def _call(self, found: Scores, saved: dict[str, str], mask: str) -> str:
         query = self.query if self.query in saved else found.query
         key = self.key if self.key in saved else found.key
-        key = _without_transpose(key, len(shape_of(self.attention.softmax)))
+        key = _without_transpose(key, len(self.attention.shape))
         options = []
         if self.all_causal:
             options.append("is_causal=True")

@@ -1,19 +1,16 @@
 """LayerNorm and RMSNorm by hand, as they stand in a graph."""
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from benchmarks.assistant.attention import CASTS
-from benchmarks.assistant.program import Captured, argument, name_of, shape_of
+from benchmarks.assistant.graph import Captured, Refusal, Refused, Region, argument, regions, shape_of
+from benchmarks.assistant.normal import name_of
 
 
-class Refused(Exception):
-    """Why a norm by hand is not the library's, in words."""
-
-
-@dataclass
-class Norm:
+@dataclass(eq=False)
+class Norm(Region):
     """One norm by hand, over the last dimension."""
     x: fx.Node
     output: fx.Node
@@ -21,7 +18,6 @@ class Norm:
     is_centred: bool                         # a LayerNorm; else an RMSNorm
     weight: fx.Node | None = None
     bias: fx.Node | None = None
-    chain: list[fx.Node] = field(default_factory=list)     # from the first operation to the last, in their order
 
     @property
     def width(self) -> int:
@@ -40,6 +36,11 @@ def roots(graph: Captured) -> list[fx.Node]:
         if is_root and shape_of(node)[-1:] == (1,):
             found.append(node)
     return found
+
+
+def norms_in(graph: Captured) -> list[Norm | Refusal]:
+    """The norm around every root, or why it is another function than the library's."""
+    return regions(graph, roots(graph), norm_at)
 
 
 def norm_at(root: fx.Node, graph: Captured) -> Norm | None:
@@ -64,10 +65,10 @@ def norm_at(root: fx.Node, graph: Captured) -> Norm | None:
     rest, weight = _without_weight(rest, shape_of(x)[-1:])
     if not _is_normalised(rest, x, is_centred):
         return None
-    norm = Norm(_uncast(x), user, float(epsilon), is_centred, weight)
+    norm = Norm(graph, (), _uncast(x), user, float(epsilon), is_centred, weight)
     _with_affine(norm)
     inside = _between(norm, graph)
-    norm.chain = [node for node in graph.nodes if node in inside]
+    norm.nodes = tuple(node for node in graph.nodes if node in inside)
     return norm
 
 

@@ -6,75 +6,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch import fx, nn
 
+from benchmarks.assistant.analysis import Analysis, analysed
 from benchmarks.assistant.breaks import Break, breaks_told
-from benchmarks.assistant.normal import is_in_place, name_of, normalise
-from benchmarks.assistant.source import Place, innermost
+from benchmarks.assistant.graph import Captured, given_to
+from benchmarks.assistant.normal import normalise
 from benchmarks.assistant.trace import Trace, trace
 from benchmarks.measure.calls import Inputs, clean
 from benchmarks.measure.keeping import kept
 from common.outcome import in_a_line, is_out_of_memory
 from common.runtime import compiler
-
-_RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential")
-
-
-@dataclass
-class Captured:
-    """One graph of torch-level calls, and with which tensors it ran."""
-    module: fx.GraphModule
-    buffers: dict[fx.Node, Tensor]                         # placeholder -> the buffer that it stood for
-    calls: list[list[str]] = field(default_factory=list)   # of each, the names of the parameters and buffers it took
-
-    @property
-    def nodes(self) -> list[fx.Node]:
-        return list(self.module.graph.nodes)
-
-    def value_of(self, node: Any) -> Any:
-        """The value of a node that depends on buffers and numbers alone. Raises Unknown for any other."""
-        with _disable_current_modes(), torch.no_grad():
-            return self._value(node, {})
-
-    def _value(self, node: Any, known: dict[fx.Node, Any]) -> Any:
-        if not isinstance(node, fx.Node):
-            return node
-        if node not in known:
-            known[node] = self._computed(node, known)
-        return known[node]
-
-    def _computed(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-        if node.op == "placeholder":
-            if node not in self.buffers:
-                raise Unknown(f"{node.name} differs from call to call")
-            return self.buffers[node]
-        if node.op == "get_attr":
-            return getattr(self.module, str(node.target))
-        name = name_of(node)
-        if node.op not in ("call_function", "call_method") or any(word in name for word in _RANDOM):
-            raise Unknown(f"{name} is not the same twice")
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda inner: self._value(inner, known))
-        if is_in_place(node) and isinstance(args[0], Tensor):
-            args = (args[0].clone(), *args[1:])            # it may be a buffer of the model
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
-
-    def feeding(self, node: fx.Node) -> list[fx.Node]:
-        """The placeholders that a node depends on."""
-        seen, todo = {node}, [node]
-        while todo:
-            for inner in todo.pop().all_input_nodes:
-                if inner not in seen:
-                    seen.add(inner)
-                    todo.append(inner)
-        return [inner for inner in self.nodes if inner in seen and inner.op == "placeholder"]
-
-
-class Unknown(Exception):
-    """A value that is not known before a call."""
 
 
 @dataclass
@@ -87,35 +29,7 @@ class Program:
     graphs: list[Captured] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
     not_captured: str = ""                                 # why Dynamo can't run it
-
-
-def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
-    """An argument of a call, positional or by keyword."""
-    if len(node.args) > place:
-        return node.args[place]
-    return node.kwargs.get(name, default)
-
-
-def place_of(node: fx.Node) -> Place | None:
-    """The line of a person's code that made the call; None where that is not known."""
-    return innermost(node.meta.get("stack_trace") or "")
-
-
-def shape_of(node: Any) -> tuple[int, ...]:
-    """The shape of what a node gives; () where that is no tensor."""
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return tuple(value.shape) if isinstance(value, Tensor) else ()
-
-
-def given_to(module: fx.GraphModule, constant: set[int]) -> dict[fx.Node, Tensor]:
-    """Placeholder -> the buffer that it stands for. Dynamo knows that while it calls its backend, and not later."""
-    given = {}
-    for node in module.graph.nodes:
-        source = node.meta.get("grapharg")
-        value = source.example if node.op == "placeholder" and source is not None else None
-        if isinstance(value, Tensor) and id(value) in constant:
-            given[node] = value
-    return given
+    analysis: Analysis = field(default_factory=Analysis)   # what was recognised in all of that
 
 
 def constants_of(model: nn.Module) -> set[int]:
@@ -159,6 +73,7 @@ def read(model: nn.Module, inputs: Inputs) -> Program:
                 raise
             program.not_captured = in_a_line(error)
     program.breaks = [_where_it_is_called(each, program.trace) for each in program.breaks]
+    program.analysis = analysed(program.graphs, program.trace)
     return program
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch._inductor.compile_fx import compile_fx
 
+from benchmarks.assistant.graph import Captured, given_to
 from benchmarks.assistant.normal import normalise
-from benchmarks.assistant.program import Captured, constants_of, given_to
+from benchmarks.assistant.program import constants_of
 from common.runtime.compiler import allow_many_graphs
 
 

@@ -16,10 +16,9 @@ from torch.autograd.profiler import record_function
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.assistant.graph import with_stars
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.source import Place
-from benchmarks.assistant.technique import with_stars
-from benchmarks.assistant.techniques import sdpa
 from benchmarks.assistant.trace import Call, Functions, Trace, modules_told
 from benchmarks.measure.calls import clean
 from common.measure.attribution import category
@@ -89,7 +88,8 @@ def spending(model: nn.Module, program: Program, iteration: Iteration, device: t
         if device.type == "cuda":
             torch.cuda.synchronize()
     iteration.between()
-    return Spending(total_ms, _spent(list(profiler.events()), recorded, _by_hand(program), device))
+    by_hand = [attention.place for attention in program.analysis.attentions if attention.place]
+    return Spending(total_ms, _spent(list(profiler.events()), recorded, by_hand, device))
 
 
 class _Ranges(Functions):
@@ -98,11 +98,6 @@ class _Ranges(Functions):
     def called(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         with record_function(f"{_RANGE}{len(self.recorded.calls) - 1}"):
             return func(*args, **kwargs)
-
-
-def _by_hand(program: Program) -> list[Place]:
-    """The lines of attention by hand."""
-    return [found.place for found in sdpa.find(program) if found.place and len(found.nodes) > 1]
 
 
 def _spent(events: Iterable[FunctionEvent], recorded: Trace, by_hand: list[Place], device: torch.device

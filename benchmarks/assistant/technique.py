@@ -1,18 +1,16 @@
 """What a technique is: where it applies in a program, what it does to a copy, and the code that a person writes."""
 import dataclasses
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from benchmarks.assistant.program import Captured, Program, place_of
+from benchmarks.assistant.graph import Refusal, Region
+from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Pass
 from benchmarks.assistant.source import Place, imports_for
 from common.block.evidence import Evidence
-
-_OF_DYNAMO = re.compile(r"^L\['\w+'\]")      # its name for what was compiled: "L['self']", of a container "L['fn']"
 
 
 class NotWritten(Exception):
@@ -27,8 +25,7 @@ class Found:
     count: int                         # times in one forward
     reason: str                        # what can be seen there
     why_not: str = ""                  # why it can't be applied there
-    graph: Captured | None = None      # where it is in a graph: that, and the operations
-    nodes: tuple[fx.Node, ...] = ()
+    region: Region | None = None       # where it is in a graph: that, by its own type
 
 
 @dataclass(frozen=True)
@@ -92,14 +89,10 @@ def plan_of(techniques: Sequence[Technique], compiles: bool = False) -> Plan:
     return plan
 
 
-def found_in(program: Program, graph: Captured, nodes: Sequence[fx.Node], reason: str, why_not: str = "") -> Found:
-    """What was found in a graph: from the first to the last line of these nodes, as often as the graph ran."""
-    places = [place for node in nodes if (place := place_of(node))]
-    whole = places[0] if places else None
-    for place in places[1:]:
-        assert whole is not None
-        whole = whole.to(place)
-    return Found(whole, module_of(program, graph, nodes[-1]), len(graph.calls), reason, why_not, graph, tuple(nodes))
+def found_at(region: Region, reason: str) -> Found:
+    """What was found in a graph: at its lines, as often as the graph ran."""
+    why_not = region.why if isinstance(region, Refusal) else ""
+    return Found(region.place, region.module, region.count, reason, why_not, region)
 
 
 def unique(found: Iterable[Found]) -> list[Found]:
@@ -112,36 +105,3 @@ def unique(found: Iterable[Found]) -> list[Found]:
             each = dataclasses.replace(merged[key], count=merged[key].count + each.count, module=", ".join(modules))
         merged[key] = each
     return list(merged.values())
-
-
-def module_of(program: Program, graph: Captured, node: fx.Node) -> str:
-    """The path of the module that a node ran in, with a star for each number that differs between calls."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    inner = stack[-1][0] if stack else ""
-    path = _OF_DYNAMO.sub("", inner).strip(".")
-    prefixes = [prefix for names in graph.calls if (prefix := _prefix_of(names, graph, path)) is not None]
-    return with_stars([".".join(filter(None, (prefix, path))) for prefix in prefixes])
-
-
-def _prefix_of(names: Sequence[str], graph: Captured, path: str) -> str | None:
-    """Where the module that was captured stands in the model, from the names of the parameters it took."""
-    own = [node.name for node in graph.nodes if node.op == "placeholder"]
-    if not own or not names:
-        return ""
-    first = names[0].split(".")
-    for depth in range(len(first)):
-        relative = "_modules_".join(first[depth:-1])
-        wanted = f"_modules_{relative}_" if relative else "_self_"
-        if any(wanted in name and name.rstrip("_").endswith(first[-1]) for name in own):
-            return ".".join(first[:depth])
-    return ""
-
-
-def with_stars(paths: Sequence[str]) -> str:
-    """One path for all, as long as the shortest of them: what differs is a star."""
-    split = [path.split(".") for path in dict.fromkeys(paths)]
-    if not split:
-        return ""
-    depth = min(map(len, split))
-    split = [parts[:depth] for parts in split]
-    return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*split, strict=True))

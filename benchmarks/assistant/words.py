@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
-from benchmarks.assistant.program import name_of, place_of
+from benchmarks.assistant.graph import place_of
+from benchmarks.assistant.normal import name_of
 from benchmarks.assistant.source import statement_at
 
 _OPERATORS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow", ast.MatMult: "matmul"}

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from benchmarks.assistant.program import Program, place_of
+from benchmarks.assistant.graph import place_of
+from benchmarks.assistant.program import Program
 from benchmarks.assistant.technique import Plan
-from benchmarks.assistant.techniques import sdpa
 from benchmarks.assistant.trace import Call, Product
 from common.block.config import dtype_name
 from common.block.workload import ATTENTION, MATMUL, Operation, Workload
@@ -36,21 +36,17 @@ def workload(program: Program, arithmetic: Arithmetic) -> Workload:
 
 def _operations(program: Program, arithmetic: Arithmetic) -> Iterator[tuple[Operation, Product]]:
     """One for each matmul and convolution, and one for both matmuls of an attention by hand."""
-    ends = {}                                          # line of the scores -> (line of the output, whether causal)
-    for found in sdpa.find(program):
-        if not found.why_not and found.nodes:
-            causal = found.reason.startswith("causal")
-            ends[place_of(found.nodes[0])] = place_of(found.nodes[-1]), causal
+    by_hand = {place_of(attention.scores): attention for attention in program.analysis.attentions}
     scores = None
     for call in program.trace.calls:
         if not call.is_matmul or call.dtype is None:
             continue
         if call.attends:
             yield _called_attention(call, arithmetic), call.products[0]
-        elif scores is None and call.place in ends:
+        elif scores is None and call.place in by_hand:
             scores = call
-        elif scores is not None and call.place == ends[scores.place][0]:
-            yield _attention(scores, call, ends[scores.place][1], arithmetic), scores.products[0]
+        elif scores is not None and call.place == place_of(by_hand[scores.place].output):
+            yield _attention(scores, call, by_hand[scores.place].is_causal, arithmetic), scores.products[0]
             scores = None
         else:
             for product in call.products:

@@ -49,6 +49,28 @@ class TwoFillsInAChain(Attention):
         return scores.softmax(-1) @ v
 
 
+class CausalAlone(Attention):
+    """Which the module's own buffer says; it has another name than self."""
+
+    def attend(module, q, k, v, padding):
+        S = q.size(-2)
+        scores = q @ k.mT / math.sqrt(q.size(-1))
+        scores = scores.masked_fill(module.future[:S, :S], -math.inf)
+        return scores.softmax(-1) @ v
+
+
+class CausalAsAnArgument(Attention):
+    """Another caller may give another mask."""
+
+    def attend(self, q, k, v, padding):
+        S = q.size(-2)
+        return self.masked(q, k, v, self.future[:S, :S])
+
+    def masked(self, q, k, v, mask):
+        scores = q @ k.mT / math.sqrt(q.size(-1))
+        return scores.masked_fill(mask, -math.inf).softmax(-1) @ v
+
+
 class OptionalMask(Attention):
     def attend(self, q, k, v, padding):
         scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
@@ -192,9 +214,10 @@ class ByBatchedMatmuls(Attention):
         return torch.bmm(F.softmax(scores, dim=-1), v).unflatten(0, heads)
 
 
-WRITTEN = (MaskCutUnderTheCondition, NamesThatTheCallHas, ByEinsum, ByEinsumAcross, ByBatchedMatmuls, BiasOnTheLeft,
-           TwoInOneStatement, TwoFillsInAChain, OptionalMask, CausalAndOptional, OptionalThenAdded,
-           AddedBeforeItIsScaled, DropoutAsAnArgument, DropoutOfAFunction, InPlace, QueryChanges, NamesAreUsedAgain)
+WRITTEN = (CausalAlone, CausalAsAnArgument, MaskCutUnderTheCondition, NamesThatTheCallHas, ByEinsum,
+           ByEinsumAcross, ByBatchedMatmuls, BiasOnTheLeft, TwoInOneStatement, TwoFillsInAChain, OptionalMask,
+           CausalAndOptional, OptionalThenAdded, AddedBeforeItIsScaled, DropoutAsAnArgument, DropoutOfAFunction, InPlace,
+           QueryChanges, NamesAreUsedAgain)
 
 
 class Swapped(Attention):

@@ -3,7 +3,7 @@ import torch
 
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
-from benchmarks.assistant.techniques import compiled, host_sync
+from benchmarks.assistant.techniques import compiled
 from common.measure.measurement import NOT_A_GPU
 
 
@@ -11,7 +11,7 @@ def find(program: Program) -> list[Found]:
     """The call of the model."""
     operators = sum(len(call.operators) for call in program.trace.calls)
     reason = f"{operators} operators a forward are launched one by one"
-    waits = [str(found.place.name) for found in host_sync.find(program) if found.place]
+    waits = [wait.place.name for wait in program.analysis.waits]
     why_not = f"the host waits for the GPU at {', '.join(waits[:3])}: mend that first" if waits else ""
     return [Found(None, "", 1, reason, why_not)]
 

@@ -3,9 +3,10 @@ import ast
 import textwrap
 
 from benchmarks.assistant.breaks import Break
+from benchmarks.assistant.graph import with_stars
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.source import Place, statement_at
-from benchmarks.assistant.technique import Advice, Found, Technique, with_stars
+from benchmarks.assistant.technique import Advice, Found, Technique
 from benchmarks.assistant.techniques import host_sync
 
 # Calls that only tell something: compiled code may leave them out.

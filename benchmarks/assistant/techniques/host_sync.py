@@ -2,34 +2,18 @@
 import ast
 import copy
 
+from benchmarks.assistant.graph import with_stars
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.source import Place, statement_at
-from benchmarks.assistant.technique import Advice, Found, Technique, with_stars
-from benchmarks.assistant.trace import INDEX_BY_MASK
+from benchmarks.assistant.technique import Advice, Found, Technique
 
-WAITING = {                                # operator that needs a value on the host, or a size that is in the data
-    "aten._local_scalar_dense": "reads a value of the device",
-    INDEX_BY_MASK: "has a size that the host must read first",
-    "aten.nonzero": "has a size that the host must read first",
-    "aten.masked_select": "has a size that the host must read first",
-    "aten._unique2": "has a size that the host must read first",
-    "aten.repeat_interleave.Tensor": "has a size that the host must read first",
-}
 _ELEMENTWISE = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)     # give a tensor where one side is one
-TO_HOST = {"cpu", "numpy", "tolist"}       # calls that copy to the host; on a CPU nothing is copied
 
 
 def find(program: Program) -> list[Found]:
     """Every line at which the host waits."""
-    counts: dict[tuple, list[str]] = {}
-    for call in program.trace.calls:
-        why = next((words for name, words in WAITING.items() if any(o.startswith(name) for o in call.operators)), "")
-        if call.name in TO_HOST:
-            why = "copies to the host"
-        if why and call.place:
-            counts.setdefault((call.place, call.name, why), []).append(call.module)
-    return [Found(place, with_stars(modules), len(modules), f"{spelt(name)} {why}: the host waits for it")
-            for (place, name, why), modules in counts.items()]
+    return [Found(wait.place, with_stars(wait.modules), len(wait.modules),
+                  f"{spelt(wait.call)} {wait.why}: the host waits for it") for wait in program.analysis.waits]
 
 
 def spelt(name: str) -> str:

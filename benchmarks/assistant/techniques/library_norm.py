@@ -1,35 +1,32 @@
 """LayerNorm and RMSNorm by hand become the library's: one kernel that reads x once, in place of one an operation."""
 import ast
+import contextlib
 from collections.abc import Sequence
 
 import torch
 from torch import fx
 from torch.nn import functional as F
 
-from benchmarks.assistant.norms import Norm, Refused, norm_at, roots
-from benchmarks.assistant.program import Captured, Program, place_of
+from benchmarks.assistant.graph import Captured, Refused, place_of
+from benchmarks.assistant.norms import Norm, norm_at, roots
+from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed, erase_unused
 from benchmarks.assistant.source import Place, text_of
 from benchmarks.assistant.statements import assigned, lines_with, needed_later, statements_of, with_code
-from benchmarks.assistant.technique import Advice, Found, NotWritten, Plan, Technique, found_in, unique
+from benchmarks.assistant.technique import Advice, Found, NotWritten, Plan, Technique, found_at, unique
 from benchmarks.assistant.words import expression_of, words_for
 from common.block.evidence import Evidence
 
 
 def find(program: Program) -> list[Found]:
     """Every norm by hand; where it is another function than the library's, with the reason."""
-    found = []
-    for graph in program.graphs:
-        for root in roots(graph):
-            try:
-                norm = norm_at(root, graph)
-            except Refused as error:
-                found.append(found_in(program, graph, [root], "a norm by hand", why_not=str(error)))
-                continue
-            if norm:
-                reason = f"{norm.function.replace('_', ' ')} by hand: {len(norm.chain)} operations, each a pass over x"
-                found.append(found_in(program, graph, norm.chain, reason))
-    return unique(found)
+    return unique(found_at(each, in_words(each) if isinstance(each, Norm) else "a norm by hand")
+                  for each in program.analysis.norms)
+
+
+def in_words(norm: Norm) -> str:
+    """What it costs."""
+    return f"{norm.function.replace('_', ' ')} by hand: {len(norm.nodes)} operations, each a pass over x"
 
 
 def advice(program: Program, found: Found) -> Advice:
@@ -37,18 +34,17 @@ def advice(program: Program, found: Found) -> Advice:
 
     Statements that led to it alone go; those that something else needs stay.
     """
-    assert found.graph is not None
-    norms = [norm for root in roots(found.graph) if (norm := norm_at(root, found.graph))]
-    norm = next(norm for norm in norms if tuple(norm.chain) == found.nodes)
-    start, end, whole = place_of(norm.chain[0]), place_of(norm.output), expression_of(norm.output)
+    norm = found.region
+    assert isinstance(norm, Norm)
+    start, end, whole = place_of(norm.nodes[0]), place_of(norm.output), expression_of(norm.output)
     if start is None or end is None or start.function != end.function:
         raise NotWritten("its operations stand in different functions")
-    words = words_for(norm.chain)
+    words = words_for(norm.nodes)
     needed = [node for node in (norm.x, norm.weight, norm.bias) if node is not None]
     if whole is None or any(node not in words for node in needed):
         raise NotWritten("its lines are not read")
     *before, last = statements_of(start, end)
-    own = {place.line for node in norm.chain if (place := place_of(node))}
+    own = {place.line for node in norm.nodes if (place := place_of(node))}
     kept = _kept(before, own, last, whole, start.file)
     read = {name.id for node in needed for name in ast.walk(ast.parse(words[node])) if isinstance(name, ast.Name)}
     if read & {name for statement in kept for name in assigned(statement)}:
@@ -82,13 +78,10 @@ def _call(norm: Norm, words: Sequence[str]) -> str:
 
 def rewrite(graph: Captured) -> list[Assumed]:
     """Put the library's function in place of every norm by hand."""
-    for root in roots(graph):
-        try:
-            norm = norm_at(root, graph)
-        except Refused:
-            continue
-        if norm:
-            _rewrite(norm, graph.module.graph)
+    for root in roots(graph):                                    # one at a time: each changes the graph
+        with contextlib.suppress(Refused):
+            if norm := norm_at(root, graph):
+                _rewrite(norm, graph.module.graph)
     graph.module.recompile()
     return []
 

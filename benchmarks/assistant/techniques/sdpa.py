@@ -8,25 +8,19 @@ from torch import fx
 from torch.nn import functional as F
 
 from benchmarks.assistant import attention_source
-from benchmarks.assistant.attention import Attention, Causal, Mask, Refused, attention_at, causal, is_causal, softmaxes
-from benchmarks.assistant.program import Captured, Program, place_of, shape_of
+from benchmarks.assistant.attention import Attention, Causal, Mask, attention_at, causal, is_causal, softmaxes
+from benchmarks.assistant.graph import Captured, Refused, place_of, shape_of, with_stars
+from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed, erase_unused, same_buffers
-from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_in, unique, with_stars
+from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique
 from common.block.evidence import FUSED_ATTENTION, Evidence
 
 
 def find(program: Program) -> list[Found]:
     """Every attention by hand; where it can't be rewritten, with the reason."""
-    found = _called_already(program)
-    for graph in program.graphs:
-        for softmax in softmaxes(graph):
-            try:
-                attention = attention_at(softmax)
-            except Refused as error:
-                found.append(found_in(program, graph, [softmax], "a softmax", why_not=str(error)))
-                continue
-            found.append(found_in(program, graph, attention.chain, in_words(attention, graph)))
-    return unique([*found, *_not_captured(program)])
+    found = [found_at(each, in_words(each) if isinstance(each, Attention) else "a softmax")
+             for each in program.analysis.softmaxes]
+    return unique([*_called_already(program), *found, *_not_captured(program)])
 
 
 def _called_already(program: Program) -> list[Found]:
@@ -49,55 +43,44 @@ def _not_captured(program: Program) -> list[Found]:
             for place in dict.fromkeys(call.place for call in calls)]
 
 
-def in_words(attention: Attention, graph: Captured) -> str:
+def in_words(attention: Attention) -> str:
     """What it keeps in memory, and how it is masked."""
-    shape = list(shape_of(attention.softmax))
-    kind = "causal" if is_all_causal(attention, graph) else "masked" if attention.masks else "unmasked"
-    return f"{kind} attention by hand writes its scores {shape}, and reads them again"
-
-
-def is_all_causal(attention: Attention, graph: Captured) -> bool:
-    """Whether its masks, by their values, say nothing but is_causal."""
-    shape = shape_of(attention.softmax)
-    return bool(attention.masks) and all(causal(mask, graph, shape) for mask in attention.masks)
+    kind = "causal" if attention.is_causal else "masked" if attention.masks else "unmasked"
+    return f"{kind} attention by hand writes its scores {list(attention.shape)}, and reads them again"
 
 
 def advice(program: Program, found: Found) -> Advice | None:
     """The call in place of the lines from the one matmul to the other; a model of transformers has a switch for it."""
-    assert found.graph is not None
     if hasattr(program.model, "set_attn_implementation") and found.place and not found.place.is_yours:
         return Advice('model.set_attn_implementation("sdpa")')
-    attention = attention_at(next(node for node in found.nodes if node in softmaxes(found.graph)))
-    return attention_source.advice(attention, is_all_causal(attention, found.graph))
+    assert isinstance(found.region, Attention)
+    return attention_source.advice(found.region)
 
 
 def rewrite(graph: Captured) -> list[Assumed]:
     """Put the fused function in place of every attention by hand; what that assumes of the buffers."""
     assumed: list[Assumed] = []
-    for softmax in softmaxes(graph):
-        try:
-            attention = attention_at(softmax)
-        except Refused:
-            continue
-        assumed += _rewrite(attention, graph)
+    for softmax in softmaxes(graph):                             # one at a time: each changes the graph
+        with contextlib.suppress(Refused):
+            assumed += _rewrite(attention_at(softmax, graph))
     graph.module.recompile()
     return assumed
 
 
-def _rewrite(attention: Attention, graph: Captured) -> list[Assumed]:
-    shape, nodes = shape_of(attention.softmax), graph.module.graph
+def _rewrite(attention: Attention) -> list[Assumed]:
+    graph, shape, nodes = attention.graph, attention.shape, attention.graph.module.graph
     masks, assumed = attention.masks, []
-    if all_causal := is_all_causal(attention, graph):
+    if attention.is_causal:
         for mask in masks:
             by_values = causal(mask, graph, shape)
             assert by_values is not None
             assumed.append(_assumed(mask, by_values, graph, shape[-1]))
     with nodes.inserting_before(attention.output):
         operands = [operand.put_into(nodes) for operand in (attention.query, attention.key, attention.value)]
-        mask_node = None if all_causal else _mask(masks, operands[0], nodes)
+        mask_node = None if attention.is_causal else _mask(masks, operands[0], nodes)
         if len(shape) == 3:                                      # the fused kernels take four dimensions alone
             operands = [nodes.call_method("unsqueeze", (t, 0)) for t in operands]
-        options = {"attn_mask": mask_node, "dropout_p": attention.dropout_p, "is_causal": all_causal,
+        options = {"attn_mask": mask_node, "dropout_p": attention.dropout_p, "is_causal": attention.is_causal,
                    "scale": attention.scale}
         fused = nodes.call_function(F.scaled_dot_product_attention, tuple(operands), options)
         fused.meta = dict(attention.output.meta)
@@ -105,7 +88,7 @@ def _rewrite(attention: Attention, graph: Captured) -> list[Assumed]:
         if attention.order:
             result = nodes.call_method("permute", (result, *attention.order))
     attention.output.replace_all_uses_with(result)
-    for node in reversed(attention.chain):
+    for node in reversed(attention.nodes):
         nodes.erase_node(node)
     for mask in masks:
         erase_unused(mask.tensor, nodes)
@@ -152,7 +135,7 @@ def apply(plan: Plan) -> None:
 def fired(program: Program, before: Evidence, seen: Evidence) -> str:
     """Why no fused kernel ran, or softmax still does; "" where all is fused."""
     if not any(seen.kinds[kind] for kind in FUSED_ATTENTION):
-        reasons = dict.fromkeys(filter(None, (unfused(each) for each in _attentions(program))))
+        reasons = dict.fromkeys(filter(None, (unfused(each) for each in program.analysis.attentions)))
         return "no fused attention kernel ran" + "".join(f": {reason}" for reason in reasons)
     left = seen.kinds["softmax"]                           # that of a loss, too
     return f"{left} softmax kernels ran, and no fewer before" if left >= before.kinds["softmax"] else ""
@@ -169,16 +152,6 @@ def unfused(attention: Attention) -> str:
     if not on_gpu and attention.dropout_p:
         return "a CPU has none with dropout"
     return ""
-
-
-def _attentions(program: Program) -> list[Attention]:
-    """All that can be rewritten."""
-    found = []
-    for graph in program.graphs:
-        for softmax in softmaxes(graph):
-            with contextlib.suppress(Refused):
-                found.append(attention_at(softmax))
-    return found
 
 
 TECHNIQUE = Technique("sdpa", "attention by hand -> scaled_dot_product_attention", find, apply, advice, fired=fired)

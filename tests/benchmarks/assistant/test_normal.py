@@ -34,7 +34,7 @@ def attention_of(function, *given):
     program = read(Called(function), Inputs.of(given))
     [graph] = program.graphs
     [softmax] = softmaxes(graph)
-    return attention_at(softmax)
+    return attention_at(softmax, graph)
 
 
 def positional(self, q, mask):

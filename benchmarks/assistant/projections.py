@@ -1,0 +1,55 @@
+"""Linear layers on one input, as they stand in a graph."""
+from dataclasses import dataclass
+
+from torch import fx
+
+from benchmarks.assistant.graph import Captured, Region, argument, shape_of
+from benchmarks.assistant.normal import name_of
+
+
+@dataclass(eq=False)
+class ProjectionGroup(Region):
+    """Two or more linear layers of one module on one tensor, all with a bias or all without."""
+
+    @property
+    def x(self) -> fx.Node:
+        """What they project."""
+        return self.nodes[0].args[0]                                   # type: ignore[return-value]
+
+    @property
+    def widths(self) -> list[int]:
+        """Of their outputs."""
+        return [shape_of(node)[-1] for node in self.nodes]
+
+    @property
+    def weights(self) -> list[fx.Node]:
+        return [argument(node, 1, "weight") for node in self.nodes]
+
+    @property
+    def biases(self) -> list[fx.Node]:
+        """None of layers without."""
+        return [bias for node in self.nodes if (bias := argument(node, 2, "bias")) is not None]
+
+    @property
+    def module(self) -> str:                                           # type: ignore[override]
+        """The path of the module whose layers they are."""
+        return super().module.rpartition(".")[0]
+
+
+def projections_in(graph: Captured) -> list[ProjectionGroup]:
+    """Those whose weights a module owns: others would be computed anew at each call."""
+    groups: dict[tuple, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and name_of(node) == "linear" and isinstance(node.args[0], fx.Node):
+            weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
+            if all(each is None or each.op == "placeholder" for each in (weight, bias)):
+                owner = path_of(node).rpartition(".")[0]               # others would need its weights from elsewhere
+                groups.setdefault((node.args[0], owner, bias is None), []).append(node)
+    found = [ProjectionGroup(graph, tuple(nodes)) for nodes in groups.values()]
+    return [group for group in found if len(set(group.weights)) > 1]
+
+
+def path_of(node: fx.Node) -> str:
+    """Of the module that an operation ran in, as Dynamo names it."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return stack[-1][0] if stack else ""
