@@ -79,20 +79,21 @@ def main(argv: list[str] | None = None) -> int:
                                "seed": chosen.seed, "device": device}
         if chosen.why:
             tell(str(why(chosen.why, build, **how)))
-        elif chosen.look:
-            tell(str(look(build, techniques=techniques, **how)))
-        else:
-            try:
-                result = optimize(build, quick=chosen.quick, rounds=chosen.rounds, file=file, techniques=techniques,
-                                  **how)
-            except Interrupted as ended:
-                tell(f"{ended.result}\n\nit was interrupted: what was not reached is missing")
-                if page:
-                    write_page(ended.result, page)
-                raise
-            tell(f"{result}\n\n{result.times}")
-            if chosen.cards:
-                tell("\n" + "\n\n".join(result.cards()))
+            return EXIT["ok"]
+        if chosen.look:
+            looked = look(build, techniques=techniques, **how)
+            tell(str(looked))
+            return EXIT["failed" if looked.faults else "ok"]
+        try:
+            result = optimize(build, quick=chosen.quick, rounds=chosen.rounds, file=file, techniques=techniques, **how)
+        except Interrupted as ended:
+            tell(f"{ended.result}\n\nit was interrupted: what was not reached is missing")
             if page:
-                write_page(result, page)
-    return EXIT["ok"]
+                write_page(ended.result, page)
+            raise
+        tell(f"{result}\n\n{result.times}")
+        if chosen.cards:
+            tell("\n" + "\n\n".join(result.cards()))
+        if page:
+            write_page(result, page)
+        return EXIT["failed" if result.failures else "ok"]

@@ -29,6 +29,7 @@ class Looked(Shown):
     mode: str                                          # the pass that counts: forward+backward, where there is one
     spending: Spending
     found: dict[Technique, list[Found]] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)    # techniques that could not look, and why
 
     def missing(self, technique: Technique) -> str:
         """Why that can't run here."""
@@ -117,13 +118,12 @@ def look_at(name: str, task: Task, session: Session, techniques: Sequence[Techni
     mode = FORWARD if inference or not subject.has(BOTH) else BOTH
     session.say(Phase.PROFILING)
     spent = spending(task.model, program, subject.iteration(mode), session.device)
-    found = {technique: _found_by(technique, program) for technique in techniques}
-    return Looked(name, program, mode, spent, found)
-
-
-def _found_by(technique: Technique, program: Program) -> list[Found]:
-    """What it finds; where it raises, that: the others find what they find."""
-    try:
-        return list(technique.find(program))
-    except Exception as error:
-        return [Found(None, "", 1, technique.what, why_not=f"a fault of this suite: {in_a_line(error)}")]
+    looked = Looked(name, program, mode, spent)
+    for technique in techniques:
+        try:
+            looked.found[technique] = list(technique.find(program))
+        except Exception as error:                     # the others find what they find
+            fault = f"a fault of this suite: {in_a_line(error)}"
+            looked.found[technique] = [Found(None, "", 1, technique.what, why_not=fault)]
+            looked.faults.append(f"{technique.name}: {fault}")
+    return looked

@@ -29,7 +29,7 @@ from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import Judge
 from benchmarks.measure.keeping import kept, materialised, parameters_kept
 from benchmarks.measure.modules import record_checks, subject_of, work_in_words
-from benchmarks.measure.truth import Truth, working_dtype
+from benchmarks.measure.truth import Truth, free_memory, working_dtype
 from common.block import oracle
 from common.block.config import dtype_name
 from common.command_line import hush
@@ -168,13 +168,21 @@ class _Assistant:
                                 file_known=self.source is not None)
         with contextlib.ExitStack() as self.values:
             try:
-                self._try_all()
-                self._prove()
-                self._write_out()
+                for what, stage in (("the rungs", self._try_all), ("the code to write", self._prove),
+                                    ("all of it, written", self._write_out)):
+                    self._unless_it_breaks(what, stage)
             except KeyboardInterrupt:
                 raise Interrupted(self._concluded()) from None
         self.result.times = session.finish(None)
         return self._concluded()
+
+    def _unless_it_breaks(self, what: str, stage: Callable[[], None]) -> None:
+        """A part of the run; what was measured until then is told all the same."""
+        try:
+            stage()
+        except Exception as error:
+            self.result.faults[f"{what}: {in_a_line(error)}"] = None
+            free_memory()
 
     def _try_all(self) -> None:
         """Every technique that can be tried here, alone and then on top of each other."""

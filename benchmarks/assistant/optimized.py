@@ -1,4 +1,5 @@
 """What `optimize` found, and how it is told."""
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.assistant.combination import Combination, Interval, Measured
@@ -8,6 +9,7 @@ from benchmarks.assistant.technique import Advice, Found, Technique
 from benchmarks.assistant.written import WrittenOut
 from benchmarks.measure.checks import Judgement
 from benchmarks.records.read import verdict
+from common.outcome import in_a_line
 from common.report.card import card
 from common.report.metrics import ENERGY
 from common.report.record import Record
@@ -78,6 +80,7 @@ class Optimized(Shown):
     written: WrittenOut | None = None                  # what all that is to be written makes of it
     lines: list[Record] = field(default_factory=list)                  # everything that was measured
     times: str = ""                                    # where the wall time went
+    faults: dict[str, None] = field(default_factory=dict)              # what broke on the way, in words
 
     @property
     def mode(self) -> str:
@@ -87,9 +90,29 @@ class Optimized(Shown):
     def sections(self) -> list[Section]:
         measured = [("truth", self.truth)]
         measured += [(mode, said) for mode in MODES if (said := self._as_it_is(mode))]
-        parts: list[Section | None] = [self.looked.model(measured), self.looked.where(), self._ranked(),
-                                       self._climbed(), self._write_this(), self._written(), self._reasons()]
-        return [part for part in parts if part]
+        parts: list[Callable[[], Section | None]] = [
+            lambda: self.looked.model(measured), self.looked.where, self._ranked, self._climbed, self._write_this,
+            self._written, self._reasons]
+        shown = [section for part in parts if (section := self._unless_it_breaks(part))]
+        if failed := self.failures:
+            shown.append(Said("what failed", [("", each) for each in failed]))
+        return shown
+
+    def _unless_it_breaks(self, part: Callable[[], Section | None]) -> Section | None:
+        """A part of the report; the others are told without it."""
+        try:
+            return part()
+        except Exception as error:
+            self.faults[f"a part of the report, a fault of this suite: {in_a_line(error)}"] = None
+            return None
+
+    @property
+    def failures(self) -> list[str]:
+        """What should have ended well, and did not; what the judge refused did."""
+        results = [*self.alone.results.items(), *self.together.results.items(), *self.pieces.results.items()]
+        broken = {f"{name}: {result.reason}": None for name, result in results
+                  if result.status == "failed" and (name not in self.judgements or self.judgements[name].passed)}
+        return [*self.looked.faults, *self.faults, *broken]
 
     def _as_it_is(self, mode: str) -> str:
         """The time of the model as it is."""

@@ -13,9 +13,19 @@ WORTH_IT = 1.02                        # of the speed-up, the lower end of its i
 
 def opportunities(result: Optimized) -> list[Opportunity]:
     """All that was found, the best first."""
-    judged = [_as_written(result, _judged(result, technique, each))
+    judged = [_unless_it_breaks(result, technique, each)
               for technique, found in result.looked.found.items() for each in found]
     return sorted(judged, key=lambda one: (VERDICTS.index(one.verdict), -(one.speedup or 0.0)))
+
+
+def _unless_it_breaks(result: Optimized, technique: Technique, found: Found) -> Opportunity:
+    """The verdict on one place, as its code was seen to be; the others have theirs without it."""
+    try:
+        return _as_written(result, _judged(result, technique, found))
+    except Exception as error:
+        fault = f"a fault of this suite: {in_a_line(error)}"
+        result.faults[f"{technique.name}: {fault}"] = None
+        return Opportunity(technique.name, found, "not here", fault)
 
 
 def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunity:
@@ -79,7 +89,9 @@ def _advice(result: Optimized, technique: Technique, found: Found) -> tuple[Advi
     except NotWritten as error:
         return None, f"no code is written for it: {error}"
     except Exception as error:                             # one that is missing loses nothing that was measured
-        return None, f"the code for it could not be written, a fault of this suite: {in_a_line(error)}"
+        fault = f"the code for it could not be written, a fault of this suite: {in_a_line(error)}"
+        result.faults[f"{technique.name}: {fault}"] = None
+        return None, fault
     if advice and advice.place and not advice.place.is_yours:
         return None, "it stands in an installed package: there is nothing to write in your files"
     is_missing = advice is None and technique.apply is not None

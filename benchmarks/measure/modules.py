@@ -85,7 +85,7 @@ def record_checks(judgement: Judgement, result: Result, gradients: int | None = 
     compared = {check.name: (check.error, check.bound) for check in judgement
                 if check.error == check.error and check.question in ("meaning", "precision")}      # no NaN
     of_gradients = sorted((name for name in compared if name.startswith("gradient")),
-                          key=lambda name: compared[name][0] / compared[name][1], reverse=True)
+                          key=lambda name: compared[name][0] / max(compared[name][1], 1e-300), reverse=True)
     left_out = set() if gradients is None else set(of_gradients[gradients:])
     result.errors |= {name: errors for name, errors in compared.items() if name not in left_out}
     if not judgement.passed:

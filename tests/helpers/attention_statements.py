@@ -216,8 +216,8 @@ class ByBatchedMatmuls(Attention):
 
 WRITTEN = (CausalAlone, CausalAsAnArgument, MaskCutUnderTheCondition, NamesThatTheCallHas, ByEinsum,
            ByEinsumAcross, ByBatchedMatmuls, BiasOnTheLeft, TwoInOneStatement, TwoFillsInAChain, OptionalMask,
-           CausalAndOptional, OptionalThenAdded, AddedBeforeItIsScaled, DropoutAsAnArgument, DropoutOfAFunction, InPlace,
-           QueryChanges, NamesAreUsedAgain)
+           CausalAndOptional, OptionalThenAdded, AddedBeforeItIsScaled, DropoutAsAnArgument, DropoutOfAFunction,
+           InPlace, QueryChanges, NamesAreUsedAgain)
 
 
 class Swapped(Attention):
