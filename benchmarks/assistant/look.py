@@ -9,7 +9,7 @@ from benchmarks.assistant.sections import Said, Section, Shown, Table
 from benchmarks.assistant.spending import Spending, spending
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.technique import Found, Technique
-from benchmarks.measure.calls import named_parameters
+from benchmarks.measure.calls import Inputs, named_parameters
 from benchmarks.measure.modules import subject_of
 from common.block.config import dtype_name
 from common.measure.session import Session
@@ -54,7 +54,7 @@ class Looked(Shown):
     def model(self, measured: Sequence[tuple[str, str]] = ()) -> Said:
         """What the model is, and what was measured of it."""
         program, trace = self.program, self.program.trace
-        given = ", ".join(f"{dtype_name(t.dtype)} {list(t.shape)}" for t in program.inputs.named().values())
+        given = shapes_in_words(program.inputs)
         parts = [self.name, type(program.model).__name__, f"{scaled(self.parameters)} parameters", self.repeated,
                  "compiled" if program.is_compiled else ""]
         work = f"{scaled(trace.flops)}FLOP and {scaled(trace.bytes)}B a forward, in {len(trace.calls):,} calls"
@@ -84,6 +84,11 @@ class Looked(Shown):
                 words = in_words(found, self.missing(technique))
                 lines.append((technique.name, f"{placed(found)}: {words}" if found.place else words))
         return Said("what could be done", lines or [("nothing", "was found that could be done")])
+
+
+def shapes_in_words(inputs: Inputs) -> str:
+    """Each tensor of a call: "int64 [8, 1024]"."""
+    return ", ".join(f"{dtype_name(t.dtype)} {list(t.shape)}" for t in inputs.named().values())
 
 
 def times(count: int) -> str:

@@ -7,6 +7,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import Judge
 from benchmarks.measure.keeping import kept, materialised, parameters_kept
 from benchmarks.measure.modules import record_checks, subject_of, work_in_words
+from benchmarks.measure.observing import Work
 from benchmarks.measure.truth import Truth, free_memory, working_dtype
 from common.block import oracle
 from common.block.config import dtype_name
@@ -162,10 +164,12 @@ class _Assistant:
         self.work = task.work(cotangents=1, seed=session.seed)
         with _callable():
             self.truth = Truth(task.model, self.work, session.say)
+            self.other_truths = {words: Truth(task.model, Work(inputs, None, 1, session.seed), session.say)
+                                 for words, inputs in task.others.items()}
         looked = look_at(name, task, session, self.techniques, self.inference)
         self.program = looked.program
         self.result = Optimized(looked, self.truth.in_words, judgements=self.judgements,
-                                file_known=self.source is not None)
+                                file_known=self.source is not None, others=list(task.others.values()))
         with contextlib.ExitStack() as self.values:
             try:
                 for what, stage in (("the rungs", self._try_all), ("the code to write", self._prove),
@@ -263,12 +267,20 @@ class _Assistant:
         setting.say(Phase.CHECKING)
         judge = Judge(module, self.truth, plan.numerics, overwrites_output=overwrites_output)
         self.judgements[result.name] = judge.judge()
+        self._judge_on_others(module, plan, self.judgements[result.name], overwrites_output)
         record_checks(self.judgements[result.name], result, GRADIENTS)
         referee = judge.referee()                              # it sees what its next calls change
         self.values.enter_context(judge.with_the_references_values())
         subject = subject_of(module, self.work, self._gates(plan), referee)
         subject.workload = own
         return subject
+
+    def _judge_on_others(self, module: nn.Module, plan: Plan, judgement: Judgement, overwrites_output: bool) -> None:
+        """Add the checks of the inputs that are not timed, as long as all passed."""
+        for words, truth in self.other_truths.items():
+            if judgement.passed:
+                judge = Judge(module, truth, plan.numerics, overwrites_output=overwrites_output, fresh=False)
+                judgement.checks.extend(replace(check, name=f"{check.name} {words}") for check in judge.judge())
 
     def _gates(self, plan: Plan) -> tuple[float, float]:
         """Of a replay."""

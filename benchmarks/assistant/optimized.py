@@ -3,10 +3,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.assistant.combination import Combination, Interval, Measured
-from benchmarks.assistant.look import Looked, times
+from benchmarks.assistant.look import Looked, shapes_in_words, times
 from benchmarks.assistant.sections import Code, Said, Section, Shown, Table
 from benchmarks.assistant.technique import Advice, Found, Technique
 from benchmarks.assistant.written import WrittenOut
+from benchmarks.measure.calls import Inputs
 from benchmarks.measure.checks import Judgement
 from benchmarks.records.read import verdict
 from common.outcome import in_a_line
@@ -80,6 +81,7 @@ class Optimized(Shown):
     written: WrittenOut | None = None                  # what all that is to be written makes of it
     lines: list[Record] = field(default_factory=list)                  # everything that was measured
     times: str = ""                                    # where the wall time went
+    others: list[Inputs] = field(default_factory=list)                 # that were judged, and not timed
     faults: dict[str, None] = field(default_factory=dict)              # what broke on the way, in words
 
     @property
@@ -88,7 +90,8 @@ class Optimized(Shown):
         return self.looked.mode
 
     def sections(self) -> list[Section]:
-        measured = [("truth", self.truth)]
+        shapes = ["; ".join(map(shapes_in_words, self.others))] if self.others else []
+        measured = [*(("judged too", shape) for shape in shapes), ("truth", self.truth)]
         measured += [(mode, said) for mode in MODES if (said := self._as_it_is(mode))]
         parts: list[Callable[[], Section | None]] = [
             lambda: self.looked.model(measured), self.looked.where, self._ranked, self._climbed, self._write_this,

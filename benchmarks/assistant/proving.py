@@ -50,7 +50,8 @@ class Prover:
 
     def _found(self) -> list[tuple[Circumstance, Truth]]:
         model, truths = self.task.model, []
-        for circumstance in circumstances(model, self.task.given):
+        others = [Circumstance(words, inputs, model.training) for words, inputs in self.task.others.items()]
+        for circumstance in (*circumstances(model, self.task.given), *others):
             work = Work(circumstance.inputs, None, 1, self.seed)
             try:
                 with circumstance.entered(model):

@@ -22,8 +22,8 @@ class Task:
     """A model and the work that it is measured on.
 
     `inputs` are a tuple (positional values) or a dict (values by keyword) that hold tensors; or a list of such, short,
-    typical and long ones, of which the first is taken. `loss` maps what the model returns to a scalar tensor; without
-    one, its outputs get random cotangents.
+    typical and long ones: the first is timed, and all are judged. `loss` maps what the model returns to a scalar
+    tensor; without one, its outputs get random cotangents.
     """
     model: nn.Module
     inputs: Any
@@ -47,50 +47,50 @@ class Task:
             raise Told(f"the model is a {type(self.model).__name__}: give a torch.nn.Module")
         if self.loss is not None and not callable(self.loss):
             raise Told(f"the loss is a {type(self.loss).__name__}: give a function from the output to a scalar tensor")
-        dtype = self.given.dtype
-        if dtype not in (*FLOATING, None):
-            raise Told(f"inputs in {dtype_name(dtype)}: give float64, float32, float16 or bfloat16")
+        for inputs in (self.given, *self.others.values()):
+            if inputs.dtype not in (*FLOATING, None):
+                raise Told(f"inputs in {dtype_name(inputs.dtype)}: give float64, float32, float16 or bfloat16")
         if len(self.devices) > 1:
             raise Told(f"model and inputs are on {', '.join(sorted(map(str, self.devices)))}: move them to one device")
 
     @property
     def given(self) -> Inputs:
-        """The inputs that are taken. Raises Told where they hold no tensor."""
-        first = self.inputs[0] if isinstance(self.inputs, list) and self.inputs else self.inputs
-        try:
-            return Inputs.of(first)
-        except ValueError as error:
-            raise Told(str(error)) from None
+        """The inputs that are timed. Raises Told where they hold no tensor."""
+        return _inputs(self.inputs[0] if isinstance(self.inputs, list) and self.inputs else self.inputs)
+
+    @property
+    def others(self) -> dict[str, Inputs]:
+        """Those that are judged alone: "on input 2" -> the second of several. Raises Told where they hold no tensor."""
+        more = self.inputs[1:] if isinstance(self.inputs, list) else []
+        return {f"on input {number}": _inputs(inputs) for number, inputs in enumerate(more, 2)}
 
     @property
     def devices(self) -> set[torch.device]:
-        tensors = [*self.given.named().values(), *named_parameters(self.model).values(),
+        given = [t for inputs in (self.given, *self.others.values()) for t in inputs.named().values()]
+        tensors = [*given, *named_parameters(self.model).values(),
                    *named_buffers(self.model).values()]
         return {t.device for t in tensors}
 
     def check_calls(self) -> None:
         """Call it twice. Raises Told where its outputs can't be compared, or it changes its inputs."""
+        for inputs in (self.given, *self.others.values()):
+            self._check_calls_with(inputs)
+
+    def _check_calls_with(self, inputs: Inputs) -> None:
         shapes = []
         with kept(self.model), torch.no_grad():
             for _ in range(2):
-                given = self.given.copies()
+                given = inputs.copies()
                 try:
                     outputs = outputs_of(given.call(self.model))
                 except Failed as error:
                     raise Told(str(error)) from None
                 shapes.append({name: tuple(t.shape) for name, t in outputs.items()})
-                self._refuse_changed(given)
+                _refuse_changed(inputs, given)
         for name in {**shapes[0], **shapes[1]}:
             first, second = (shape.get(name) for shape in shapes)
             if first != second:
                 raise Told(f"the {name} is of shape {first}, and of {second} in the next call: no two can be compared")
-
-    def _refuse_changed(self, after: Inputs) -> None:
-        """Raises Told where a call left other inputs behind."""
-        before = self.given.named()
-        for name, tensor in after.named().items():
-            if not same_values(tensor, before[name]):
-                raise Told(f"the model changes {name} in place: let it work on a copy, or each call begins elsewhere")
 
     def work(self, cotangents: int, seed: int) -> Work:
         """What is run to judge and to time it."""
@@ -109,6 +109,22 @@ class Task:
             return t.to(device)
         inputs = pytree.tree_map_only(Tensor, moved, self.inputs)
         return Task(model, inputs, self.loss, self.optimizer)
+
+
+def _inputs(given: Any) -> Inputs:
+    """One call's. Raises Told where they hold no tensor."""
+    try:
+        return Inputs.of(given)
+    except ValueError as error:
+        raise Told(str(error)) from None
+
+
+def _refuse_changed(before: Inputs, after: Inputs) -> None:
+    """Raises Told where a call left other inputs behind."""
+    own = before.named()
+    for name, tensor in after.named().items():
+        if not same_values(tensor, own[name]):
+            raise Told(f"the model changes {name} in place: let it work on a copy, or each call begins elsewhere")
 
 
 Build = Callable[[], Any]
