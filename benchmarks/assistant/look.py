@@ -121,6 +121,7 @@ def look_at(name: str, task: Task, session: Session, techniques: Sequence[Techni
     program = read(task.model, task.given)
     subject = subject_of(task.model, task.work(cotangents=1, seed=session.seed), (0.0, 0.0))
     mode = FORWARD if inference or not subject.has(BOTH) else BOTH
+    program.is_inference = mode == FORWARD
     session.say(Phase.PROFILING)
     spent = spending(task.model, program, subject.iteration(mode), session.device)
     looked = Looked(name, program, mode, spent)

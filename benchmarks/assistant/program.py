@@ -26,6 +26,7 @@ class Program:
     inputs: Inputs
     trace: Trace                                           # of a forward as it is
     is_compiled: bool = False                              # it came compiled
+    is_inference: bool = False                             # its forward alone counts
     graphs: list[Captured] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
     not_captured: str = ""                                 # why Dynamo can't run it

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
+from benchmarks.assistant.fusing import Given
 from benchmarks.assistant.source import OURS, WRAPPERS, Place
 from benchmarks.measure.calls import Inputs, clean
 from benchmarks.measure.keeping import kept
@@ -51,7 +52,7 @@ class Call:
     operators: list[str] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
     through: frozenset[Place] = frozenset()                            # lines of libraries, between that line and it
-    attends: tuple[tuple[int, ...], ...] = ()                          # shapes of queries, keys and values
+    attends: Given | None = None           # of attention by torch's function
 
     @property
     def flops(self) -> float:
@@ -147,7 +148,7 @@ class Functions(TorchFunctionMode):
         if name.startswith("__get__"):                                 # an attribute: shape, device, grad
             return func(*args, **(kwargs or {}))
         place, through = here()
-        attends = tuple(tuple(t.shape) for t in tensors_in((args, kwargs))[:3]) if name == ATTENTION else ()
+        attends = Given.of_call(args, kwargs or {}) if name == ATTENTION else None
         self.recorded.calls.append(Call(name, place, self.inside[-1], through=through, attends=attends))
         return self.called(func, args, kwargs or {})
 

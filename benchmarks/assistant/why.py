@@ -1,4 +1,5 @@
 """Why a technique does or does not apply to a model, and whether its kernels ran where it was applied."""
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.assistant.look import Looked, in_words, placed
@@ -23,17 +24,20 @@ class Why(Shown):
     looked: Looked
     found: list[Found]
     applied: str                               # in words
+    closer: Sequence[tuple[str, str]] = ()     # (place, what running it alone shows)
 
     def sections(self) -> list[Section]:
         title = f"{self.technique.name}: {self.technique.what}, on {self.looked.name}, {self.looked.mode}"
         where = [("where", f"{placed(found)}: {in_words(found)}") for found in self.found]
-        return [Said(title, [*where, ("then", self.applied)])]
+        alone = [("alone", f"{place}: {words}") for place, words in self.closer]
+        return [Said(title, [*where, *alone, ("then", self.applied)])]
 
 
 def explain(technique: Technique, looked: Looked, task: Task, session: Session) -> Why:
     """Apply one technique, run an iteration as it is and one with it, and look at their kernels."""
     found = looked.found[technique]
-    return Why(technique, looked, found, _applied(technique, looked, found, task, session))
+    applied = _applied(technique, looked, found, task, session)
+    return Why(technique, looked, found, applied, technique.closer(looked.program))
 
 
 def _applied(technique: Technique, looked: Looked, found: list[Found], task: Task, session: Session) -> str:

@@ -55,7 +55,9 @@ def _operations(program: Program, arithmetic: Arithmetic) -> Iterator[tuple[Oper
 
 def _called_attention(call: Call, arithmetic: Arithmetic) -> Operation:
     """By whatever operators it then runs."""
-    return _of_attention(f"{call.name}, {call.module}", call.flops, call.attends, arithmetic(call))
+    assert call.attends is not None
+    shapes = call.attends.query, call.attends.key, call.attends.value
+    return _of_attention(f"{call.name}, {call.module}", call.flops, shapes, arithmetic(call))
 
 
 def _attention(scores: Call, output: Call, causal: bool, arithmetic: Arithmetic) -> Operation:

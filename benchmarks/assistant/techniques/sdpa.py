@@ -1,6 +1,7 @@
 """Attention by hand becomes scaled_dot_product_attention: one fused kernel, and no scores in memory."""
 import contextlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch.nn import functional as F
 
 from benchmarks.assistant import attention_source
 from benchmarks.assistant.attention import Attention, Causal, Mask, attention_at, causal, is_causal, softmaxes
-from benchmarks.assistant.graph import Captured, Refused, place_of, shape_of, with_stars
+from benchmarks.assistant.fusing import Given, fused_or_why_not
+from benchmarks.assistant.graph import Captured, Refused, place_of, with_stars
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed, erase_unused, same_buffers
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique
@@ -135,23 +137,26 @@ def apply(plan: Plan) -> None:
 def fired(program: Program, before: Evidence, seen: Evidence) -> str:
     """Why no fused kernel ran, or softmax still does; "" where all is fused."""
     if not any(seen.kinds[kind] for kind in FUSED_ATTENTION):
-        reasons = dict.fromkeys(filter(None, (unfused(each) for each in program.analysis.attentions)))
+        tried = [_fused_or_why_not(Given.of_region(each), program) for each in program.analysis.attentions]
+        reasons = dict.fromkeys(why_not for _, why_not in tried if why_not)
         return "no fused attention kernel ran" + "".join(f": {reason}" for reason in reasons)
     left = seen.kinds["softmax"]                           # that of a loss, too
     return f"{left} softmax kernels ran, and no fewer before" if left >= before.kinds["softmax"] else ""
 
 
-def unfused(attention: Attention) -> str:
-    """Why torch has no fused kernel for it, in words; "" where it has one."""
-    value = attention.query.node.meta["example_value"]
-    on_gpu, width = value.device.type == "cuda", shape_of(attention.value.node)[-1]
-    if on_gpu and value.dtype == torch.float64:
-        return "a GPU has none in float64"
-    if on_gpu and width > 256:
-        return f"the head dimension is {width}, FlashAttention takes 256 at the most"
-    if not on_gpu and attention.dropout_p:
-        return "a CPU has none with dropout"
-    return ""
+def closer(program: Program) -> list[tuple[str, str]]:
+    """Of each call of the function the kernel that computes it, or why there is none."""
+    said: dict[tuple[str, str], None] = {}
+    for call in program.trace.calls:
+        if call.attends and call.place:
+            ran, why_not = _fused_or_why_not(replace(call.attends, trains=program.trace.trains), program)
+            said[call.place.name, f"{ran} computes it" if ran else f"no fused kernel computes it: {why_not}"] = None
+    return list(said)
 
 
-TECHNIQUE = Technique("sdpa", "attention by hand -> scaled_dot_product_attention", find, apply, advice, fired=fired)
+def _fused_or_why_not(given: Given, program: Program) -> tuple[str, str]:
+    return fused_or_why_not(given.without_gradients() if program.is_inference else given)
+
+
+TECHNIQUE = Technique("sdpa", "attention by hand -> scaled_dot_product_attention", find, apply, advice, fired=fired,
+                      closer=closer)

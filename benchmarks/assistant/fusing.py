@@ -1,0 +1,195 @@
+"""Which fused kernel torch has for an attention; where it has none, the smallest change with which it has one.
+
+torch says why only if no backend is left to run; here each change is made, and the kernels that then run decide.
+"""
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.assistant.attention import Attention
+from benchmarks.assistant.graph import shape_of
+from common.block import evidence
+from common.block.config import dtype_name
+from common.block.evidence import BY_HAND
+from common.outcome import in_a_line
+
+WIDEST = 128                               # of a head: every fused kernel takes it
+
+
+@dataclass(frozen=True)
+class MaskGiven:
+    """A mask, as the function gets it."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trains: bool = False                   # a gradient flows into it
+
+    def __str__(self) -> str:
+        return f"a mask {dtype_name(self.dtype)} {list(self.shape)}{' that takes a gradient' if self.trains else ''}"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What one call of scaled_dot_product_attention is given: shapes [B, H, S, D], and all that decides on a kernel."""
+    device: torch.device
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    dtype: torch.dtype
+    mask: MaskGiven | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    enable_gqa: bool = False
+    strided: bool = False                  # elements of one head do not stand side by side
+    trains: bool = False
+
+    @classmethod
+    def of_region(cls, attention: Attention) -> "Given":
+        """What the function would get for an attention by hand."""
+        query, key, value = (_permuted(operand.node, operand.order)
+                             for operand in (attention.query, attention.key, attention.value))
+        example = attention.query.node.meta["example_value"]
+        mask = None if attention.is_causal or not attention.masks else _combined(attention, example.dtype)
+        return cls(example.device, query, key, value, example.dtype, mask, attention.dropout_p, attention.is_causal,
+                   trains=example.requires_grad)
+
+    @classmethod
+    def of_call(cls, args: tuple, kwargs: dict) -> "Given":
+        """What it was called with."""
+        named: dict[str, Any] = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        query, key, value = tensors = [named[name] for name in _ARGUMENTS[:3]]
+        mask = named.get("attn_mask")
+        is_strided = any(t.stride(-1) != 1 for t in tensors)
+        return cls(query.device, tuple(query.shape), tuple(key.shape), tuple(value.shape), query.dtype,
+                   None if mask is None else MaskGiven(tuple(mask.shape), mask.dtype, _takes_a_gradient(mask)),
+                   named.get("dropout_p", 0.0), named.get("is_causal", False), named.get("enable_gqa", False),
+                   is_strided, any(map(_takes_a_gradient, tensors)))
+
+    def without_gradients(self) -> "Given":
+        """The same in inference."""
+        return replace(self, trains=False, mask=replace(self.mask, trains=False) if self.mask else None)
+
+    def kernel(self) -> str:
+        """The kind of fused kernel that computes it here; "" where there is none. Raises what torch raises."""
+        query, key, value = (self._tensor(shape) for shape in (self.query, self.key, self.value))
+        mask = self._mask()
+        options = {"enable_gqa": True} if self.enable_gqa else {}
+
+        def attend() -> None:
+            y = F.scaled_dot_product_attention(query, key, value, mask, self.dropout_p, self.is_causal, **options)
+            if self.trains:
+                y.sum().backward()
+        attend()
+        kind = evidence.judge(evidence.observe(attend, self.device), None).attention
+        return "" if kind == BY_HAND else kind
+
+    def _tensor(self, shape: tuple[int, ...]) -> Tensor:
+        """Of one sample: how many there are decides nothing."""
+        shape = (1, *shape[1:]) if len(shape) == 4 else shape
+        if self.strided:
+            t = torch.zeros(*shape[:-2], shape[-1], shape[-2], dtype=self.dtype, device=self.device).mT
+        else:
+            t = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return t.requires_grad_(self.trains)
+
+    def _mask(self) -> Tensor | None:
+        if self.mask is None:
+            return None
+        shape = (1, *self.mask.shape[1:]) if len(self.mask.shape) == 4 else self.mask.shape
+        return torch.ones(shape, dtype=self.mask.dtype, device=self.device).requires_grad_(self.mask.trains)
+
+    def changes(self) -> Iterator["Change"]:
+        """Each that may matter, those that leave the function as it is first."""
+        mask = self.mask
+        if self.strided:
+            yield Change("the elements of a head do not stand side by side", "contiguous", replace(self, strided=False))
+        if mask and len(mask.shape) == 3 and len(self.query) == 4:
+            yield Change(str(mask), "with four dimensions", replace(self, mask=replace(mask, shape=(1, *mask.shape))))
+        if mask and mask.dtype not in (torch.bool, self.dtype):
+            yield Change(str(mask), f"in {dtype_name(self.dtype)}", replace(self, mask=replace(mask, dtype=self.dtype)))
+        if len(self.key) == 4 and self.query[-3] != self.key[-3]:
+            every = [(*shape[:-3], self.query[-3], *shape[-2:]) for shape in (self.key, self.value)]
+            yield Change(f"{self.query[-3]} heads of queries and {self.key[-3]} of keys", "keys and values repeated",
+                         replace(self, key=every[0], value=every[1], enable_gqa=False))
+        if self.value[-1] != self.key[-1]:
+            yield Change(f"values {self.value[-1]} wide beside keys {self.key[-1]} wide", "with zeros up to one width",
+                         replace(self, value=(*self.value[:-1], self.key[-1])))
+        if mask and mask.trains:
+            yield Change(str(mask), "with one that takes none", replace(self, mask=replace(mask, trains=False)), False)
+        for dtype in (torch.float32, torch.bfloat16):
+            if self.dtype.itemsize > dtype.itemsize:
+                other = replace(mask, dtype=dtype) if mask and mask.dtype == self.dtype else mask
+                yield Change(dtype_name(self.dtype), f"in {dtype_name(dtype)}",
+                             replace(self, dtype=dtype, mask=other), False)
+        if self.dropout_p:
+            yield Change(f"dropout {self.dropout_p:g} in train mode", "without it", replace(self, dropout_p=0.0), False)
+        if self.key[-1] > WIDEST:
+            narrow = [(*shape[:-1], WIDEST) for shape in (self.query, self.key, self.value)]
+            yield Change(f"heads {self.key[-1]} wide", f"with {WIDEST}",
+                         replace(self, query=narrow[0], key=narrow[1], value=narrow[2]), False)
+        if mask:
+            yield Change(str(mask), "without it", replace(self, mask=None), False)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A condition with its value, what to change, and what the function then gets."""
+    condition: str
+    words: str
+    given: Given
+    is_same: bool = True                   # it can be the same function
+
+
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+@functools.cache
+def fused_or_why_not(given: Given) -> tuple[str, str]:
+    """(the kind of fused kernel that computes it, why there is none and what makes one run)."""
+    ran, error = _tried(given)
+    if ran:
+        return ran, ""
+    for made in _fewest_changes(given):
+        if ran := _tried(made.given)[0]:
+            return "", f"{made.condition}; {made.words}, {ran} ran"
+    return "", error or "nor with another mask, dtype, width or stride"
+
+
+def _fewest_changes(given: Given) -> list[Change]:
+    """One at a time, then two; before all others those that leave the function as it is."""
+    one = list(given.changes())
+    two = [Change(f"{first.condition}, {second.condition}", f"{first.words} and {second.words}", second.given,
+                  first.is_same and second.is_same)
+           for place, first in enumerate(one) for second in first.given.changes()
+           if any((second.condition, second.words) == (other.condition, other.words) for other in one[place + 1:])]
+    return sorted([*one, *two], key=lambda change: not change.is_same)
+
+
+def _tried(given: Given) -> tuple[str, str]:
+    """(the fused kernel that ran, what it raised)."""
+    try:
+        return given.kernel(), ""
+    except Exception as error:             # a change may leave what torch refuses altogether
+        return "", in_a_line(error)
+
+
+def _takes_a_gradient(t: Tensor) -> bool:
+    """It, or what it is a view of: a forward without gradients makes views that take none."""
+    return t.requires_grad or (t._base is not None and t._base.requires_grad)
+
+
+def _permuted(node: Any, order: tuple[int, ...] | None) -> tuple[int, ...]:
+    shape = shape_of(node)
+    return tuple(shape[dim] for dim in order) if order else shape
+
+
+def _combined(attention: Attention, dtype: torch.dtype) -> MaskGiven:
+    """One mask from all, as the rewritten graph makes it."""
+    values = [mask.tensor.meta["example_value"] for mask in attention.masks]
+    is_boolean = all(mask.blocks_for_sure for mask in attention.masks)
+    shape = torch.broadcast_shapes(*(tuple(value.shape) for value in values))
+    return MaskGiven(tuple(shape), torch.bool if is_boolean else dtype, any(value.requires_grad for value in values))

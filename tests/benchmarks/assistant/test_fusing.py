@@ -1,0 +1,80 @@
+"""Which change makes torch run a fused kernel for an attention: each is made, and what ran decides."""
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.assistant import why
+from benchmarks.assistant.attention import attention_at, softmaxes
+from benchmarks.assistant.fusing import Given, MaskGiven, fused_or_why_not
+from benchmarks.assistant.program import read
+from benchmarks.measure.calls import Inputs
+
+SHAPE = 2, 4, 9, 16
+PLAIN = Given(torch.device("cpu"), SHAPE, SHAPE, SHAPE, torch.float32)
+BIAS = MaskGiven((1, 4, 9, 9), torch.float32, trains=True)
+FEW_HEADS = {"key": (2, 2, 9, 16), "value": (2, 2, 9, 16)}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("given, said", [
+    (PLAIN, ""), (replace(PLAIN, mask=MaskGiven((9, 9), torch.bool)), ""),
+    (replace(PLAIN, enable_gqa=True, **FEW_HEADS), ""),
+    (replace(PLAIN, dropout_p=0.1, trains=True), "dropout 0.1 in train mode; without it"),
+    (replace(PLAIN, value=(2, 4, 9, 8)), "values 8 wide beside keys 16 wide; with zeros up to one width"),
+    (replace(PLAIN, strided=True), "the elements of a head do not stand side by side; contiguous"),
+    (replace(PLAIN, mask=BIAS, trains=True),
+     "a mask float32 [1, 4, 9, 9] that takes a gradient; with one that takes none"),
+    (replace(PLAIN, mask=MaskGiven((1, 1, 9, 9), torch.float64)), "a mask float64 [1, 1, 9, 9]; in float32"),
+    (replace(PLAIN, **FEW_HEADS), "4 heads of queries and 2 of keys; keys and values repeated"),
+    (replace(PLAIN, strided=True, value=(2, 4, 9, 8)), "by side, values 8 wide beside keys 16 wide; contiguous and "),
+    (replace(PLAIN, strided=True, dropout_p=0.1), "side by side, dropout 0.1 in train mode; contiguous and"),
+])
+def test_the_smallest_change_is_found_by_making_it(given, said):
+    ran, why_not = fused_or_why_not(given)
+    assert ran == ("" if said else "FlashAttention")
+    assert said in why_not and bool(said) == why_not.endswith(", FlashAttention ran")
+
+
+@pytest.mark.unit
+def test_what_no_change_helps_says_so():
+    alone = replace(PLAIN, query=(9, 16), key=(9, 16), value=(9, 16))
+    assert fused_or_why_not(alone)[0] == "" and "FlashAttention ran" not in fused_or_why_not(alone)[1]
+
+
+class ByHand(nn.Module):
+    """Values of half the width of the keys, and a bias that is learned."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(9, 9))
+
+    def forward(self, q, k, v):
+        return F.softmax(q @ k.mT / 4 + self.bias, dim=-1) @ v
+
+
+class Called(ByHand):
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias)
+
+
+QKV = torch.randn(SHAPE), torch.randn(SHAPE), torch.randn(2, 4, 9, 8)
+
+
+@pytest.mark.unit
+def test_a_region_gives_what_the_function_would_get():
+    program = read(ByHand(), Inputs.of(QKV))
+    [graph] = program.graphs
+    given = Given.of_region(attention_at(*softmaxes(graph), graph))
+    assert given == Given(torch.device("cpu"), SHAPE, SHAPE, (2, 4, 9, 8), torch.float32,
+                          MaskGiven((9, 9), torch.float32, trains=True), trains=True)
+    assert given.without_gradients() == replace(given, trains=False, mask=MaskGiven((9, 9), torch.float32))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("model, label", [(ByHand(), "then"), (Called(), "alone")])
+def test_why_names_both_conditions(model, label):
+    said = " ".join(str(why("sdpa", model, QKV)).split())
+    assert label in said and "values 8 wide beside keys 16 wide" in said and "with one that takes none" in said, said
