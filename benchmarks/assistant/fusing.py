@@ -18,7 +18,7 @@ from common.block.config import dtype_name
 from common.block.evidence import BY_HAND
 from common.outcome import in_a_line
 
-WIDEST = 128                               # of a head: every fused kernel takes it
+WIDTHS, MULTIPLE = (256, 128), 8           # of a head, that fused kernels take
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,11 @@ class Given:
         shape = (1, *self.mask.shape[1:]) if len(self.mask.shape) == 4 else self.mask.shape
         return torch.ones(shape, dtype=self.mask.dtype, device=self.device).requires_grad_(self.mask.trains)
 
+    def with_heads_of(self, width: int) -> "Given":
+        """The same with all heads so wide."""
+        return replace(self, query=(*self.query[:-1], width), key=(*self.key[:-1], width),
+                       value=(*self.value[:-1], width))
+
     def changes(self) -> Iterator["Change"]:
         """Each that may matter, those that leave the function as it is first."""
         mask = self.mask
@@ -115,6 +120,14 @@ class Given:
             every = [(*shape[:-3], self.query[-3], *shape[-2:]) for shape in (self.key, self.value)]
             yield Change(f"{self.query[-3]} heads of queries and {self.key[-3]} of keys", "keys and values repeated",
                          replace(self, key=every[0], value=every[1], enable_gqa=False))
+        if len(self.query) == 3:
+            batched = [(1, *shape) for shape in (self.query, self.key, self.value)]
+            yield Change("tensors of three dimensions", "with a batch of one before them",
+                         replace(self, query=batched[0], key=batched[1], value=batched[2]))
+        if self.key[-1] % MULTIPLE:
+            width = self.key[-1] + -self.key[-1] % MULTIPLE
+            yield Change(f"heads {self.key[-1]} wide", f"with zeros up to {width} and the scale of {self.key[-1]}",
+                         self.with_heads_of(width))
         if self.value[-1] != self.key[-1]:
             yield Change(f"values {self.value[-1]} wide beside keys {self.key[-1]} wide", "with zeros up to one width",
                          replace(self, value=(*self.value[:-1], self.key[-1])))
@@ -127,10 +140,9 @@ class Given:
                              replace(self, dtype=dtype, mask=other), False)
         if self.dropout_p:
             yield Change(f"dropout {self.dropout_p:g} in train mode", "without it", replace(self, dropout_p=0.0), False)
-        if self.key[-1] > WIDEST:
-            narrow = [(*shape[:-1], WIDEST) for shape in (self.query, self.key, self.value)]
-            yield Change(f"heads {self.key[-1]} wide", f"with {WIDEST}",
-                         replace(self, query=narrow[0], key=narrow[1], value=narrow[2]), False)
+        for width in WIDTHS:
+            if self.key[-1] > width:
+                yield Change(f"heads {self.key[-1]} wide", f"with {width}", self.with_heads_of(width), False)
         if mask:
             yield Change(str(mask), "without it", replace(self, mask=None), False)
 
@@ -156,7 +168,7 @@ def fused_or_why_not(given: Given) -> tuple[str, str]:
     for made in _fewest_changes(given):
         if ran := _tried(made.given)[0]:
             return "", f"{made.condition}; {made.words}, {ran} ran"
-    return "", error or "nor with another mask, dtype, width or stride"
+    return "", error or "no change of mask, dtype, width or stride helps"
 
 
 def _fewest_changes(given: Given) -> list[Change]:

@@ -5,6 +5,7 @@ Dynamo sees the program between two graph breaks; this sees all of it, and what 
 import contextlib
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
+from torch.utils.weak import WeakIdKeyDictionary
 
 from benchmarks.assistant.fusing import Given
 from benchmarks.assistant.source import OURS, WRAPPERS, Place
@@ -28,6 +30,7 @@ INDEX_BY_MASK = "index by a mask:"          # before the name of an operator
 # torch's counter does not know these.
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_RECURRENT, _GPU_RECURRENT = torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn
+_WITHOUT_GRADIENT = re.compile(r"^aten\.(detach|new_)|_like\b")       # operators that give none to what they are given
 _HERE = str(Path(__file__).parent) + os.sep
 
 
@@ -38,8 +41,8 @@ class Product:
     flops: float
     dtype: torch.dtype | None              # of its operands
     shapes: tuple[tuple[int, ...], ...]    # of its operands, in their order: of a linear layer input and weight
-    trains: bool                           # a gradient flows back into what it was given
-    trains_weight: bool                    # and none of its weights is frozen
+    trains: bool                           # a gradient flows back into its first operand
+    trains_weight: bool                    # and into one of the others
 
 
 @dataclass
@@ -74,8 +77,11 @@ class Call:
 class Trace:
     """The calls of one forward, in their order."""
     calls: list[Call] = field(default_factory=list)
-    trains: bool = False                   # until now something took a gradient
-    frozen: frozenset[int] = frozenset()   # the memory of parameters that take none
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has a backward."""
+        return any(product.trains or product.trains_weight for call in self.calls for product in call.products)
 
     @property
     def flops(self) -> float:
@@ -88,8 +94,7 @@ class Trace:
 
 def trace(model: nn.Module, inputs: Inputs) -> Trace:
     """Run a forward and keep what it called. The model is then as before."""
-    frozen = frozenset(_memory(parameter) for parameter in model.parameters() if not parameter.requires_grad)
-    recorded = Trace(trains=any(t.is_floating_point() for t in inputs.named().values()), frozen=frozen)
+    recorded = Trace()
     paths = {id(module): clean(name) for name, module in model.named_modules()}
     given = inputs.copies()
     with (kept(model), torch.no_grad(), modules_told(paths) as inside, _Operators(recorded),
@@ -169,26 +174,32 @@ class _Operators(TorchDispatchMode):
     def __init__(self, recorded: Trace):
         super().__init__()
         self.recorded = recorded
+        self.taking = WeakIdKeyDictionary()                    # tensors that a gradient would flow into
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        given, given_back = tensors_in((args, kwargs)), tensors_in(result)
+        if any(map(self.takes_a_gradient, given)) and not _WITHOUT_GRADIENT.search(str(func)):
+            self.taking.update({t: None for t in given_back if t.is_floating_point() or t.is_complex()})
         if self.recorded.calls:
-            _count(self.recorded, func, args, kwargs, result)
+            call = self.recorded.calls[-1]
+            call.operators.append(_operator_name(func, given))
+            if flops := flops_of(func, args, kwargs, result):
+                call.products.append(_product(func, flops, given, self.takes_a_gradient))
+            call.bytes += _bytes_moved(func, given, given_back)
         return result
 
+    def takes_a_gradient(self, t: Tensor) -> bool:
+        """It would, were the forward not run without gradients."""
+        return t.requires_grad or t in self.taking
 
-def _count(recorded: Trace, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-    call = recorded.calls[-1]
-    given, given_back = tensors_in((args, kwargs)), tensors_in(result)
-    call.operators.append(_operator_name(func, given))
-    recorded.trains = recorded.trains or any(t.requires_grad for t in given)
-    if flops := flops_of(func, args, kwargs, result):
-        call.products.append(_product(func, flops, given, recorded))
+
+def _bytes_moved(func: Any, given: Sequence[Tensor], given_back: Sequence[Tensor]) -> int:
+    """What an operator reads and writes; a view does neither."""
     storages = set(map(_memory, given))
     is_view = all(_memory(t) in storages for t in given_back) and not func._schema.is_mutable
-    if not is_view:
-        call.bytes += sum(t.nbytes for t in (*given, *given_back))
+    return 0 if is_view else sum(t.nbytes for t in (*given, *given_back))
 
 
 def _memory(t: Tensor) -> int:
@@ -196,13 +207,12 @@ def _memory(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
 
 
-def _product(func: Any, flops: float, given: Sequence[Tensor], recorded: Trace) -> Product:
+def _product(func: Any, flops: float, given: Sequence[Tensor], takes: Callable[[Tensor], bool]) -> Product:
     name = func._schema.name.rpartition("::")[2]
     operands = given[1:3] if name in ("addmm", "baddbmm", "addmv") else given        # behind the bias
-    frozen = any(_memory(t) in recorded.frozen for t in operands)
     dtype = next((t.dtype for t in operands if t.is_floating_point()), None)
-    return Product(name, flops, dtype, tuple(tuple(t.shape) for t in operands), recorded.trains,
-                   recorded.trains and not frozen)
+    return Product(name, flops, dtype, tuple(tuple(t.shape) for t in operands), takes(operands[0]),
+                   any(map(takes, operands[1:])))
 
 
 def _operator_name(func: Any, given: Sequence[Tensor]) -> str:

@@ -92,13 +92,13 @@ def _backward(one: Operation, product: Product) -> Iterator[Operation]:
     def like(name: str, times: int, shape: tuple[int, ...], layout: str) -> Operation:
         return Operation(f"{one.name}, {name}", one.kind, times * one.flops, times * one.bytes, one.arithmetic, shape,
                          layout)
-    if not product.trains:
-        return
     if one.kind == ATTENTION:
-        yield like("backward", 2, one.shape, "backward")
+        if product.trains or product.trains_weight:
+            yield like("backward", 2, one.shape, "backward")
         return
     m, k, n = one.shape
-    yield like("input gradient", 1, (m, n, k), "input gradient")
+    if product.trains:
+        yield like("input gradient", 1, (m, n, k), "input gradient")
     if product.trains_weight:
         yield like("weight gradient", 1, (k, m, n), "weight gradient")
 

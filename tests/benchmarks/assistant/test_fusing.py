@@ -39,6 +39,22 @@ def test_the_smallest_change_is_found_by_making_it(given, said):
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("width, expected", [
+    (61, ["with zeros up to 64 and the scale of 61"]), (64, []), (256, ["with 128"]),
+    (257, ["with zeros up to 264 and the scale of 257", "with 256", "with 128"])])
+def test_the_widths_of_heads_that_are_tried(width, expected):
+    made = list(PLAIN.with_heads_of(width).changes())
+    assert [change.words for change in made if change.condition == f"heads {width} wide"] == expected
+    assert all(change.given.query[-1] == change.given.value[-1] for change in made)
+
+
+@pytest.mark.unit
+def test_three_dimensions_get_a_batch():
+    made, *_ = replace(PLAIN, query=SHAPE[1:], key=SHAPE[1:], value=SHAPE[1:]).changes()
+    assert made.given == replace(PLAIN, query=(1, *SHAPE[1:]), key=(1, *SHAPE[1:]), value=(1, *SHAPE[1:]))
+
+
+@pytest.mark.unit
 def test_what_no_change_helps_says_so():
     alone = replace(PLAIN, query=(9, 16), key=(9, 16), value=(9, 16))
     assert fused_or_why_not(alone)[0] == "" and "FlashAttention ran" not in fused_or_why_not(alone)[1]

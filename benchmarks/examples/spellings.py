@@ -1,6 +1,8 @@
 """Attention by hand in generated spellings: what people vary, in every combination."""
 import itertools
+import math
 import random
+from collections.abc import Collection
 from dataclasses import dataclass
 
 HEADS, LENGTH, WIDTH = 2, 10, 8                      # of a head
@@ -73,7 +75,11 @@ class Spelling:
         return f"\n\nclass {name}(Attention):\n    def forward(self, {given}, mask=None):\n{body}"
 
 
+_CHOICES: tuple[Collection, ...] = PRODUCTS, SCALES, MASKS, SOFTMAXES, DROPOUTS, (False, True), (False, True)
+EVERY = math.prod(map(len, _CHOICES))
+
+
 def spellings(count: int, seed: int = 0) -> list[Spelling]:
     """So many of all, drawn without replacement."""
-    every = itertools.product(PRODUCTS, SCALES, MASKS, SOFTMAXES, DROPOUTS, (False, True), (False, True))
-    return [Spelling(*chosen) for chosen in random.Random(seed).sample(list(every), count)]
+    every = list(itertools.product(*_CHOICES))
+    return [Spelling(*chosen) for chosen in random.Random(seed).sample(every, count)]
