@@ -146,7 +146,7 @@ def text(lines: list[Record], width: int | None = None) -> str:
             of_kind.setdefault(str(_told(run)["spelt"][part]), []).append(run)
         rows += [[part.replace("_", " "), kind, *_counts(alike)] for kind, alike in sorted(of_kind.items())]
     reasons = [f"{why}: {count}" for why, count in _reasons(runs).items()]
-    return "\n\n".join([provenance(lines), table(rows, list(HEADERS), width), *reasons])
+    return "\n\n".join([provenance(lines), table(rows, list(HEADERS), width, 2), *reasons])
 
 
 def _counts(runs: list[Run]) -> list[str]:
