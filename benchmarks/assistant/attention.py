@@ -9,7 +9,17 @@ import torch
 from torch import Tensor, fx
 
 from benchmarks.assistant import einsum
-from benchmarks.assistant.graph import Captured, Refusal, Refused, Region, Unknown, argument, regions, shape_of
+from benchmarks.assistant.graph import (
+    Captured,
+    Refusal,
+    Refused,
+    Region,
+    Unknown,
+    argument,
+    refuse_mixed_gradients,
+    regions,
+    shape_of,
+)
 from benchmarks.assistant.normal import name_of
 
 CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous")
@@ -73,6 +83,11 @@ class Attention(Region):
         """Of its scores, [..., S, S of the keys]."""
         return shape_of(self.softmax)
 
+    @property
+    def dimensions_of_the_mask(self) -> int:
+        """Of all masks together; the fused function wants two or more."""
+        return max((len(shape_of(mask.tensor)) for mask in self.masks), default=0)
+
     @cached_property
     def is_causal(self) -> bool:
         """Whether its masks, by their values, say nothing but is_causal."""
@@ -113,6 +128,7 @@ def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
     chain = scores, *reversed(up.chain), softmax, *down, output
     if any(len(node.users) != 1 for node in chain[:-1]):
         raise Refused("its scores are used more than once")
+    refuse_mixed_gradients(graph, chain)
     return Attention(graph, chain, softmax, scores, output, query, key, value, order, up.scale * _own_scale(scores),
                      up.masks, dropout)
 

@@ -461,13 +461,22 @@ class _Writer:
         if self.all_causal:
             options.append("is_causal=True")
         elif found.fills:
-            options.append(f"attn_mask={mask}")
+            options.append(f"attn_mask={self._of_two_dimensions(found, mask)}")
         if found.dropout:
             options.append(f"dropout_p={found.dropout}")
         if scale := self._scale(found):
             options.append(f"scale={scale}")
         call = f"F.scaled_dot_product_attention({', '.join([query, key, found.value, *options])})"
         return _permuted(call, self.reader.order)
+
+    def _of_two_dimensions(self, found: Scores, mask: str) -> str:
+        """A mask of fewer, in words, as the function takes it. Raises NotWritten where it may be None."""
+        missing = 2 - self.attention.dimensions_of_the_mask
+        if missing <= 0 or not self.attention.masks:           # of what was not given nothing is known
+            return mask
+        if any(fill.test for fill in found.fills) or len(found.fills) != len(self.attention.masks):
+            raise NotWritten("its mask has fewer than two dimensions, and may be left out")
+        return f"{_grouped(mask)}[{', '.join(['None'] * missing)}]"
 
     def _scale(self, found: Scores) -> str:
         """"" where it is the one by default."""

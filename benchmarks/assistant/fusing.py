@@ -203,5 +203,5 @@ def _combined(attention: Attention, dtype: torch.dtype) -> MaskGiven:
     """One mask from all, as the rewritten graph makes it."""
     values = [mask.tensor.meta["example_value"] for mask in attention.masks]
     is_boolean = all(mask.blocks_for_sure for mask in attention.masks)
-    shape = torch.broadcast_shapes(*(tuple(value.shape) for value in values))
+    shape = torch.broadcast_shapes((1, 1), *(tuple(value.shape) for value in values))
     return MaskGiven(tuple(shape), torch.bool if is_boolean else dtype, any(value.requires_grad for value in values))

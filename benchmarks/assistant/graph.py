@@ -1,7 +1,7 @@
 """A graph that Dynamo captured: its operations, the lines and modules they come from, and regions of it."""
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -99,6 +99,35 @@ def given_to(module: fx.GraphModule, constant: set[int]) -> dict[fx.Node, Tensor
         if isinstance(value, Tensor) and id(value) in constant:
             given[node] = value
     return given
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a node runs under, by the calls before it in its graph."""
+    gradients: bool | None = None              # None: as the graph was called
+    autocasts: tuple[fx.Node, ...] = ()        # that were entered, and not left
+
+
+def settings_in(graph: Captured) -> dict[fx.Node, Settings]:
+    """Of every node."""
+    found, now = {}, Settings()
+    for node in graph.nodes:
+        name = name_of(node) if node.op == "call_function" else ""
+        if name == "_set_grad_enabled":
+            now = replace(now, gradients=bool(node.args[0]))
+        elif name == "_enter_autocast":
+            now = replace(now, autocasts=(*now.autocasts, node))
+        elif name == "_exit_autocast":
+            now = replace(now, autocasts=tuple(each for each in now.autocasts if each is not node.args[0]))
+        found[node] = now
+    return found
+
+
+def refuse_mixed_gradients(graph: Captured, nodes: Iterable[fx.Node]) -> None:
+    """Raise Refused where some of these run with gradients and some without."""
+    settings = settings_in(graph)
+    if len({settings[node].gradients is not False for node in nodes}) > 1:
+        raise Refused("a part of it runs without gradients")
 
 
 class Refused(Exception):

@@ -5,7 +5,16 @@ from typing import Any
 from torch import fx
 
 from benchmarks.assistant.attention import CASTS
-from benchmarks.assistant.graph import Captured, Refusal, Refused, Region, argument, regions, shape_of
+from benchmarks.assistant.graph import (
+    Captured,
+    Refusal,
+    Refused,
+    Region,
+    argument,
+    refuse_mixed_gradients,
+    regions,
+    shape_of,
+)
 from benchmarks.assistant.normal import name_of
 
 
@@ -69,6 +78,7 @@ def norm_at(root: fx.Node, graph: Captured) -> Norm | None:
     _with_affine(norm)
     inside = _between(norm, graph)
     norm.nodes = tuple(node for node in graph.nodes if node in inside)
+    refuse_mixed_gradients(graph, norm.nodes)
     return norm
 
 

@@ -3,13 +3,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from benchmarks.assistant.graph import Captured, Region, argument, shape_of
+from benchmarks.assistant.graph import Captured, Region, argument, settings_in, shape_of
 from benchmarks.assistant.normal import name_of
 
 
 @dataclass(eq=False)
 class ProjectionGroup(Region):
-    """Two or more linear layers of one module on one tensor, all with a bias or all without."""
+    """Two or more linear layers of one module on one tensor, all with a bias or all without, in one grad mode."""
 
     @property
     def x(self) -> fx.Node:
@@ -39,12 +39,13 @@ class ProjectionGroup(Region):
 def projections_in(graph: Captured) -> list[ProjectionGroup]:
     """Those whose weights a module owns: others would be computed anew at each call."""
     groups: dict[tuple, list[fx.Node]] = {}
+    settings = settings_in(graph)
     for node in graph.nodes:
         if node.op == "call_function" and name_of(node) == "linear" and isinstance(node.args[0], fx.Node):
             weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
             if all(each is None or each.op == "placeholder" for each in (weight, bias)):
                 owner = path_of(node).rpartition(".")[0]               # others would need its weights from elsewhere
-                groups.setdefault((node.args[0], owner, bias is None), []).append(node)
+                groups.setdefault((node.args[0], owner, bias is None, settings[node]), []).append(node)
     found = [ProjectionGroup(graph, tuple(nodes)) for nodes in groups.values()]
     return [group for group in found if len(set(group.weights)) > 1]
 

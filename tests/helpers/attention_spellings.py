@@ -200,4 +200,12 @@ class Capped(Attention):
         return scores.softmax(-1) @ v
 
 
-REFUSED = {ReturnsWeights: "more than once", OverHeads: "dimension 1", Gated: "stands mul", Capped: "stands tanh"}
+class PartlyWithoutGradients(Attention):
+    def attend(self, q, k, v):
+        with torch.no_grad():
+            scores = q @ k.mT * self.scale
+        return scores.softmax(-1) @ v
+
+
+REFUSED = {ReturnsWeights: "more than once", OverHeads: "dimension 1", Gated: "stands mul", Capped: "stands tanh",
+           PartlyWithoutGradients: "without gradients"}

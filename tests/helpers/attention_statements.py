@@ -71,6 +71,21 @@ class CausalAsAnArgument(Attention):
         return scores.masked_fill(mask, -math.inf).softmax(-1) @ v
 
 
+class OfOneDimension(Attention):
+    """A bias for each key."""
+
+    def attend(self, q, k, v, padding):
+        scores = q @ k.mT / math.sqrt(q.size(-1)) + self.bias[0, 0, :k.size(-2)]
+        return scores.softmax(-1) @ v
+
+
+class HiddenKeys(Attention):
+    def attend(self, q, k, v, padding):
+        scores = q @ k.mT / math.sqrt(q.size(-1))
+        scores = scores.masked_fill(self.future[4, :k.size(-2)], -math.inf)
+        return scores.softmax(-1) @ v
+
+
 class OptionalMask(Attention):
     def attend(self, q, k, v, padding):
         scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
@@ -214,10 +229,10 @@ class ByBatchedMatmuls(Attention):
         return torch.bmm(F.softmax(scores, dim=-1), v).unflatten(0, heads)
 
 
-WRITTEN = (CausalAlone, CausalAsAnArgument, MaskCutUnderTheCondition, NamesThatTheCallHas, ByEinsum,
-           ByEinsumAcross, ByBatchedMatmuls, BiasOnTheLeft, TwoInOneStatement, TwoFillsInAChain, OptionalMask,
-           CausalAndOptional, OptionalThenAdded, AddedBeforeItIsScaled, DropoutAsAnArgument, DropoutOfAFunction,
-           InPlace, QueryChanges, NamesAreUsedAgain)
+WRITTEN = (OfOneDimension, HiddenKeys, CausalAlone, CausalAsAnArgument, MaskCutUnderTheCondition,
+           NamesThatTheCallHas, ByEinsum, ByEinsumAcross, ByBatchedMatmuls, BiasOnTheLeft, TwoInOneStatement,
+           TwoFillsInAChain, OptionalMask, CausalAndOptional, OptionalThenAdded, AddedBeforeItIsScaled,
+           DropoutAsAnArgument, DropoutOfAFunction, InPlace, QueryChanges, NamesAreUsedAgain)
 
 
 class Swapped(Attention):

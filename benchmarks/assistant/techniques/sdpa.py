@@ -80,6 +80,8 @@ def _rewrite(attention: Attention) -> list[Assumed]:
     with nodes.inserting_before(attention.output):
         operands = [operand.put_into(nodes) for operand in (attention.query, attention.key, attention.value)]
         mask_node = None if attention.is_causal else _mask(masks, operands[0], nodes)
+        for _ in range(attention.dimensions_of_the_mask, 2 if mask_node is not None else 0):
+            mask_node = nodes.call_method("unsqueeze", (mask_node, 0))
         if len(shape) == 3:                                      # the fused kernels take four dimensions alone
             operands = [nodes.call_method("unsqueeze", (t, 0)) for t in operands]
         options = {"attn_mask": mask_node, "dropout_p": attention.dropout_p, "is_causal": attention.is_causal,

@@ -128,5 +128,23 @@ def test_layers_of_several_modules_are_no_group():
 
 
 @pytest.mark.unit
+def test_layers_under_other_settings_are_no_group():
+    """One without gradients, one in BF16, and the two that are alike."""
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.target, self.low, self.key, self.value = (torch.nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            with torch.no_grad():
+                target = self.target(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                low = self.low(x)
+            return self.key(x) * self.value(x) + target + low
+    [found] = fused_qkv.find(read(Model(), Inputs.of(X[..., :8])))
+    assert found.reason == "2 linear layers on one input, 8 + 8 wide"
+
+
+@pytest.mark.unit
 def test_one_weight_that_is_used_twice_is_no_group():
     assert not fused_qkv.find(read(made(spellings.OneWeightTwice), Inputs.of(X)))
