@@ -331,17 +331,19 @@ class _Assistant:
             self._time_as_written(applied)
 
     def _time_as_written(self, techniques: Sequence[Technique]) -> None:
-        """What is to be written for each of them, beside the model as it is."""
+        """What is to be written for each of them, together and alone in its place, beside the model as it is."""
         assert self.source is not None
         wanted = []
         with contextlib.ExitStack() as stack:
             for each in techniques:
-                advices = self.result.placed(each.name)
-                try:
-                    written, _ = stack.enter_context(written_out(self.source, advices, self.session.device))
-                    wanted.append(self._written_case(written, Combination((each,)), as_written(each.name), PIECES))
-                except (Told, OSError) as error:
-                    self.result.proofs |= dict.fromkeys(advices, f"with its others: {str(error).splitlines()[0]}")
+                together = self.result.placed(each.name)
+                alone = {as_written(each.name, advice.place): [advice] for advice in together if len(together) > 1}
+                for name, advices in {as_written(each.name): together, **alone}.items():
+                    try:
+                        written, _ = stack.enter_context(written_out(self.source, advices, self.session.device))
+                        wanted.append(self._written_case(written, Combination((each,)), name, PIECES))
+                    except (Told, OSError) as error:
+                        self.result.proofs |= dict.fromkeys(advices, f"with its others: {str(error).splitlines()[0]}")
             self._measure([Combination()], PIECES, self.result.pieces, wanted)
 
     def _write_out(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from benchmarks.assistant.combination import Combination, Interval, Measured
 from benchmarks.assistant.look import Looked, shapes_in_words, times
 from benchmarks.assistant.sections import Code, Said, Section, Shown, Table
+from benchmarks.assistant.source import Place
 from benchmarks.assistant.technique import Advice, Found, Technique
 from benchmarks.assistant.written import WrittenOut
 from benchmarks.measure.calls import Inputs
@@ -226,9 +227,9 @@ class Optimized(Shown):
         return Said("why", lines) if lines else None
 
 
-def as_written(technique: str) -> str:
-    """The name of the case of all that is to be written for a technique."""
-    return f"{technique}, as written"
+def as_written(technique: str, place: Place | None = None) -> str:
+    """The name of the case of all that is to be written for a technique, or of what stands at one place alone."""
+    return f"{technique}, as written{f' at {place.name} alone' if place else ''}"
 
 
 def interval(gain: Interval | None) -> str:

@@ -71,6 +71,12 @@ def _if_it_gains(result: Optimized, one: Opportunity) -> Opportunity:
         return one
     if reason := result.pieces.why_not(written, result.mode):
         return dataclasses.replace(one, verdict="by hand", why=f"as it is written: {reason}", advice=None)
+    assert one.advice is not None
+    alone = result.pieces.gain(Combination(called=as_written(one.technique, one.advice.place)), Combination(),
+                               result.mode)
+    if alone and alone[2] < 1.0:
+        why = f"as it is written, alone in its place, it is {number(alone[0], '.2f')} times as fast"
+        return dataclasses.replace(one, verdict="no gain", why=why, advice=None)
     gain = result.pieces.gain(written, Combination(), result.mode)
     if gain is None or gain[1] >= WORTH_IT:
         return one

@@ -117,12 +117,13 @@ def test_what_nothing_was_held_against_is_not_proved(tmp_path, monkeypatch):
 ADVICE = Advice("y = x", Place("/f.py", 3))
 
 
-def said(proofs, gain=None, status="", added=None, timed=True):
+def said(proofs, gain=None, status="", added=None, timed=True, alone=None):
     """The verdict on a piece of advice that was worth it, as it became."""
     technique = SimpleNamespace(name="sdpa")
     name = Combination(called=as_written("sdpa")).name
     results = {name: None} if timed else {}
-    pieces = SimpleNamespace(results=results, why_not=lambda of, mode: status, gain=lambda *of: gain)
+    pieces = SimpleNamespace(results=results, why_not=lambda of, mode: status,
+                             gain=lambda of, over, mode: gain if of.name == name else alone)
     ladder = [SimpleNamespace(technique=technique, gain=added)] if added else []
     result = SimpleNamespace(proofs=proofs, pieces=pieces, mode="forward", ladder=ladder, file_known=True)
     one = Opportunity("sdpa", Found(ADVICE.place, "", 1, ""), "take", speedup=1.5, advice=ADVICE)
@@ -137,6 +138,8 @@ def said(proofs, gain=None, status="", added=None, timed=True):
     (({ADVICE: ""}, (0.3, 0.2, 0.4)), "no gain", "0.30 times as fast"),
     (({ADVICE: ""}, (0.99, 0.9, 1.01), "", (1.2, 1.1, 1.3)), "take", ""),
     (({ADVICE: ""}, (0.9, 0.8, 0.99), "", (1.2, 1.1, 1.3)), "no gain", "0.90 times"),
+    (({ADVICE: ""}, (1.5, 1.4, 1.6), "", None, True, (1.001, 0.99, 1.0)), "take", ""),
+    (({ADVICE: ""}, (1.5, 1.4, 1.6), "", None, True, (0.98, 0.97, 0.999)), "no gain", "alone in its place, it is 0.98"),
     (({ADVICE: ""}, None, "failed: it is wrong"), "by hand", "as it is written: failed: it is wrong"),
     (({ADVICE: "in eval mode: off"},), "by hand", "its code was tried and is left out: in eval mode: off"),
     (({ADVICE: ""}, None, "it was not reached", None, False), "take", ""),

@@ -88,6 +88,24 @@ def test_what_is_to_be_written_is_timed_beside_what_was_promised(project, studie
 
 
 @pytest.mark.integration
+def test_each_of_several_pieces_is_timed_alone_too(project, studies_in_seconds, monkeypatch):
+    monkeypatch.setattr(verdicts, "WORTH_IT", 0.0)
+    (project / "both.py").write_text(textwrap.dedent(FILES["norms.py"]).replace("Norm", "First") + textwrap.dedent("""
+
+        class Second(First):
+            def forward(self, x):
+                return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
+
+        def build():
+            return nn.Sequential(First(32), Second(32)), (torch.randn(2, 16, 32),)
+    """))
+    result = optimize(load(f"{project}/both.py:build"), quick=True, rounds=6, techniques=(library_norm.TECHNIQUE,))
+    assert {name for name in result.pieces.results if "as written" in name} == {
+        "library-norm, as written", "library-norm, as written at both.py:11 alone",
+        "library-norm, as written at both.py:16 alone"}
+
+
+@pytest.mark.integration
 def test_the_copies_run_and_what_is_yours_stays(project):
     """In a folder of copies, edited, that is gone afterwards; packages and neighbours are edited too."""
     source = load(f"{project}/my_model.py:build")
