@@ -336,10 +336,15 @@ class _Watch:
             _fill(theirs, before)
 
     def _other_state(self) -> str:
-        """Whether the call left its buffers as the reference's call has left its own by now."""
+        """Whether the call left its buffers as the reference's call has left its own by now.
+
+        A running mean is near zero at times: beside its own norm that of all counts, as for gradients.
+        """
+        allowed = self.referee.allowed
+        whole = norm([own.double() for _, own in self.referee.buffers if takes_gradient(own)])
         for (mine, own), before in zip(self.referee.buffers, self.state, strict=True):
             apart, size = apart_where_finite(mine, own), norm([own])
-            if not apart <= (max(GROSS, self.referee.allowed) * size if takes_gradient(own) else 0.0):
+            if not apart <= (max(GROSS, allowed) * size + allowed * whole if takes_gradient(own) else 0.0):
                 what = "as it was" if torch.equal(mine, before) else "in another state than the reference does"
                 return f"a timed call ({self.mode}) leaves a buffer of shape {tuple(mine.shape)} {what}"
         return ""

@@ -122,13 +122,14 @@ def run(study: Study, chosen: Options) -> int:
 
 def add_arguments(parser: Parser) -> None:
     """How many."""
-    parser.add_argument("--count", type=int, metavar="N", default=0,
+    parser.add_argument("--count", type=int, metavar="N",
                         help=f"spellings that are drawn (default: {COUNT}; with --quick {QUICK_COUNT})")
 
 
 def refine(chosen: Options) -> None:
     """Raises ValueError for a count that can't be drawn."""
-    chosen.count = chosen.count or (QUICK_COUNT if chosen.quick else COUNT)
+    if chosen.count is None:
+        chosen.count = QUICK_COUNT if chosen.quick else COUNT
     if not 0 < chosen.count <= spellings.EVERY:
         raise ValueError(f"--count {chosen.count}: give 1 to {spellings.EVERY:,}")
 

@@ -15,7 +15,7 @@ def test_generated_spellings_are_rewritten_and_written(study_main, tmp_path):
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("count", [-1, 100_000])
+@pytest.mark.parametrize("count", [-1, 0, 100_000])
 def test_a_count_that_can_not_be_drawn_is_a_line(count, study_main):
     status, _, err = study_main("spellings", "--count", count)
     assert status == 2 and "--count" in err and err.count("\n") == 1

@@ -293,6 +293,17 @@ def test_a_state_that_a_timed_call_leaves_alone_is_found(calls, found):
     assert not reference.mean.any(), "the reference's own state is as it was"
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize("off, found", [(5e-4, False), (5e-2, True)])
+def test_a_running_mean_near_zero_is_held_against_the_norm_of_all_buffers(off, found):
+    mean, variance = torch.full((8,), 1e-6), torch.ones(8)
+    pairs = [(mean + off, mean), (variance.clone(), variance)]
+    of_it = referee.Referee(lambda x: [x], [], 1e-3, 1e-3, False, pairs, [])
+    watch = referee._Watch(of_it, FORWARD, [torch.ones(1)], [])
+    watch.state = [torch.zeros(8), torch.ones(8)]
+    assert bool(watch._other_state()) == found
+
+
 @pytest.mark.integration
 def test_a_state_of_other_names_leaves_values_untold():
     """Nobody knows which of its buffers stands for which: what depends on them is not compared in timed calls."""
