@@ -59,13 +59,19 @@ class Captured:
 
     def feeding(self, node: fx.Node) -> list[fx.Node]:
         """The placeholders that a node depends on."""
-        seen, todo = {node}, [node]
-        while todo:
-            for inner in todo.pop().all_input_nodes:
-                if inner not in seen:
-                    seen.add(inner)
-                    todo.append(inner)
-        return [inner for inner in self.nodes if inner in seen and inner.op == "placeholder"]
+        needed = ancestors(node)
+        return [inner for inner in self.nodes if inner in needed and inner.op == "placeholder"]
+
+
+def ancestors(node: fx.Node) -> set[fx.Node]:
+    """A node, and all that it is computed from."""
+    seen, todo = {node}, [node]
+    while todo:
+        for inner in todo.pop().all_input_nodes:
+            if inner not in seen:
+                seen.add(inner)
+                todo.append(inner)
+    return seen
 
 
 class Unknown(Exception):

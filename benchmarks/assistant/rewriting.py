@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._inductor.compile_fx import compile_fx
 
-from benchmarks.assistant.graph import Captured, given_to
+from benchmarks.assistant.graph import Captured, ancestors, given_to
 from benchmarks.assistant.normal import normalise
 from benchmarks.assistant.program import constants_of
 from common.runtime.compiler import allow_many_graphs
@@ -28,7 +28,7 @@ def same_buffers(graph: Captured, node: fx.Node, sources: Sequence[fx.Node], tes
     whole = Captured(fx.GraphModule(graph.module, fx.Graph()), {})
     copies: dict[fx.Node, fx.Node] = {}
     placeholders = [inner for inner in graph.nodes if inner.op == "placeholder"]
-    needed = _ancestors(node)
+    needed = ancestors(node)
     for inner in graph.nodes:
         if inner in needed:
             copies[inner] = whole.module.graph.node_copy(inner, lambda old: copies[old])
@@ -51,16 +51,6 @@ def erase_unused(node: Any, nodes: fx.Graph) -> None:
         nodes.erase_node(node)
         for inner in inputs:
             erase_unused(inner, nodes)
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    seen, todo = {node}, [node]
-    while todo:
-        for inner in todo.pop().all_input_nodes:
-            if inner not in seen:
-                seen.add(inner)
-                todo.append(inner)
-    return seen
 
 
 class Rewritten:
