@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.assistant.attention import Attention
+from benchmarks.assistant.attention import Attention, infinite
 from benchmarks.assistant.graph import shape_of
 from common.block import evidence
 from common.block.config import dtype_name
@@ -202,6 +202,6 @@ def _permuted(node: Any, order: tuple[int, ...] | None) -> tuple[int, ...]:
 def _combined(attention: Attention, dtype: torch.dtype) -> MaskGiven:
     """One mask from all, as the rewritten graph makes it."""
     values = [mask.tensor.meta["example_value"] for mask in attention.masks]
-    is_boolean = all(mask.blocks_for_sure for mask in attention.masks)
+    is_boolean = all(map(infinite, attention.masks))
     shape = torch.broadcast_shapes((1, 1), *(tuple(value.shape) for value in values))
     return MaskGiven(tuple(shape), torch.bool if is_boolean else dtype, any(value.requires_grad for value in values))

@@ -343,7 +343,7 @@ class _Assistant:
                         written, _ = stack.enter_context(written_out(self.source, advices, self.session.device))
                         wanted.append(self._written_case(written, Combination((each,)), name, PIECES))
                     except (Told, OSError) as error:
-                        self.result.proofs |= dict.fromkeys(advices, f"with its others: {str(error).splitlines()[0]}")
+                        self.result.proofs |= dict.fromkeys(advices, f"{name}: {str(error).splitlines()[0]}")
             self._measure([Combination()], PIECES, self.result.pieces, wanted)
 
     def _write_out(self) -> None:

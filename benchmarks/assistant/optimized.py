@@ -91,8 +91,8 @@ class Optimized(Shown):
         return self.looked.mode
 
     def sections(self) -> list[Section]:
-        shapes = ["; ".join(map(shapes_in_words, self.others))] if self.others else []
-        measured = [*(("judged too", shape) for shape in shapes), ("truth", self.truth)]
+        measured = [("judged too", "; ".join(map(shapes_in_words, self.others)))] if self.others else []
+        measured.append(("truth", self.truth))
         measured += [(mode, said) for mode in MODES if (said := self._as_it_is(mode))]
         parts: list[Callable[[], Section | None]] = [
             lambda: self.looked.model(measured), self.looked.where, self._ranked, self._climbed, self._write_this,

@@ -24,12 +24,12 @@ class Why(Shown):
     looked: Looked
     found: list[Found]
     applied: str                               # in words
-    closer: Sequence[tuple[str, str]] = ()     # (place, what running it alone shows)
+    seen_alone: Sequence[tuple[str, str]] = ()     # (place, what running it alone shows)
 
     def sections(self) -> list[Section]:
         title = f"{self.technique.name}: {self.technique.what}, on {self.looked.name}, {self.looked.mode}"
         where = [("where", f"{placed(found)}: {in_words(found)}") for found in self.found]
-        alone = [("alone", f"{place}: {words}") for place, words in self.closer]
+        alone = [("alone", f"{place}: {words}") for place, words in self.seen_alone]
         return [Said(title, [*where, *alone, ("then", self.applied)])]
 
 
@@ -37,7 +37,7 @@ def explain(technique: Technique, looked: Looked, task: Task, session: Session) 
     """Apply one technique, run an iteration as it is and one with it, and look at their kernels."""
     found = looked.found[technique]
     applied = _applied(technique, looked, found, task, session)
-    return Why(technique, looked, found, applied, technique.closer(looked.program))
+    return Why(technique, looked, found, applied, technique.seen_alone(looked.program))
 
 
 def _applied(technique: Technique, looked: Looked, found: list[Found], task: Task, session: Session) -> str:

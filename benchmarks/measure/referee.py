@@ -126,9 +126,10 @@ class Refresher:
     """Gives inputs other values of the same kind, in place, each time others.
 
     A floating tensor gets noise of half of each element: zeros stay, unless there is nothing else, infinities, and most
-    signs. Its size stays, and none becomes larger than the largest: a scale that was calibrated for it still fits. A
-    tensor of whole numbers with more than one dimension is shifted along its last one, so that it holds the
-    same numbers. What is boolean, or a list of whole numbers, has a structure that noise would break: it stays.
+    signs. Its norm stays about the same, and no element exceeds the largest one of before: a scale that was calibrated
+    for it still fits. A tensor of whole numbers with more than one dimension is shifted along its last one, so that it
+    holds the same numbers. What is boolean, or a list of whole numbers, has a structure that noise would
+    break: it stays.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
@@ -246,10 +247,13 @@ class Referee:
             watch.returned = list(writes)
 
         def once_more() -> None:
-            watch.prepare(is_due=True)
-            replay()
-            watch.returned = list(writes)
-            watch.look()
+            for _ in range(THRICE):
+                watch.prepare(is_due=True)
+                replay()
+                watch.returned = list(writes)
+                watch.look()
+                if not watch.busy:
+                    break
         self.last_looks.append(once_more)
         return between
 
@@ -302,9 +306,10 @@ class _Watch:
 
     def _wrong(self, returned: list[Tensor]) -> str:
         as_left = [t.detach().clone() for t in returned]       # as the stream that is timed sees it
+        left = {thread for thread in _threads() - self.threads if thread.is_alive()}
         if self._goes_on(returned[0].device):
             return "its work goes on, on another stream, when its own stream has ended"
-        if unfinished := self._unfinished(returned, as_left):
+        if unfinished := self._unfinished(returned, as_left, left):
             return unfinished
         if kinds := [type(t).__name__ for t in returned if type(t) not in (Tensor, torch.nn.Parameter)]:
             return f"it returns a {kinds[0]}{NOT_PLAIN}"
@@ -364,8 +369,8 @@ class _Watch:
         """At the next call, beside the looks that are due."""
         self.looks, self.next = self.looks - 1, self.calls + 1
 
-    def _unfinished(self, returned: list[Tensor], as_left: list[Tensor]) -> str:
-        left = {thread for thread in _threads() - self.threads if thread.is_alive()}
+    def _unfinished(self, returned: list[Tensor], as_left: list[Tensor], left: set[threading.Thread]) -> str:
+        """What is wrong with results that other threads, those that it left, or streams still fill in."""
         for thread in left:
             thread.join(timeout=1.0)
         if _differ(as_left, returned):

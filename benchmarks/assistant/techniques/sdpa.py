@@ -1,6 +1,5 @@
 """Attention by hand becomes scaled_dot_product_attention: one fused kernel, and no scores in memory."""
 import contextlib
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from benchmarks.assistant import attention_source
-from benchmarks.assistant.attention import Attention, Causal, Mask, attention_at, causal, is_causal, softmaxes
+from benchmarks.assistant.attention import Attention, Causal, Mask, attention_at, causal, infinite, is_causal, softmaxes
 from benchmarks.assistant.fusing import Given, fused_or_why_not
 from benchmarks.assistant.graph import Captured, Refused, place_of, with_stars
 from benchmarks.assistant.program import Program
@@ -27,7 +26,7 @@ def find(program: Program) -> list[Found]:
 
 def _called_already(program: Program) -> list[Found]:
     """Where the function itself is called."""
-    calls = [call for call in program.trace.calls if call.name == "scaled_dot_product_attention"]
+    calls = [call for call in program.trace.calls if call.attends]
     return [Found(place, with_stars([call.module for call in calls if call.place == place]),
                   sum(call.place == place for call in calls), "attention", why_not="it is this function already")
             for place in dict.fromkeys(call.place for call in calls)]
@@ -107,7 +106,7 @@ def _assumed(mask: Mask, by_values: Causal, graph: Captured, length: int) -> Ass
 def _mask(masks: list[Mask], query: Any, nodes: fx.Graph) -> Any:
     """One mask from all: boolean, True where a position is seen, where all of them block; else added to the scores."""
     combined = None
-    if all(mask.is_boolean and math.isinf(mask.value or 0.0) for mask in masks):
+    if all(map(infinite, masks)):
         for mask in masks:
             seen = nodes.call_method("bool", (mask.tensor,))
             if mask.blocks:
@@ -146,7 +145,7 @@ def fired(program: Program, before: Evidence, seen: Evidence) -> str:
     return f"{left} softmax kernels ran, and no fewer before" if left >= before.kinds["softmax"] else ""
 
 
-def closer(program: Program) -> list[tuple[str, str]]:
+def seen_alone(program: Program) -> list[tuple[str, str]]:
     """Of each call of the function the kernel that computes it, or why there is none."""
     said: dict[tuple[str, str], None] = {}
     for call in program.trace.calls:
@@ -161,4 +160,4 @@ def _fused_or_why_not(given: Given, program: Program) -> tuple[str, str]:
 
 
 TECHNIQUE = Technique("sdpa", "attention by hand -> scaled_dot_product_attention", find, apply, advice, fired=fired,
-                      closer=closer)
+                      seen_alone=seen_alone)

@@ -22,5 +22,10 @@ def test_a_count_that_can_not_be_drawn_is_a_line(count, study_main):
 
 
 @pytest.mark.unit
-def test_reasons_are_counted():
-    assert spellings.Outcome("a", "a").not_written == "a"
+def test_outcomes_and_their_reasons_are_counted(monkeypatch):
+    """One reason that keeps a spelling from both counts once for it."""
+    monkeypatch.setattr(spellings, "_outcome", lambda run: run)
+    outcomes = [spellings.Outcome(), spellings.Outcome("no batch", "no batch"), spellings.Outcome("", "no batch"),
+                spellings.Outcome(wrong="off")]
+    assert spellings._counts(outcomes) == ["4", "3", "2", "1"]
+    assert spellings._reasons(outcomes) == {"no batch": 2, "off": 1}
