@@ -68,7 +68,7 @@ def read(model: nn.Module, inputs: Inputs) -> Program:
 
     with kept(model), fresh_dynamo(), torch.enable_grad(), breaks_told() as program.breaks:
         try:
-            inputs.copies().call(torch.compile(model, backend=collect, dynamic=False))
+            inputs.as_trained().call(torch.compile(model, backend=collect, dynamic=False))
         except Exception as error:
             if is_out_of_memory(error):
                 raise

@@ -96,7 +96,7 @@ def trace(model: nn.Module, inputs: Inputs) -> Trace:
     """Run a forward and keep what it called. The model is then as before."""
     recorded = Trace()
     paths = {id(module): clean(name) for name, module in model.named_modules()}
-    given = inputs.copies()
+    given = inputs.as_trained()
     with (kept(model), torch.no_grad(), modules_told(paths) as inside, _Operators(recorded),
           Functions(recorded, inside)):
         given.call(model)

@@ -3,7 +3,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from common.outcome import Failed
 
 TF32_EPSILON = 2.0**-10                    # it has ten bits of mantissa
 PERTURBATIONS = 8                          # runs whose inputs are off by a rounding
+BLOCKING = -1e4                            # what a mask adds to a score so that softmax gives it nothing, at most
 
 # --------------------------------------------------------------------------------------------------- inputs and outputs
 
@@ -61,6 +62,15 @@ class Inputs:
             return t.requires_grad_() if takes_gradient(t) else t
         args, kwargs = pytree.tree_map_only(Tensor, copied, (self.args, dict(self.kwargs)))
         return Inputs(args, kwargs)
+
+    def as_trained(self) -> "Inputs":
+        """Copies as a training step has them: floating masks beside other inputs take no gradients."""
+        copies = self.copies()
+        tensors = list(copies.named().values())
+        for t, is_constant in zip(tensors, floating_masks(tensors), strict=True):
+            if is_constant:
+                t.requires_grad_(False)
+        return copies
 
     def first(self, samples: int) -> "Inputs":
         """The first so many samples: of every tensor whose first dimension is the batch's."""
@@ -118,6 +128,25 @@ def rounds_to_tf32(device: torch.device, numerics: str | None = None) -> bool:
 def takes_gradient(t: Tensor) -> bool:
     """Whether its dtype does: a floating or a complex one."""
     return t.is_floating_point() or t.is_complex()
+
+
+def floating_masks(tensors: Sequence[Tensor]) -> list[bool]:
+    """Whether each is a floating mask: its values are 0 and 1, or 0 and at most `BLOCKING`, and both kinds occur.
+
+    None is one where all would be: then they are the data.
+    """
+    found = [_has_the_values_of_a_mask(t) for t in tensors]
+    return [False] * len(found) if all(found) else found
+
+
+def _has_the_values_of_a_mask(t: Tensor) -> bool:
+    if not t.is_floating_point() or not t.numel():
+        return False
+    values = t.detach()
+    is_zero, smallest, largest = values == 0, float(values.min()), float(values.max())
+    if (smallest, largest) == (0.0, 1.0):
+        return bool((is_zero | (values == 1)).all())
+    return smallest <= BLOCKING and largest == 0 and bool((is_zero | (values <= BLOCKING)).all())
 
 
 def in_dtype(t: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -33,7 +33,7 @@ class Flat:
 
 def flat_of(module: Callable, work: Work) -> tuple[Flat, dict[str, Tensor]]:
     """(the call on tensors alone, the outputs of one call by name, in which gradients were recorded)."""
-    inputs, start = work.inputs.copies(), Start(module)
+    inputs, start = work.inputs.as_trained(), Start(module)
     with torch.enable_grad():
         returned = inputs.call(module)
         outputs = outputs_of(work.loss(returned) if work.loss else returned)

@@ -94,7 +94,7 @@ def record_checks(judgement: Judgement, result: Result, gradients: int | None = 
 
 def subject_of(module: Callable, work: Work, gates: tuple[float, float], referee: Referee | None = None) -> Checked:
     """A module that was checked, on copies of the inputs. `gates` are those of a replay."""
-    inputs = work.inputs.copies()
+    inputs = work.inputs.as_trained()
     flat, outputs = flat_of(module, work)
     taking = [name for name, output in outputs.items() if output.requires_grad]
     plain = list(outputs) == ["output"] and not work.loss and not inputs.kwargs
@@ -103,10 +103,11 @@ def subject_of(module: Callable, work: Work, gates: tuple[float, float], referee
     given = [cotangent(outputs[name], place, 0, work.seed) for place, name in enumerate(taking)]
     if work.loss:
         given = [torch.ones_like(outputs[name]) for name in taking]
-    leaves = [t.detach() for t in inputs.named().values()]
+    tensors = inputs.named().values()
+    constants = [place for place, t in enumerate(tensors) if not t.requires_grad]
     parameters = {name: t for name, t in named_parameters(module).items() if t.requires_grad}
-    return Checked(call, leaves, given, parameters, gates, takes_gradient=bool(taking),
-                   referee=referee)
+    return Checked(call, [t.detach() for t in tensors], given, parameters, gates, constants=constants,
+                   takes_gradient=bool(taking), referee=referee)
 
 
 # ------------------------------------------------------------------------------------------------------------ comparing

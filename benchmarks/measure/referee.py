@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure.bounds import BOUNDS
-from benchmarks.measure.calls import PERTURBATIONS, Inputs, off_by_a_rounding, rounds_to_tf32, takes_gradient
+from benchmarks.measure.calls import (
+    PERTURBATIONS,
+    Inputs,
+    floating_masks,
+    off_by_a_rounding,
+    rounds_to_tf32,
+    takes_gradient,
+)
 from benchmarks.measure.checks import Check
 from benchmarks.measure.observing import distance, norm
 from common.outcome import in_a_line, is_out_of_memory
@@ -128,8 +135,8 @@ class Refresher:
     A floating tensor gets noise of half of each element: zeros stay, unless there is nothing else, infinities, and most
     signs. Its norm stays about the same, and no element exceeds the largest one of before: a scale that was calibrated
     for it still fits. A tensor of whole numbers with more than one dimension is shifted along its last one, so that it
-    holds the same numbers. What is boolean, or a list of whole numbers, has a structure that noise would
-    break: it stays.
+    holds the same numbers. What is boolean, a floating mask, or a list of whole numbers has a structure that noise
+    would break: it stays.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
@@ -137,23 +144,21 @@ class Refresher:
         device = tensors[0].device if tensors else torch.device("cpu")
         self.numbers = torch.Generator().manual_seed(unguessable_seed())
         self.noise = torch.Generator(device).manual_seed(unguessable_seed())
-        self.changes = any(map(self._changes, tensors))
+        self.changing = [not is_mask and _can_change(t) for t, is_mask in zip(tensors, floating_masks(tensors),
+                                                                              strict=True)]
         largest = max((t.nbytes for t in tensors), default=1)
         self.ahead = max(1, min(MOST_AHEAD, BYTES_AHEAD // max(1, largest)))
         self.made: list[list[Tensor]] = []               # values for the next calls, of every tensor
-
-    @staticmethod
-    def _changes(t: Tensor) -> bool:
-        return takes_gradient(t) or (t.dtype != torch.bool and t.ndim > 1 and t.size(-1) > 1)
 
     def refresh(self) -> None:
         """Give them others. Those of several calls are made at once: in between, a copy is all that is launched."""
         with torch.no_grad():
             if not self.made:
-                every = [self._others(base) if self._changes(base) else [base] * self.ahead for base in self.base]
+                every = [self._others(base) if changes else [base] * self.ahead
+                         for base, changes in zip(self.base, self.changing, strict=True)]
                 self.made = [list(values) for values in zip(*every, strict=True)]
-            for t, value in zip(self.tensors, self.made.pop(), strict=True):
-                if self._changes(t):
+            for t, value, changes in zip(self.tensors, self.made.pop(), self.changing, strict=True):
+                if changes:
                     t.copy_(value)
 
     def _others(self, base: Tensor) -> list[Tensor]:
@@ -170,11 +175,15 @@ class Refresher:
         return list(others if base.is_complex() else others.clamp_(-largest, largest))
 
 
+def _can_change(t: Tensor) -> bool:
+    return takes_gradient(t) or (t.dtype != torch.bool and t.ndim > 1 and t.size(-1) > 1)
+
+
 def fresh(inputs: Inputs, count: int) -> Iterator[Inputs]:
     """So many times the inputs with other values each time, always in the same memory."""
     own = inputs.copies()
     refresher = Refresher([t.detach() for t in own.named().values()])
-    for _ in range(count if refresher.changes else 0):
+    for _ in range(count if any(refresher.changing) else 0):
         refresher.refresh()
         yield own
 
@@ -414,7 +423,7 @@ class _Watch:
     def _own_gradients(self, names: Container[str], leaves: list[Tensor], outputs: Sequence[Tensor]
                        ) -> dict[str, Tensor]:
         """Those of the reference of these names, for its outputs."""
-        floating = {f"input {place}": t for place, t in enumerate(t for t in leaves if t.is_floating_point())}
+        floating = {f"input {place}": t for place, t in enumerate(leaves) if t.is_floating_point()}
         wanted = {name: t for name, t in (*floating.items(), *self.referee.parameters) if name in names}
         taking = [(y, dy.to(y.dtype)) for y, dy in zip(outputs, self.cotangents, strict=True) if y.requires_grad]
         outputs, cotangents = zip(*taking, strict=True)

@@ -30,10 +30,15 @@ class Subject:
     parameters: Mapping[str, Tensor]
     gates: tuple[float, float]                 # relative L2 error of a replay: of an output, of a gradient
     workload: Workload | None = None           # of one call; None: it has no limit
+    constants: Sequence[int] = ()              # places of the inputs that take no gradient, beside whole numbers
 
     def iteration(self, mode: str) -> Iteration:
         """One iteration of a pass."""
-        return iteration.of_call(self.call, self.inputs, self.cotangents, self.parameters, mode)
+        return self.iteration_on(self.inputs, mode)
+
+    def iteration_on(self, inputs: Sequence[Tensor], mode: str) -> Iteration:
+        """The same on other inputs."""
+        return iteration.of_call(self.call, inputs, self.cotangents, self.parameters, mode, self.constants)
 
     def proof(self) -> replay.Proof:
         """What a replay of it must pass."""
@@ -132,7 +137,7 @@ def _seeded(config: BlockConfig, seed: int) -> dict[str, Tensor]:
 def on_a_copy(subject: Subject, mode: str) -> Iteration:
     """An iteration on another x: what it changes, or asks gradients of, is not the one that is timed."""
     copies = [t.detach().clone() for t in subject.inputs]
-    return iteration.of_call(subject.call, copies, subject.cotangents, subject.parameters, mode)
+    return subject.iteration_on(copies, mode)
 
 
 def calibrate(subject: BlockSubject) -> None:

@@ -1,5 +1,5 @@
 """One iteration of a pass: what is timed, what happens between two of them, and what a replay of it must give again."""
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,9 +35,10 @@ def as_list(outputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def of_call(call: Callable, inputs: Sequence[Tensor], cotangents: Sequence[Tensor], parameters: Mapping[str, Tensor],
-            mode: str) -> Iteration:
+            mode: str, constants: Collection[int] = ()) -> Iteration:
     """call(*inputs) under no_grad, or with its backward, which ends in .grad of the floating inputs and `parameters`.
 
+    `constants` are the places of floating inputs that take no gradient, as masks do not.
     Gradients are set to None between iterations: accumulating them would add a read and a write of each.
     """
     floating = [t for t in inputs if t.is_floating_point()]
@@ -46,7 +47,8 @@ def of_call(call: Callable, inputs: Sequence[Tensor], cotangents: Sequence[Tenso
             with torch.no_grad():
                 return as_list(call(*inputs))
         return Iteration(forward, nothing, floating, {})
-    receives = {f"input {place}": t.requires_grad_() for place, t in enumerate(floating)}
+    receives = {f"input {place}": t.requires_grad_() for place, t in enumerate(inputs)
+                if t.is_floating_point() and place not in constants}
     receives.update(parameters)
     cleared = list(receives.values())
 

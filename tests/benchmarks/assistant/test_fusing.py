@@ -94,3 +94,27 @@ def test_a_region_gives_what_the_function_would_get():
 def test_why_names_both_conditions(model, label):
     said = " ".join(str(why("sdpa", model, QKV)).split())
     assert label in said and "values 8 wide beside keys 16 wide" in said and "with one that takes none" in said, said
+
+
+class Padded(nn.Module):
+    """Attention by hand, with a floating mask: 1 where a token counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(64, 192)
+
+    def forward(self, x, mask):
+        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
+        scores = q @ k.transpose(-2, -1) * 0.25 + (1.0 - mask[:, None, None, :]) * -1e4
+        return scores.softmax(-1) @ v
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("mask, trains", [([[1.0] * 6 + [0.0] * 3], False), ([[0.5] * 9], True)])
+def test_a_floating_mask_that_is_given_takes_no_gradient(mask, trains):
+    """Other floating inputs do."""
+    program = read(Padded(), Inputs.of((torch.randn(2, 9, 64), torch.tensor(mask))))
+    [graph] = program.graphs
+    given = Given.of_region(attention_at(*softmaxes(graph), graph))
+    assert given.mask.trains == trains
+    assert fused_or_why_not(given)[0] == ("" if trains else "FlashAttention")

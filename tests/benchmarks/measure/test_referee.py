@@ -129,12 +129,14 @@ def test_fresh_inputs_are_others_of_the_same_kind():
     mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4, dtype=torch.bool).triu(1), -torch.inf)
     tokens, keep, lengths = torch.arange(12).view(3, 4), torch.ones(3, 4, dtype=torch.bool), torch.tensor([3, 4, 2])
     tensors = [tensor(3, 4), mask.clone(), tokens.clone(), keep.clone(), lengths.clone()]
+    attended = (mask == 0).float()
+    tensors.append(attended.clone())
     refresher = referee.Refresher(tensors)
     seen = set()
     for _ in range(5):
         refresher.refresh()
-        x, additive, ids, kept, sizes = tensors
-        assert torch.equal(additive.isinf(), mask.isinf()) and not additive.isnan().any()
+        x, additive, ids, kept, sizes, ones = tensors
+        assert torch.equal(additive, mask) and torch.equal(ones, attended)
         assert torch.equal(ids.sort(-1).values, tokens) and not torch.equal(ids, tokens)
         assert kept.all() and torch.equal(sizes, lengths)
         seen.add(float(x.sum()))

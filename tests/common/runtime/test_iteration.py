@@ -58,8 +58,15 @@ def test_of_several_inputs_the_floating_ones_take_a_gradient():
     both = iteration.of_call(call, [table, index, x], cotangents, {}, BOTH)
     rows, squares = both.run()
     assert torch.equal(rows, table[index]) and torch.equal(squares, x * x)
-    assert both.gradients().keys() == {"input 0", "input 1"} and not index.is_floating_point()
+    assert both.gradients().keys() == {"input 0", "input 2"} and not index.is_floating_point()
     assert torch.equal(x.grad, 4 * x) and table.grad.sum() == 6
+
+
+def test_an_input_that_is_declared_constant_takes_no_gradient():
+    mask, x = torch.tensor([1.0, 0.0, 1.0]), torch.randn(2, 3)
+    both = iteration.of_call(torch.mul, [mask, x], [torch.ones(2, 3)], {}, BOTH, constants=[0])
+    both.run()
+    assert both.gradients().keys() == {"input 1"} and not mask.requires_grad
 
 
 def copies(count: int, ask: bool) -> list[list[torch.Tensor]]:
