@@ -1,0 +1,111 @@
+"""Whether a way computes its pattern: output and gradients of a few heads against FP64.
+
+Heads do not see each other, so a few of them say it all but which head is which; the scores of all in FP64 would be 69
+GB a tensor at S 16384 and H 32. Queries are taken in pieces, for the same reason.
+"""
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.patterns.pattern import Pattern
+from benchmarks.patterns.ways import Attend, Shape, dense_bias, dense_mask, formula
+from common.block import oracle
+from common.outcome import Failed
+
+PIECE = 2**26                              # scores in FP64 at once: half a gigabyte
+OF_GRADIENTS = 3                           # times an output's gate: a gradient goes through two more roundings
+
+
+def inputs_of(pattern: Pattern, shape: Shape, seed: int) -> list[Tensor]:
+    """Random q, k, v, and copies of what the pattern learns; all take gradients."""
+    generator = torch.Generator(shape.device).manual_seed(seed)
+    sizes = [(shape.batch, shape.heads, shape.queries, shape.width)] + 2 * [
+        (shape.batch, shape.kv_heads, shape.keys, shape.width)]
+    made = [torch.randn(size, generator=generator, device=shape.device).to(shape.dtype) for size in sizes]
+    learned = [t.detach().clone() for t in pattern.learned]
+    return [t.requires_grad_() for t in (*made, *learned)]
+
+
+def few_heads(shape: Shape) -> list[int]:
+    """The heads of keys that are looked at: the first and the last, whose slopes and tables differ the most."""
+    return sorted({0, shape.kv_heads - 1})
+
+
+def errors(attend: Attend, pattern: Pattern, shape: Shape, given: Sequence[Tensor], seed: int, backward: bool = True
+           ) -> dict[str, float]:
+    """What -> relative L2 error against FP64: "output", "gradient of q" and so on. `given` is as of `inputs_of`.
+
+    The output is that of the call without gradients where there is no backward. Raises Failed for another shape or
+    dtype.
+    """
+    with torch.set_grad_enabled(backward):
+        y = attend(*given)
+    if y.shape != given[0].shape or y.dtype != shape.dtype:
+        raise Failed(f"it gives {y.dtype} {tuple(y.shape)}, not {shape.dtype} {tuple(given[0].shape)}")
+    generator = torch.Generator(shape.device).manual_seed(seed)
+    dy = torch.randn(y.shape, generator=generator, device=shape.device).to(shape.dtype)
+    names = ["q", "k", "v", "table"][:len(given)]
+    found = torch.autograd.grad(y, list(given), dy) if backward else []
+    worst = dict.fromkeys(["output", *(f"gradient of {name}" for name in names[:len(found)])], 0.0)
+    for head in few_heads(shape):
+        of_queries = _of(shape, head)
+        exact, gradients = _exact(pattern, shape, given, dy, head, backward)
+        worst["output"] = max(worst["output"], oracle.relative_error(y.detach()[:, of_queries], exact))
+        for name, own, truth in zip(names, found, gradients, strict=False):
+            if name == "table":
+                mine = own[:, of_queries]
+            else:
+                mine = own[:, of_queries] if name == "q" else own[:, head:head + 1]
+            what = f"gradient of {name}"
+            worst[what] = max(worst[what], oracle.relative_error(mine, truth))
+    return worst
+
+
+def check(attend: Attend, pattern: Pattern, shape: Shape, given: Sequence[Tensor], seed: int, backward: bool = True
+          ) -> dict[str, float]:
+    """The same errors; raises Failed where one is beyond its gate, or no number."""
+    found = errors(attend, pattern, shape, given, seed, backward)
+    for what, error in found.items():
+        gate = oracle.MODULE_GATES[shape.dtype] * (1 if what == "output" else OF_GRADIENTS)
+        if not error <= gate:
+            raise Failed(f"the {what} is off by {error:.1e} against FP64, the gate is {gate:.1e}")
+    return found
+
+
+def _of(shape: Shape, head: int) -> slice:
+    """The heads of queries that share a head of keys."""
+    repeated = shape.heads // shape.kv_heads
+    return slice(head * repeated, (head + 1) * repeated)
+
+
+def _exact(pattern: Pattern, shape: Shape, given: Sequence[Tensor], dy: Tensor, head: int, backward: bool
+           ) -> tuple[Tensor, list[Tensor]]:
+    """The output of the queries' heads of one head of keys, and the gradients of q, k, v and what is learned there."""
+    heads = _of(shape, head)
+    exact = [t.detach().double() for t in given]
+    q, k, v = exact[0][:, heads], exact[1][:, head:head + 1], exact[2][:, head:head + 1]
+    leaves = [t.clone().requires_grad_(backward) for t in (q, k, v, *(t[:, heads] for t in exact[3:]))]
+    wide = replace(shape, heads=q.size(1), kv_heads=1, dtype=torch.float64)
+    mask, bias = dense_mask(pattern, shape), _bias_of(pattern, shape, heads)
+    rows = max(1, PIECE // (shape.batch * wide.heads * shape.keys))
+    outputs = []
+    with torch.set_grad_enabled(backward):
+        for begin in range(0, shape.queries, rows):
+            some = slice(begin, begin + rows)
+            own = bias(*leaves[3:])[:, :, some] if bias else None
+            y = formula(pattern, wide, leaves[0][:, :, some], leaves[1], leaves[2],
+                        mask[:, :, some] if mask is not None else None, own)
+            if backward:
+                (y * dy[:, heads, some].double()).sum().backward()
+            outputs.append(y.detach())
+    return torch.cat(outputs, 2), [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def _bias_of(pattern: Pattern, shape: Shape, heads: slice):
+    """learned of these heads -> their bias."""
+    if pattern.table is not None:
+        return dense_bias(pattern, shape)                  # takes the columns of these heads, and gives as many
+    bias = dense_bias(pattern, shape)
+    return (lambda: bias()[:, heads].double()) if bias else None
