@@ -59,7 +59,7 @@ def _of_the_compiler(error: RuntimeError) -> str:
     if re.search("no space left on device", message, re.IGNORECASE):
         return (f"torch.compile: no space left on device: its files are under {tempfile.gettempdir()}, "
                 "set TMPDIR to a folder with room")
-    return f"torch.compile: {message.splitlines()[0]}"
+    return f"torch.compile: {_first_line(message)}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -71,9 +71,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def in_a_line(error: BaseException) -> str:
     """Kind and first line of an error of another library, with the lines after it that finish what it opens."""
-    line, *others = (str(error).strip() or "no message").splitlines()
+    return f"{type(error).__name__}: {_first_line(str(error))}"
+
+
+def _first_line(text: str) -> str:
+    """The first line of a message, with those after it that finish what it opens."""
+    line, *others = (text.strip() or "no message").splitlines()
     for other in others:
         if not line.endswith(("(", "[", ":", ",")):
             break
         line = f"{line} {other.strip()}"
-    return f"{type(error).__name__}: {line}"
+    return line

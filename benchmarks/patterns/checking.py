@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.patterns.pattern import Pattern
-from benchmarks.patterns.ways import Attend, Shape, dense_bias, dense_mask, formula
+from benchmarks.patterns.ways import Attend, Bias, Shape, dense_mask, formula
 from common.block import oracle
 from common.outcome import Failed
 
@@ -19,11 +19,15 @@ OF_GRADIENTS = 3                           # times an output's gate: a gradient 
 
 
 def inputs_of(pattern: Pattern, shape: Shape, seed: int) -> list[Tensor]:
-    """Random q, k, v, and copies of what the pattern learns; all take gradients."""
+    """Random q, k, v, and copies of what the pattern learns; all take gradients.
+
+    They lie in memory as [B, S, H, D], which is how projections leave them.
+    """
     generator = torch.Generator(shape.device).manual_seed(seed)
-    sizes = [(shape.batch, shape.heads, shape.queries, shape.width)] + 2 * [
-        (shape.batch, shape.kv_heads, shape.keys, shape.width)]
-    made = [torch.randn(size, generator=generator, device=shape.device).to(shape.dtype) for size in sizes]
+    made = []
+    for heads, length in ((shape.heads, shape.queries), *2 * [(shape.kv_heads, shape.keys)]):
+        size = shape.batch, length, heads, shape.width
+        made.append(torch.randn(size, generator=generator, device=shape.device).to(shape.dtype).transpose(1, 2))
     learned = [t.detach().clone() for t in pattern.learned]
     return [t.requires_grad_() for t in (*made, *learned)]
 
@@ -88,24 +92,18 @@ def _exact(pattern: Pattern, shape: Shape, given: Sequence[Tensor], dy: Tensor, 
     q, k, v = exact[0][:, heads], exact[1][:, head:head + 1], exact[2][:, head:head + 1]
     leaves = [t.clone().requires_grad_(backward) for t in (q, k, v, *(t[:, heads] for t in exact[3:]))]
     wide = replace(shape, heads=q.size(1), kv_heads=1, dtype=torch.float64)
-    mask, bias = dense_mask(pattern, shape), _bias_of(pattern, shape, heads)
+    mask, added = dense_mask(pattern, shape), Bias.of(pattern, shape)
+    if added is not None and added.slopes is not None:
+        added = replace(added, slopes=added.slopes[heads].double())
     rows = max(1, PIECE // (shape.batch * wide.heads * shape.keys))
     outputs = []
     with torch.set_grad_enabled(backward):
         for begin in range(0, shape.queries, rows):
             some = slice(begin, begin + rows)
-            own = bias(*leaves[3:])[:, :, some] if bias else None
+            own = None if added is None else added(*leaves[3:])[:, :, some]
             y = formula(pattern, wide, leaves[0][:, :, some], leaves[1], leaves[2],
                         mask[:, :, some] if mask is not None else None, own)
             if backward:
                 (y * dy[:, heads, some].double()).sum().backward()
             outputs.append(y.detach())
     return torch.cat(outputs, 2), [leaf.grad for leaf in leaves if leaf.grad is not None]
-
-
-def _bias_of(pattern: Pattern, shape: Shape, heads: slice):
-    """learned of these heads -> their bias."""
-    if pattern.table is not None:
-        return dense_bias(pattern, shape)                  # takes the columns of these heads, and gives as many
-    bias = dense_bias(pattern, shape)
-    return (lambda: bias()[:, heads].double()) if bias else None

@@ -4,17 +4,17 @@ What a way makes beforehand (a dense mask, FlexAttention's block mask) is kept i
 for all of its layers. q is [B, H, S, D], k and v are [B, G, T, D] with H a multiple of G, and the result is
 [B, H, S, D].
 """
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
+from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from benchmarks.patterns.pattern import Pattern, buckets_of, mask_of, slopes_of
+from benchmarks.patterns.pattern import MaskMod, Pattern, buckets_of, mask_of, slopes_of
 from common.runtime import compiler, engine
 
 Attend = Callable[..., Tensor]             # (q, k, v, *learned) -> the result
@@ -68,24 +68,39 @@ def _positions(batch: int, heads: int, queries: int, keys: int, device: torch.de
 def dense_mask(pattern: Pattern, shape: Shape) -> Tensor | None:
     """[batch or 1, 1, queries, keys], true where a query sees a key; None where it sees all."""
     allows = mask_of(pattern, shape.queries, shape.keys, shape.device)
-    if allows is None:
-        return None
+    return None if allows is None else _evaluated(allows, pattern, shape)
+
+
+def _evaluated(allows: MaskMod, pattern: Pattern, shape: Shape) -> Tensor:
     batch = shape.batch if pattern.lengths else 1
     return allows(*_positions(batch, 1, shape.queries, shape.keys, shape.device))
 
 
-def dense_bias(pattern: Pattern, shape: Shape) -> Callable[..., Tensor] | None:
-    """learned -> [1, heads, queries, keys] that is added to scores, in FP32 or wider; None where nothing is."""
-    _, _, q, k = _positions(1, 1, shape.queries, shape.keys, shape.device)
-    if pattern.alibi:
-        distance = (q + shape.keys - shape.queries - k).abs()
-        bias = -slopes_of(shape.heads, shape.device)[None, :, None, None] * distance
-        return lambda *learned: bias
-    if pattern.table is not None:
-        buckets = buckets_of(shape.queries, shape.keys, pattern.causal, shape.device)
-        places = buckets[k - q + shape.queries - 1][0, 0]
-        return lambda table: table[places].permute(2, 0, 1)[None]
-    return None
+@dataclass(frozen=True)
+class Bias:
+    """What is added to scores: by slopes, or by what is learned for each bucket. Call it on what is learned."""
+    shape: Shape
+    slopes: Tensor | None                  # [heads]
+    buckets: Tensor | None                 # [queries + keys - 1], of k - q + queries - 1
+
+    @classmethod
+    def of(cls, pattern: Pattern, shape: Shape) -> "Bias | None":
+        """None where nothing is added."""
+        if pattern.alibi:
+            return cls(shape, slopes_of(shape.heads, shape.device), None)
+        if pattern.table is not None:
+            return cls(shape, None, buckets_of(shape.queries, shape.keys, pattern.causal, shape.device))
+        return None
+
+    def __call__(self, *learned: Tensor) -> Tensor:
+        """[1, heads, queries, keys], in FP32 or wider."""
+        shape = self.shape
+        _, _, q, k = _positions(1, 1, shape.queries, shape.keys, shape.device)
+        if self.slopes is not None:
+            return -self.slopes[None, :, None, None] * (q + shape.keys - shape.queries - k).abs()
+        assert self.buckets is not None
+        places = self.buckets[(k - q + shape.queries - 1)[0, 0]]
+        return learned[0][places].permute(2, 0, 1)[None]
 
 
 def formula(pattern: Pattern, shape: Shape, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
@@ -110,20 +125,23 @@ def formula(pattern: Pattern, shape: Shape, q: Tensor, k: Tensor, v: Tensor, mas
 
 def by_hand(pattern: Pattern, shape: Shape) -> Attend:
     """Scores, mask, softmax and sum, one operator after the other; the mask is kept."""
-    mask, bias = dense_mask(pattern, shape), dense_bias(pattern, shape)
+    mask, added = dense_mask(pattern, shape), Bias.of(pattern, shape)
+    kept = None if added is None or pattern.learned else added()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *learned: Tensor) -> Tensor:
-        return formula(pattern, shape, q, k, v, mask, bias(*learned) if bias else None)
+        bias = added(*learned) if added is not None and learned else kept
+        return formula(pattern, shape, q, k, v, mask, bias)
     return attend
 
 
 def compiled(pattern: Pattern, shape: Shape) -> Attend:
     """The same formula, its mask and bias computed inside, by torch.compile."""
     _require_compiler(shape.device)
+    allows, added = mask_of(pattern, shape.queries, shape.keys, shape.device), Bias.of(pattern, shape)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *learned: Tensor) -> Tensor:
-        mask, bias = dense_mask(pattern, shape), dense_bias(pattern, shape)
-        return formula(pattern, shape, q, k, v, mask, bias(*learned) if bias else None)
+        mask = None if allows is None else _evaluated(allows, pattern, shape)
+        return formula(pattern, shape, q, k, v, mask, None if added is None else added(*learned))
     return torch.compile(attend, fullgraph=True, dynamic=False)
 
 
@@ -137,30 +155,44 @@ def _require_compiler(device: torch.device) -> None:
 # ---------------------------------------------------------------------------------------------------------------- SDPA
 
 
-def sdpa(pattern: Pattern, shape: Shape, backend: SDPBackend | None = None) -> Attend:
-    """`scaled_dot_product_attention`, with `is_causal` where that says it all, else with a dense mask.
-
-    `backend` is the only one that it may take; torch chooses where it is None.
-    """
+def sdpa(pattern: Pattern, shape: Shape) -> Attend:
+    """`scaled_dot_product_attention`, with `is_causal` where that says it all, else with a dense mask."""
     if pattern.cap is not None:
         raise NotImplementedError("it can't cap scores: a tanh would stand between them and the softmax")
     options: dict[str, Any] = {"enable_gqa": True} if shape.heads != shape.kv_heads else {}
-    is_causal = pattern.is_plain_causal(shape.queries, shape.keys) and not pattern.has_bias
-    mask = None if is_causal else dense_mask(pattern, shape)
-    bias = dense_bias(pattern, shape)
-    kept = None if bias is None or pattern.learned else _added(bias(), mask, shape)
+    is_causal = is_causal_to_sdpa(pattern, shape)
+    blind = None
+    if pattern.may_see_nothing:                            # not every backend gives zeros, or gradients, for these
+        seen = dense_mask(pattern, shape)
+        blind = None if seen is None else ~seen.any(-1, keepdim=True)
+    mask, added = _mask_of_sdpa(pattern, shape, blind), Bias.of(pattern, shape)
+    kept = mask if added is None or pattern.learned else _masked(added(), mask, shape)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *learned: Tensor) -> Tensor:
-        attn_mask = kept if kept is not None else mask
-        if bias is not None and learned:
-            attn_mask = _added(bias(*learned), mask, shape)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, **options)
-    if backend is None:
-        return attend
-    return sdpa_kernel(backend)(attend)
+        attn_mask = _masked(added(*learned), mask, shape) if added is not None and learned else kept
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, **options)
+        return y if blind is None else y.masked_fill(blind, 0.0)
+    return attend
 
 
-def _added(bias: Tensor, mask: Tensor | None, shape: Shape) -> Tensor:
+def is_causal_to_sdpa(pattern: Pattern, shape: Shape) -> bool:
+    """Whether its flag says it all."""
+    return pattern.is_plain_causal(shape.queries, shape.keys) and not pattern.has_bias
+
+
+def attn_mask_of(pattern: Pattern, shape: Shape, learned: Sequence[Tensor]) -> Tensor | None:
+    """What `scaled_dot_product_attention` gets as its mask; None where it gets none."""
+    mask, added = _mask_of_sdpa(pattern, shape, None), Bias.of(pattern, shape)
+    return mask if added is None else _masked(added(*learned), mask, shape)
+
+
+def _mask_of_sdpa(pattern: Pattern, shape: Shape, blind: Tensor | None) -> Tensor | None:
+    """The dense mask; who is `blind` sees all, so that softmax has something to work on."""
+    mask = None if is_causal_to_sdpa(pattern, shape) else dense_mask(pattern, shape)
+    return mask if mask is None or blind is None else mask | blind
+
+
+def _masked(bias: Tensor, mask: Tensor | None, shape: Shape) -> Tensor:
     """[batch or 1, heads, queries, keys] in the dtype of the inputs, -inf where nothing is seen."""
     bias = bias.to(shape.dtype)
     return bias if mask is None else bias.masked_fill(~mask, float("-inf"))
@@ -181,16 +213,16 @@ def block_mask(pattern: Pattern, shape: Shape) -> BlockMask | None:
 def flex(pattern: Pattern, shape: Shape) -> Attend:
     """FlexAttention, compiled; its block mask is kept."""
     _require_compiler(shape.device)
-    blocks, gqa = block_mask(pattern, shape), shape.heads != shape.kv_heads
-    queries, ahead, cap = shape.queries, shape.keys - shape.queries, pattern.cap
-    slopes = slopes_of(shape.heads, shape.device) if pattern.alibi else None
-    buckets = None
-    if pattern.table is not None:
-        buckets = buckets_of(shape.queries, shape.keys, pattern.causal, shape.device)
-    if not (pattern.has_bias or cap):
+    blocks, added, cap = block_mask(pattern, shape), Bias.of(pattern, shape), pattern.cap
+    queries, ahead, repeated = shape.queries, shape.keys - shape.queries, shape.heads // shape.kv_heads
+    options: dict[str, Any] = {"enable_gqa": repeated > 1}
+    if shape.device.type == "cuda" and queries < 128 < queries * repeated:         # no decoding kernel has such a tile
+        options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
+    if added is None and cap is None:
         def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return flex_attention(q, k, v, block_mask=blocks, enable_gqa=gqa)
+            return flex_attention(q, k, v, block_mask=blocks, **options)
         return _compiled_flex(plain)
+    slopes, buckets = (None, None) if added is None else (added.slopes, added.buckets)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *learned: Tensor) -> Tensor:
         def modify(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -201,7 +233,7 @@ def flex(pattern: Pattern, shape: Shape) -> Attend:
             if buckets is not None:
                 score = score + learned[0][buckets[key - query + queries - 1], h]
             return score
-        return flex_attention(q, k, v, modify, blocks, enable_gqa=gqa)
+        return flex_attention(q, k, v, modify, blocks, **options)
     return _compiled_flex(attend)
 
 
@@ -239,7 +271,7 @@ def transformer_engine(pattern: Pattern, shape: Shape) -> Attend:
         options = {"core_attention_bias_type": "alibi", "alibi_slopes": slopes_of(shape.heads, shape.device).float()}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))                           # [B, S, H, D]
+        q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))              # [B, S, H, D]: it mistakes views
         return core(q, k, v, **options).unflatten(-1, (shape.heads, shape.width)).transpose(1, 2)
     return attend
 
@@ -255,8 +287,8 @@ def variable_length(pattern: Pattern, shape: Shape) -> Attend:
     if pattern.causal and shape.queries != shape.keys:
         raise NotImplementedError("its causal mask is for as many queries as keys")
     B, S, T, device = shape.batch, shape.queries, shape.keys, shape.device
-    if pattern.documents and pattern.lengths:
-        raise NotImplementedError("it takes documents or lengths, not both")
+    if pattern.lengths and pattern.causal:
+        raise NotImplementedError("where keys are fewer than queries its causal mask begins elsewhere")
     of_queries = list(pattern.documents) * B if pattern.documents else [S] * B
     of_keys = list(pattern.lengths) or (of_queries if pattern.documents else [T] * B)
     ends_q, ends_k = (F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).to(device, torch.int32)

@@ -15,7 +15,7 @@ from benchmarks.patterns.pattern import (
     random_documents,
     slopes_of,
 )
-from benchmarks.patterns.ways import Shape, block_mask, dense_bias, dense_mask
+from benchmarks.patterns.ways import Bias, Shape, block_mask, dense_mask
 
 pytestmark = pytest.mark.unit
 
@@ -101,7 +101,7 @@ def test_no_block_that_somebody_needs_is_skipped(name, options, sees):
 @pytest.mark.parametrize("heads", [2, 8])
 def test_alibi_falls_with_the_distance(heads):
     """The slopes of the paper: 1/2 to 1/256 for eight heads."""
-    bias = dense_bias(pattern_named("alibi"), shape(3, 5, heads))()
+    bias = Bias.of(pattern_named("alibi"), shape(3, 5, heads))()
     for h in range(heads):
         for q in range(3):
             for k in range(5):
@@ -130,7 +130,7 @@ def test_t5_has_a_bias_a_bucket(queries, keys, causal):
         for q in (0, queries // 2, queries - 1):
             assert buckets[k - q + queries - 1] == bucket(k - (q + ahead), causal)
     pattern = Pattern("one", causal=causal, table=TABLE)
-    bias = dense_bias(pattern, shape(queries, keys))(TABLE)
+    bias = Bias.of(pattern, shape(queries, keys))(TABLE)
     assert bias.shape == (1, 2, queries, keys)
     assert torch.equal(bias[0, :, queries - 1, 0], TABLE[bucket(1 - keys, causal)])
 

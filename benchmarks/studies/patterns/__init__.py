@@ -1,0 +1,154 @@
+"""What does a mask cost, and a bias, by every way to have it?
+
+    python -m benchmarks patterns --json patterns.jsonl --chart patterns
+    python -m benchmarks patterns --pattern "window 256" --lengths 2048,16384
+
+Attention under each pattern (windows, a prefix, documents, padding, ALiBi, T5's bias, a soft cap, grouped queries, more
+keys than queries): by hand, by scaled_dot_product_attention with a dense mask, the plain formula compiled,
+FlexAttention, Transformer Engine and packed sequences, where they have it. Each is held against FP64 on a few heads,
+then all of a pattern and a length are timed in shared rounds, forward and backward apart, beside plain causal attention
+of the same sizes. What is made beforehand has columns of its own: the mask, made a second time, and the first calls,
+which compile. Percent are of the limit by pairs that are seen and bytes that must move.
+`from benchmarks.patterns import attention` gives the fastest of them for a model of one's own.
+Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
+"""
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch._functorch.config
+
+from benchmarks.measure.options import numbers
+from benchmarks.patterns import checking
+from benchmarks.patterns.ways import SDPA, WAYS, why_no_backward
+from benchmarks.show.study import Options, Study, open_session, register, show
+from benchmarks.studies.patterns import tables
+from benchmarks.studies.patterns.subjects import (
+    PATTERNS,
+    Beforehand,
+    Made,
+    PatternSubject,
+    built,
+    finish,
+    first_calls,
+    kernel_of,
+    rejected,
+    workload_of,
+)
+from common.block.config import BlockConfig
+from common.command_line import Parser
+from common.measure.cases import Case, Group, Setting
+from common.phases import Phase
+from common.report.result import Result
+from common.runtime import exclusive, timing
+from common.runtime.iteration import LAUNCHES
+
+# ----------------------------------------------------------------------------------------------------------- the cases
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What decides, beside a pattern and a length, which tensors there are."""
+    config: BlockConfig
+    device: torch.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of q, k and v."""
+        return self.config.amp_dtype or torch.float32
+
+    def made(self, name: str, length: int) -> Made:
+        """A pattern at a length. Raises ValueError where it means nothing there."""
+        return PATTERNS[name].at(length, self.config, self.dtype, self.device)
+
+
+def case(name: str, way: str, length: int, sizes: Sizes, missing: str = "", beside: str = "") -> Case:
+    """A pattern by one way at a length; or the control, `beside` another pattern."""
+    def prepare(setting: Setting, result: Result) -> PatternSubject:
+        made = sizes.made(name, length)
+        pattern, shape = made
+        has_backward = not why_no_backward(way, setting.device)
+        setting.say(Phase.BUILDING)
+        attend, mask_ms = built(WAYS[way], made)
+        given = checking.inputs_of(pattern, shape, setting.seed)
+        if not has_backward:
+            given = [t.detach() for t in given]
+        setting.say(Phase.COMPILING)
+        seen = Beforehand(mask_ms, first_calls(attend, given, has_backward, setting.device))
+        setting.say(Phase.CHECKING)
+        errors = checking.check(attend, pattern, shape, given, setting.seed + 1, has_backward)
+        result.errors = {what: (error, None) for what, error in errors.items()}
+        if way == SDPA:
+            seen = replace(seen, kernel=kernel_of(attend, given, setting.device), rejected=rejected(made, given))
+        return PatternSubject(attend, given, made, setting.seed, has_backward, seen)
+
+    workload = None if missing else workload_of(*sizes.made(name, length))
+    variant = {"length": length, "way": way} | ({"beside": beside} if beside else {})
+    return Case(tables.CONTROL if beside else name, prepare, sizes.config, parameter_dtype=sizes.dtype,
+                missing=missing, variant=variant, workload=workload,
+                that_fits=lambda total: "give shorter ones by --lengths")
+
+
+def group(name: str, length: int, sizes: Sizes) -> Group:
+    """All ways of a pattern at a length, and causal attention beside them."""
+    try:
+        sizes.made(name, length)
+    except ValueError as error:
+        return Group([case(name, "every way", length, sizes, str(error))], tables.PASSES)
+    cases = [case(name, way, length, sizes) for way in WAYS]
+    control = case("causal", SDPA, length, sizes, beside=name)
+    return Group([*cases, control], tables.PASSES, calibrated=False, watched=False, may_not_fit=True, timed=finish,
+                 clock=_clock)
+
+
+def _clock(device: torch.device) -> timing.Clock:
+    """In shorter stretches than a block: there are many ways, and most of them take milliseconds."""
+    clock = timing.clock_for(device)
+    clock.settle_ms, clock.burst_ms = clock.settle_ms / 2, clock.burst_ms / 4
+    return clock
+
+
+def groups(options: Options) -> Iterator[Group]:
+    """One group a pattern and length."""
+    sizes = Sizes(options.config, options.device)
+    for length in options.lengths:
+        for name in options.pattern or PATTERNS:
+            yield group(name, length, sizes)
+
+
+# ------------------------------------------------------------------------------------------------------- how it is run
+
+
+def run(study: Study, options: Options) -> int:
+    """Measure every group; a compiled backward must be able to run twice."""
+    with exclusive.alone(options.device, study.name), torch._functorch.config.patch(donated_buffer=False):
+        session = open_session(study, options)
+        for of_pattern in study.groups(options):
+            session.measure(of_pattern)
+            torch.compiler.reset()
+        return show(study, options, session)
+
+
+def add_arguments(parser: Parser) -> None:
+    """Beside those of all studies."""
+    add = parser.add_argument
+    add("--pattern", choices=PATTERNS, action="append", help="only this one; may be repeated")
+    add("--lengths", type=numbers, metavar="LIST",
+        help="lengths of a sequence, of as many as the shape has tokens for (default: 2048,16384; on a CPU 512,2048)")
+
+
+def refine(options: Options) -> None:
+    """Lengths, and on a GPU BF16: scores of FP16 would overflow under some patterns."""
+    on_gpu = options.device.type == "cuda"
+    options.config = options.config.replace(amp_dtype=torch.bfloat16 if on_gpu else None)
+    options.launches = LAUNCHES[:1]                        # long sequences: no host holds up such kernels
+    if options.lengths is None:
+        every = (2048, 16384) if on_gpu else (512, 2048)
+        options.lengths = every[:1] if options.quick else every
+    if options.quick and not on_gpu:
+        options.config = options.config.replace(batch_size=1, seq_len=min(options.lengths))
+
+
+register(Study("patterns", __doc__, groups, text=tables.text, charts=tables.charts, answer=tables.answer, run=run,
+               add_arguments=add_arguments, refine=refine, long=True,
+               no_chart="nothing was timed beside causal attention", place=9))

@@ -1,0 +1,193 @@
+"""What the study of patterns times: each pattern at a length, computed in one way; what that way makes beforehand."""
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure.apart import ApartSubject
+from benchmarks.patterns.pattern import BUCKETS, Pattern, allowed_pairs, pattern_named, random_documents
+from benchmarks.patterns.ways import Attend, Shape, Way, attn_mask_of, is_causal_to_sdpa
+from common.block import evidence
+from common.block.config import BlockConfig, dtype_name
+from common.block.workload import ATTENTION, Operation, Workload
+from common.measure.subject import Subject
+from common.report.record import Record, record
+from common.report.result import Result
+from common.runtime.iteration import BACKWARD, FORWARD
+
+MASK, FIRST_CALLS = "mask", "first calls"  # the metrics beside time
+BACKENDS = {"FlashAttention": torch.backends.cuda.can_use_flash_attention,
+            "cuDNN": torch.backends.cuda.can_use_cudnn_attention,
+            "memory-efficient attention": torch.backends.cuda.can_use_efficient_attention}
+Made = tuple[Pattern, Shape]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row of the study: a pattern that is made for a length, and how many heads and keys it has."""
+    make: Callable[[Shape], Pattern]
+    grouped: int = 1                       # heads of queries that share one of keys
+    longer: int = 1                        # keys for each query
+
+    def at(self, length: int, config: BlockConfig, dtype: torch.dtype, device: torch.device) -> Made:
+        """The pattern and the shape of its tensors: as many tokens as the config has, at least one sequence.
+
+        Raises ValueError where the pattern means nothing else than another at that length.
+        """
+        H = config.num_heads
+        shape = Shape(max(1, config.tokens // length), H, max(1, H // self.grouped), length, self.longer * length,
+                      config.head_dim, dtype, device)
+        pattern = self.make(shape)
+        pattern.check(shape.batch, H, shape.queries, shape.keys)
+        if pattern.window is not None and pattern.window >= length:
+            raise ValueError(f"a window of {pattern.window} is not shorter than S {length}: it would be causal")
+        return pattern, shape
+
+
+def _window(size: int) -> Question:
+    return Question(lambda shape: pattern_named("sliding_window", window=size))
+
+
+def _padded(shape: Shape) -> Pattern:
+    """Half of the keys at least, evenly spread over the batch; the first sequence has all."""
+    lengths = [shape.keys - shape.keys * b // (2 * shape.batch) for b in range(shape.batch)]
+    return pattern_named("key_padding", lengths=lengths)
+
+
+def _biased(shape: Shape) -> Pattern:
+    generator = torch.Generator(shape.device).manual_seed(0)
+    table = torch.randn(BUCKETS, shape.heads, generator=generator, device=shape.device)
+    return pattern_named("relative_bias", table=table)
+
+
+PATTERNS: Mapping[str, Question] = {
+    "causal": Question(lambda shape: pattern_named("causal")),
+    "full": Question(lambda shape: pattern_named("full")),
+    "window 256": _window(256),
+    "window 1024": _window(1024),
+    "prefix": Question(lambda shape: pattern_named("prefix", prefix=shape.keys // 4)),
+    "documents": Question(lambda shape: pattern_named("documents", documents=random_documents(shape.keys))),
+    "key padding": Question(_padded),
+    "ALiBi": Question(lambda shape: pattern_named("alibi")),
+    "relative bias": Question(_biased),
+    "soft cap": Question(lambda shape: pattern_named("soft_cap", cap=50.0)),
+    "grouped queries": Question(lambda shape: pattern_named("causal"), grouped=4),
+    "cross-attention": Question(lambda shape: pattern_named("full"), longer=2),
+}
+
+
+# --------------------------------------------------------------------------------------------------------- the subject
+
+
+@dataclass(frozen=True)
+class Beforehand:
+    """What was seen of a way before it was timed."""
+    mask_ms: float                         # to make the mask that it keeps
+    first_calls_s: float                   # of the first forward and backward, compiling included
+    kernel: str = ""                       # of scaled_dot_product_attention: the kind that ran
+    rejected: Mapping[str, str] = field(default_factory=dict)        # backend of it -> why it can't take the pattern
+
+
+class PatternSubject(ApartSubject):
+    """A pattern by one way."""
+
+    def __init__(self, call: Attend, inputs: Sequence[Tensor], made: Made, seed: int, has_backward: bool,
+                 beforehand: Beforehand):
+        super().__init__(call, inputs, seed, has_backward, workload_of(*made))
+        self.beforehand = beforehand
+
+
+def first_calls(attend: Attend, given: Sequence[Tensor], has_backward: bool, device: torch.device) -> float:
+    """Seconds by which the first forward and backward take longer than the second: compiling."""
+    def step() -> None:
+        with torch.set_grad_enabled(has_backward):
+            y = attend(*given)
+        if has_backward:
+            torch.autograd.grad(y, list(given), torch.ones_like(y))
+    first, again = (timed(step, device)[1] for _ in range(2))
+    return max(0.0, first - again)
+
+
+def built(way: Way, made: Made) -> tuple[Attend, float]:
+    """(the function, milliseconds for making what it keeps: the second time, as in a process that goes on)."""
+    for _ in range(2):
+        attend, seconds = timed(lambda: way(*made), made[1].device)
+    return attend, 1e3 * seconds
+
+
+def timed(work: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    """(what it gives, seconds until the device has done it)."""
+    began = time.perf_counter()
+    result = work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return result, time.perf_counter() - began
+
+
+def least_flops(pattern: Pattern, shape: Shape, mode: str) -> float:
+    """Two products of D for each pair that is seen; a backward has five, one of them the scores once more."""
+    pairs = shape.heads * allowed_pairs(pattern, shape.batch, shape.queries, shape.keys)
+    return (4.0 if mode == FORWARD else 10.0) * pairs * shape.width
+
+
+def least_bytes(shape: Shape, mode: str) -> float:
+    """q, k, v and the result once; in a backward their gradients besides."""
+    of_queries = shape.batch * shape.heads * shape.queries * shape.width
+    of_keys = shape.batch * shape.kv_heads * shape.keys * shape.width
+    return (1 if mode == FORWARD else 2) * 2.0 * (of_queries + of_keys) * shape.dtype.itemsize
+
+
+def workload_of(pattern: Pattern, shape: Shape) -> Workload:
+    """Of the pairs that are seen, at the matmul rate of this machine, and of the bytes; on a CPU it has no limit."""
+    dtype = dtype_name(shape.dtype)
+    if shape.device.type != "cuda":
+        return Workload(dtype)
+    forward, backward = (Operation(mode, ATTENTION, least_flops(pattern, shape, mode), least_bytes(shape, mode), dtype)
+                         for mode in (FORWARD, BACKWARD))
+    return Workload(dtype, (forward,), (backward,), shape.batch * shape.queries)
+
+
+def kernel_of(attend: Attend, given: Sequence[Tensor], device: torch.device) -> str:
+    """The kind of attention kernel that a forward runs: "FlashAttention", or "by hand" where it is its formula."""
+    def forward() -> None:
+        with torch.no_grad():
+            attend(*given)
+    return evidence.judge(evidence.observe(forward, device), None).attention
+
+
+def rejected(made: Made, given: Sequence[Tensor]) -> dict[str, str]:
+    """Backend of scaled_dot_product_attention -> why it can't compute this pattern, as torch warns; on a GPU."""
+    pattern, shape = made
+    found: dict[str, str] = {}
+    if shape.device.type != "cuda":
+        return found
+    q, k, v = (t.detach() for t in given[:3])
+    mask, is_causal = attn_mask_of(pattern, shape, given[3:]), is_causal_to_sdpa(pattern, shape)
+    params = torch.backends.cuda.SDPAParams(q, k, v, mask, 0.0, is_causal, shape.heads != shape.kv_heads)
+    for name, can_use in BACKENDS.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if not can_use(params, True):
+                found[name] = " ".join(_sentence(str(each.message)) for each in caught) or "it does not say why"
+    return found
+
+
+def _sentence(warned: str) -> str:
+    """Without where it stands in torch."""
+    return " ".join(warned.partition(" (Triggered internally")[0].split())
+
+
+def finish(timed_cases: list[tuple[Result, Subject]], mode: str) -> list[Record]:
+    """The records of what was made beforehand; once, beside those of the forward."""
+    records = []
+    for result, subject in timed_cases if mode == FORWARD else ():
+        assert isinstance(subject, PatternSubject)
+        of = subject.beforehand
+        records.append(record(result, MASK, "ms", [of.mask_ms], "check", kernel=of.kernel, rejected=dict(of.rejected)))
+        records.append(record(result, FIRST_CALLS, "s", [of.first_calls_s], "check"))
+    return records
