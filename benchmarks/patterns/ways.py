@@ -4,6 +4,7 @@ What a way makes beforehand (a dense mask, FlexAttention's block mask) is kept i
 for all of its layers. q is [B, H, S, D], k and v are [B, G, T, D] with H a multiple of G, and the result is
 [B, H, S, D].
 """
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from benchmarks.patterns.pattern import MaskMod, Pattern, buckets_of, mask_of, slopes_of
+from benchmarks.patterns.pattern import MaskMod, Pattern, buckets_of, interval_of, mask_of, slopes_of
 from common.runtime import compiler, engine
 
 Attend = Callable[..., Tensor]             # (q, k, v, *learned) -> the result
@@ -313,6 +314,20 @@ def variable_length(pattern: Pattern, shape: Shape) -> Attend:
     return attend
 
 
+def triton_kernel(pattern: Pattern, shape: Shape) -> Attend:
+    """Our own Triton kernel, where each query sees one range of keys and nothing is done to scores."""
+    if pattern.has_bias or pattern.cap is not None:
+        raise NotImplementedError("it takes ranges of keys alone: no bias, no cap")
+    if reason := _on_a_gpu_in_16_bits(shape):
+        raise NotImplementedError(reason)
+    if shape.width not in (64, 128):
+        raise NotImplementedError(f"it takes heads 64 or 128 wide, not {shape.width}")
+    kernels = importlib.import_module("benchmarks.kernels.triton.interval_attention")      # imports Triton
+    low, high = interval_of(pattern, shape.batch, shape.queries, shape.keys, shape.device)
+    ends = kernels.intervals(low, high, shape.keys)
+    return lambda q, k, v: kernels.interval_attention(q, k, v, ends)
+
+
 def _on_a_gpu_in_16_bits(shape: Shape) -> str:
     """Why its kernels can't take these tensors; "" where they can."""
     if shape.device.type != "cuda":
@@ -326,10 +341,10 @@ def _on_a_gpu_in_16_bits(shape: Shape) -> str:
 
 Way = Callable[[Pattern, Shape], Attend]   # raises NotImplementedError with the reason
 
-BY_HAND, SDPA, COMPILED, FLEX, TE, VARLEN = ("by hand", "SDPA", "compiled", "FlexAttention", "Transformer Engine",
-                                             "varlen")
+BY_HAND, SDPA, COMPILED, FLEX, TE, VARLEN, TRITON = ("by hand", "SDPA", "compiled", "FlexAttention",
+                                                     "Transformer Engine", "varlen", "Triton")
 WAYS: Mapping[str, Way] = {BY_HAND: by_hand, SDPA: sdpa, COMPILED: compiled, FLEX: flex, TE: transformer_engine,
-                           VARLEN: variable_length}
+                           VARLEN: variable_length, TRITON: triton_kernel}
 
 
 def why_no_backward(way: str, device: torch.device) -> str:
