@@ -16,6 +16,7 @@ from common.outcome import Failed
 
 PIECE = 2**26                              # scores in FP64 at once: half a gigabyte
 OF_GRADIENTS = 3                           # times an output's gate: a gradient goes through two more roundings
+OTHER_LAYOUT = "gradient where dy is laid out otherwise"
 
 
 def inputs_of(pattern: Pattern, shape: Shape, seed: int) -> list[Tensor]:
@@ -48,8 +49,7 @@ def errors(attend: Attend, pattern: Pattern, shape: Shape, given: Sequence[Tenso
         y = attend(*given)
     if y.shape != given[0].shape or y.dtype != shape.dtype:
         raise Failed(f"it gives {y.dtype} {tuple(y.shape)}, not {shape.dtype} {tuple(given[0].shape)}")
-    generator = torch.Generator(shape.device).manual_seed(seed)
-    dy = torch.randn(y.shape, generator=generator, device=shape.device).to(shape.dtype)
+    dy = cotangent(y, seed)
     names = ["q", "k", "v", "table"][:len(given)]
     found = torch.autograd.grad(y, list(given), dy) if backward else []
     worst = dict.fromkeys(["output", *(f"gradient of {name}" for name in names[:len(found)])], 0.0)
@@ -64,7 +64,23 @@ def errors(attend: Attend, pattern: Pattern, shape: Shape, given: Sequence[Tenso
                 mine = own[:, of_queries] if name == "q" else own[:, head:head + 1]
             what = f"gradient of {name}"
             worst[what] = max(worst[what], oracle.relative_error(mine, truth))
+    if backward:
+        worst[OTHER_LAYOUT] = _apart_by_layout(attend, given, dy, found)
     return worst
+
+
+def cotangent(y: Tensor, seed: int) -> Tensor:
+    """N(0, 1) in the layout of y, which is what the layer behind it leaves."""
+    generator = torch.Generator(y.device).manual_seed(seed)
+    return torch.empty_like(y).normal_(generator=generator)
+
+
+def _apart_by_layout(attend: Attend, given: Sequence[Tensor], dy: Tensor, found: Sequence[Tensor]) -> float:
+    """The furthest gradient where the same cotangent lies in memory in the other order of heads and positions."""
+    is_plain = dy.is_contiguous()
+    turned = dy.transpose(1, 2).contiguous().transpose(1, 2) if is_plain else dy.contiguous()
+    again = torch.autograd.grad(attend(*given), list(given), turned)
+    return max(oracle.relative_error(other, own.double()) for other, own in zip(again, found, strict=True))
 
 
 def check(attend: Attend, pattern: Pattern, shape: Shape, given: Sequence[Tensor], seed: int, backward: bool = True

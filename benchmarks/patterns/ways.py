@@ -4,8 +4,9 @@ What a way makes beforehand (a dense mask, FlexAttention's block mask) is kept i
 for all of its layers. q is [B, H, S, D], k and v are [B, G, T, D] with H a multiple of G, and the result is
 [B, H, S, D].
 """
+import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +102,7 @@ class Bias:
             return -self.slopes[None, :, None, None] * (q + shape.keys - shape.queries - k).abs()
         assert self.buckets is not None
         places = self.buckets[(k - q + shape.queries - 1)[0, 0]]
-        return learned[0][places].permute(2, 0, 1)[None]
+        return learned[0].mT[:, places][None]              # contiguous, unlike table[places].permute(2, 0, 1)
 
 
 def formula(pattern: Pattern, shape: Shape, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
@@ -172,19 +173,22 @@ def sdpa(pattern: Pattern, shape: Shape) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, *learned: Tensor) -> Tensor:
         attn_mask = _masked(added(*learned), mask, shape) if added is not None and learned else kept
         y = F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, **options)
+        if y.requires_grad and y.is_cuda:
+            y.register_hook(functools.partial(_laid_out, y.stride()))
         return y if blind is None else y.masked_fill(blind, 0.0)
     return attend
+
+
+def _laid_out(strides: tuple[int, ...], dy: Tensor) -> Tensor:
+    """The gradient in the layout of the output: cuDNN's backward mistakes another one after it has seen the first."""
+    if dy.stride() == strides:
+        return dy
+    return torch.empty_strided(dy.shape, strides, dtype=dy.dtype, device=dy.device).copy_(dy)
 
 
 def is_causal_to_sdpa(pattern: Pattern, shape: Shape) -> bool:
     """Whether its flag says it all."""
     return pattern.is_plain_causal(shape.queries, shape.keys) and not pattern.has_bias
-
-
-def attn_mask_of(pattern: Pattern, shape: Shape, learned: Sequence[Tensor]) -> Tensor | None:
-    """What `scaled_dot_product_attention` gets as its mask; None where it gets none."""
-    mask, added = _mask_of_sdpa(pattern, shape, None), Bias.of(pattern, shape)
-    return mask if added is None else _masked(added(*learned), mask, shape)
 
 
 def _mask_of_sdpa(pattern: Pattern, shape: Shape, blind: Tensor | None) -> Tensor | None:

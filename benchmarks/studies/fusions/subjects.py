@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.operations import Experiment, least_bytes, least_flops
-from benchmarks.measure.apart import ApartSubject
 from common.block.config import dtype_name
 from common.block.workload import ATTENTION, COPY, Operation, Workload
 from common.measure.subject import Subject
 from common.report.record import Record, record
 from common.report.result import Result
-from common.runtime import iteration, timing
+from common.runtime import iteration, replay, timing
 from common.runtime.iteration import BACKWARD, FORWARD, Iteration
 from common.runtime.peaks import BURST
 
@@ -21,17 +20,21 @@ MOST_COPIES = 64                       # of an operation's tensors: small ones s
 BEYOND = 4                             # times the last cache, which keeps some of what is only a little larger than it
 
 
-class OperationSubject(ApartSubject):
-    """One level of an operation on `inputs`, of which x is the first."""
+class OperationSubject(Subject):
+    """One level of an operation on `inputs`, of which x is the first; forward and backward apart."""
 
     def __init__(self, call: Callable, experiment: Experiment, inputs: Sequence[Tensor], seed: int,
                  has_backward: bool = True):
         self.x = inputs[0]
-        super().__init__(call, inputs, seed, has_backward, workload_of(experiment, self.x))
-        self.experiment = experiment
+        super().__init__(call, inputs, [], {}, gates=(1e-2, 1e-2), workload=workload_of(experiment, self.x))
+        self.experiment, self.seed, self.has_backward = experiment, seed, has_backward
         self.cache = math.inf                              # bytes; of a CPU's caches nothing is known
         if self.x.is_cuda:
             self.cache = torch.cuda.get_device_properties(self.x.device).L2_cache_size
+
+    def has(self, mode: str) -> bool:
+        """Some have no backward."""
+        return mode != BACKWARD or self.has_backward
 
     def least_bytes(self, mode: str) -> float:
         """What one call must read and write."""
@@ -47,6 +50,23 @@ class OperationSubject(ApartSubject):
         """Whether no cache holds these copies."""
         return self.calls(mode) * self.least_bytes(mode) >= BEYOND * self.cache
 
+    def iteration(self, mode: str) -> Iteration:
+        """On copies of its own."""
+        copies = [list(map(copied, self.inputs)) for _ in range(self.calls(mode))]
+        return iteration.of_copies(self.call, copies, mode, self.seed)
+
+    def proof(self) -> replay.Proof:
+        """A replay must follow other values of what it reads."""
+        return replay.Proof(*self.gates, change=lambda tensor: tensor.mul_(-0.5))
+
+    def replay(self, mode: str, captured: Callable[[], None] = lambda: None) -> tuple[Callable | None, str]:
+        """All of it is made on the stream of the capture: a backward runs where its forward did."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            iterate = self.iteration(mode)
+        return replay.verified(iterate, self.proof(), stream, captured)
+
 
 def workload_of(experiment: Experiment, x: Tensor) -> Workload | None:
     """Attention's FLOPs, at the matmul rate of a GPU; the limit of all others is the copy's time, see `finish`."""
@@ -56,6 +76,11 @@ def workload_of(experiment: Experiment, x: Tensor) -> Workload | None:
     forward, backward = (Operation(mode, ATTENTION, least_flops(experiment, mode, x), 0.0, dtype)
                          for mode in (FORWARD, BACKWARD))
     return Workload(dtype, (forward,), (backward,))
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Another leaf with the same values, taking a gradient where the first does."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 class CopySubject(OperationSubject):

@@ -6,9 +6,9 @@
 Attention under each pattern (windows, a prefix, documents, padding, ALiBi, T5's bias, a soft cap, grouped queries, more
 keys than queries): by hand, by scaled_dot_product_attention with a dense mask, the plain formula compiled,
 FlexAttention, Transformer Engine and packed sequences, where they have it. Each is held against FP64 on a few heads,
-then all of a pattern and a length are timed in shared rounds, forward and backward apart, beside plain causal attention
-of the same sizes. What is made beforehand has columns of its own: the mask, made a second time, and the first calls,
-which compile. Percent are of the limit by pairs that are seen and bytes that must move.
+then all of a pattern and a length are timed in shared rounds, forward and with their backward, beside plain causal
+attention of the same sizes. What is made beforehand has columns of its own: the mask, made a second time, and the
+first calls, which compile. Percent are of the limit by pairs that are seen and bytes that must move.
 `from benchmarks.patterns import attention` gives the fastest of them for a model of one's own.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-import torch._functorch.config
 
 from benchmarks.measure.options import numbers
 from benchmarks.patterns import checking
@@ -80,7 +79,9 @@ def case(name: str, way: str, length: int, sizes: Sizes, missing: str = "", besi
         result.errors = {what: (error, None) for what, error in errors.items()}
         if way == SDPA:
             seen = replace(seen, kernel=kernel_of(attend, given, setting.device), rejected=rejected(made, given))
-        return PatternSubject(attend, given, made, setting.seed, has_backward, seen)
+        with torch.no_grad():
+            dy = checking.cotangent(attend(*given), setting.seed + 1)
+        return PatternSubject(attend, given, made, dy, has_backward, seen)
 
     workload = None if missing else workload_of(*sizes.made(name, length))
     variant = {"length": length, "way": way} | ({"beside": beside} if beside else {})
@@ -94,11 +95,10 @@ def group(name: str, length: int, sizes: Sizes) -> Group:
     try:
         sizes.made(name, length)
     except ValueError as error:
-        return Group([case(name, "every way", length, sizes, str(error))], tables.PASSES)
+        return Group([case(name, "every way", length, sizes, str(error))])
     cases = [case(name, way, length, sizes) for way in WAYS]
     control = case("causal", SDPA, length, sizes, beside=name)
-    return Group([*cases, control], tables.PASSES, calibrated=False, watched=False, may_not_fit=True, timed=finish,
-                 clock=_clock)
+    return Group([*cases, control], calibrated=False, watched=False, may_not_fit=True, timed=finish, clock=_clock)
 
 
 def _clock(device: torch.device) -> timing.Clock:
@@ -120,8 +120,8 @@ def groups(options: Options) -> Iterator[Group]:
 
 
 def run(study: Study, options: Options) -> int:
-    """Measure every group; a compiled backward must be able to run twice."""
-    with exclusive.alone(options.device, study.name), torch._functorch.config.patch(donated_buffer=False):
+    """Measure every group; what was compiled for it goes with it."""
+    with exclusive.alone(options.device, study.name):
         session = open_session(study, options)
         for of_pattern in study.groups(options):
             session.measure(of_pattern)

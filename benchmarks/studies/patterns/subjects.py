@@ -7,22 +7,23 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.measure.apart import ApartSubject
 from benchmarks.patterns.pattern import BUCKETS, Pattern, allowed_pairs, pattern_named, random_documents
-from benchmarks.patterns.ways import Attend, Shape, Way, attn_mask_of, is_causal_to_sdpa
+from benchmarks.patterns.ways import Attend, Shape, Way, sdpa
 from common.block import evidence
 from common.block.config import BlockConfig, dtype_name
-from common.block.workload import ATTENTION, Operation, Workload
+from common.block.workload import ATTENTION, BACKWARD, Operation, Workload
 from common.measure.subject import Subject
+from common.outcome import in_a_line
 from common.report.record import Record, record
 from common.report.result import Result
-from common.runtime.iteration import BACKWARD, FORWARD
+from common.runtime.iteration import BOTH, FORWARD
 
 MASK, FIRST_CALLS = "mask", "first calls"  # the metrics beside time
-BACKENDS = {"FlashAttention": torch.backends.cuda.can_use_flash_attention,
-            "cuDNN": torch.backends.cuda.can_use_cudnn_attention,
-            "memory-efficient attention": torch.backends.cuda.can_use_efficient_attention}
+BACKENDS = {"FlashAttention": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION,
+            "memory-efficient attention": SDPBackend.EFFICIENT_ATTENTION}
+GATES = 1e-2, 1e-2                         # of a replay: output, gradient
 Made = tuple[Pattern, Shape]
 T = TypeVar("T")
 
@@ -93,13 +94,17 @@ class Beforehand:
     rejected: Mapping[str, str] = field(default_factory=dict)        # backend of it -> why it can't take the pattern
 
 
-class PatternSubject(ApartSubject):
+class PatternSubject(Subject):
     """A pattern by one way."""
 
-    def __init__(self, call: Attend, inputs: Sequence[Tensor], made: Made, seed: int, has_backward: bool,
+    def __init__(self, call: Attend, inputs: Sequence[Tensor], made: Made, cotangent: Tensor, has_backward: bool,
                  beforehand: Beforehand):
-        super().__init__(call, inputs, seed, has_backward, workload_of(*made))
-        self.beforehand = beforehand
+        super().__init__(call, [t.detach() for t in inputs], [cotangent], {}, GATES, workload_of(*made))
+        self.has_backward, self.beforehand = has_backward, beforehand
+
+    def has(self, mode: str) -> bool:
+        """Some have no backward."""
+        return mode == FORWARD or self.has_backward
 
 
 def first_calls(attend: Attend, given: Sequence[Tensor], has_backward: bool, device: torch.device) -> float:
@@ -130,16 +135,16 @@ def timed(work: Callable[[], T], device: torch.device) -> tuple[T, float]:
 
 
 def least_flops(pattern: Pattern, shape: Shape, mode: str) -> float:
-    """Two products of D for each pair that is seen; a backward has five, one of them the scores once more."""
+    """Two products of D for each pair that is seen; a backward has five more, one of them the scores once again."""
     pairs = shape.heads * allowed_pairs(pattern, shape.batch, shape.queries, shape.keys)
-    return (4.0 if mode == FORWARD else 10.0) * pairs * shape.width
+    return (4.0 if mode == FORWARD else 14.0) * pairs * shape.width
 
 
 def least_bytes(shape: Shape, mode: str) -> float:
-    """q, k, v and the result once; in a backward their gradients besides."""
+    """q, k, v and the result once; with a backward once more, and their gradients."""
     of_queries = shape.batch * shape.heads * shape.queries * shape.width
     of_keys = shape.batch * shape.kv_heads * shape.keys * shape.width
-    return (1 if mode == FORWARD else 2) * 2.0 * (of_queries + of_keys) * shape.dtype.itemsize
+    return (1 if mode == FORWARD else 3) * 2.0 * (of_queries + of_keys) * shape.dtype.itemsize
 
 
 def workload_of(pattern: Pattern, shape: Shape) -> Workload:
@@ -147,8 +152,10 @@ def workload_of(pattern: Pattern, shape: Shape) -> Workload:
     dtype = dtype_name(shape.dtype)
     if shape.device.type != "cuda":
         return Workload(dtype)
-    forward, backward = (Operation(mode, ATTENTION, least_flops(pattern, shape, mode), least_bytes(shape, mode), dtype)
-                         for mode in (FORWARD, BACKWARD))
+    flops, moved = least_flops(pattern, shape, FORWARD), least_bytes(shape, FORWARD)
+    forward = Operation(FORWARD, ATTENTION, flops, moved, dtype)
+    backward = Operation(BACKWARD, ATTENTION, least_flops(pattern, shape, BOTH) - flops,
+                         least_bytes(shape, BOTH) - moved, dtype)
     return Workload(dtype, (forward,), (backward,), shape.batch * shape.queries)
 
 
@@ -161,25 +168,27 @@ def kernel_of(attend: Attend, given: Sequence[Tensor], device: torch.device) -> 
 
 
 def rejected(made: Made, given: Sequence[Tensor]) -> dict[str, str]:
-    """Backend of scaled_dot_product_attention -> why it can't compute this pattern, as torch warns; on a GPU."""
+    """Backend of scaled_dot_product_attention -> why it can't compute this pattern, as torch warns; on a GPU.
+
+    torch warns only where no backend is left. So each is the only one once: of the others it says that they are off.
+    """
     pattern, shape = made
     found: dict[str, str] = {}
-    if shape.device.type != "cuda":
-        return found
-    q, k, v = (t.detach() for t in given[:3])
-    mask, is_causal = attn_mask_of(pattern, shape, given[3:]), is_causal_to_sdpa(pattern, shape)
-    params = torch.backends.cuda.SDPAParams(q, k, v, mask, 0.0, is_causal, shape.heads != shape.kv_heads)
-    for name, can_use in BACKENDS.items():
-        with warnings.catch_warnings(record=True) as caught:
+    attend = sdpa(pattern, shape)
+    for name, backend in BACKENDS.items() if shape.device.type == "cuda" else ():
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad(), sdpa_kernel(backend):
             warnings.simplefilter("always")
-            if not can_use(params, True):
-                found[name] = " ".join(_sentence(str(each.message)) for each in caught) or "it does not say why"
+            try:
+                attend(*given)
+            except RuntimeError as error:
+                found[name] = own_reason([str(each.message) for each in caught]) or in_a_line(error)
     return found
 
 
-def _sentence(warned: str) -> str:
-    """Without where it stands in torch."""
-    return " ".join(warned.partition(" (Triggered internally")[0].split())
+def own_reason(warned: Sequence[str]) -> str:
+    """Of torch's warnings those that are neither headings nor about backends that are off, without their places."""
+    sentences = [" ".join(text.partition(" (Triggered internally")[0].split()) for text in warned]
+    return " ".join(text for text in sentences if not text.endswith(("because:", "runtime disabled.")))
 
 
 def finish(timed_cases: list[tuple[Result, Subject]], mode: str) -> list[Record]:

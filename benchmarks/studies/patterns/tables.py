@@ -8,14 +8,13 @@ from benchmarks.show.tables import NO_ANSWER, framed
 from benchmarks.studies.patterns.subjects import FIRST_CALLS, MASK
 from common.report.metrics import SHARE
 from common.report.record import Record
-from common.runtime.iteration import BACKWARD, FORWARD
+from common.runtime.iteration import BOTH, FORWARD, MODES
 from common.runtime.peaks import BURST
 from common.text import figures, only, ratio, table
 
-PASSES = (FORWARD, BACKWARD)
 CONTROL = "control"                    # plain causal attention by SDPA, in every group
-SUMMARY = """The fastest way of each pattern that has both passes, and its speed: over plain causal attention of the
-same sizes, and over scaled_dot_product_attention with a dense mask, each in the same rounds."""
+SUMMARY = """The fastest way of each pattern that has a backward, and its speed: over plain causal attention of the
+same sizes, and over scaled_dot_product_attention with a dense mask, each in the same rounds. f+b: forward+backward."""
 PAYS = """"pays from": so many layers must share a mask until making it is won back against SDPA's dense mask, over a
 forward and a backward."""
 
@@ -56,24 +55,19 @@ def _summary(every: dict[Key, Ways], width: int | None) -> str:
             continue
         row = [name, f"{length:,}", fastest.variant["way"]]
         for against in (ways.get(CONTROL), ways.get(SDPA)):
-            row += [_times(against, fastest, mode) for mode in PASSES]
+            row += [_times(against, fastest, mode) for mode in MODES]
         rows.append(row)
-    headers = ["pattern", "S", "fastest", "x causal, forward", "backward", "x dense mask, forward", "backward"]
+    headers = ["pattern", "S", "fastest", "x causal, forward", "f+b", "x dense mask, forward", "f+b"]
     return f"{SUMMARY}\n\n{table(rows, headers, width, keys=2)}" if rows else ""
 
 
 def _fastest(ways: Ways) -> Run | None:
     """By forward and backward together; where nobody has a backward, by the forward."""
-    trained = {name: _both(run) for name, run in ways.items() if name != CONTROL and _both(run)}
-    times = trained or {name: run.best_ms(FORWARD) for name, run in ways.items() if name != CONTROL}
-    timed = {name: ms for name, ms in times.items() if ms}
-    return ways[min(timed, key=lambda name: timed[name] or math.inf)] if timed else None
-
-
-def _both(run: Run) -> float | None:
-    """Milliseconds of a forward and a backward."""
-    times = [run.best_ms(mode) for mode in PASSES]
-    return sum(filter(None, times)) if all(times) else None
+    for mode in (BOTH, FORWARD):
+        timed = [(run.best_ms(mode) or math.inf, way) for way, run in ways.items() if way != CONTROL and run.best(mode)]
+        if timed:
+            return ways[min(timed)[1]]
+    return None
 
 
 def _times(against: Run | None, run: Run, mode: str) -> str:
@@ -87,8 +81,8 @@ def _times(against: Run | None, run: Run, mode: str) -> str:
 
 def _of_ways(ways: Ways, width: int | None) -> str:
     """A row a way; columns in which nothing stands are left out."""
-    headers = ["way", "status", "kernel", "error", "forward ms", "backward ms", "x causal, forward", "backward",
-               "% of limit", "backward %", "mask ms", "first calls s", "pays from"]
+    headers = ["way", "status", "kernel", "error", "forward ms", "f+b ms", "x causal, forward", "f+b", "% of limit",
+               "f+b %", "mask ms", "first calls s", "pays from"]
     rows = [_row(name, run, ways) for name, run in ways.items() if run.status != "skipped"]
     shown = [0]
     for place in range(1, len(headers)):
@@ -98,12 +92,12 @@ def _of_ways(ways: Ways, width: int | None) -> str:
 
 
 def _row(name: str, run: Run, ways: Ways) -> list[str]:
-    times = [run.best_ms(mode) for mode in PASSES]
-    percents = [run.figure(SHARE[BURST], mode) for mode in PASSES]
+    times = [run.best_ms(mode) for mode in MODES]
+    percents = [run.figure(SHARE[BURST], mode) for mode in MODES]
     mask_ms, first_calls = run.value("check", MASK), run.value("check", FIRST_CALLS)
     return [f"{CONTROL}: causal" if name == CONTROL else name, run.status, _kernel(run), _error(run),
             *(figures(ms) if ms else "" for ms in times),
-            *(_times(ways.get(CONTROL), run, mode) for mode in PASSES),
+            *(_times(ways.get(CONTROL), run, mode) for mode in MODES),
             *("" if percent is None else f"{percent:.0f}" for percent in percents),
             "" if mask_ms is None else figures(mask_ms), "" if first_calls is None else figures(first_calls),
             _pays_from(run, ways.get(SDPA))]
@@ -124,7 +118,8 @@ def _pays_from(run: Run, dense: Run | None) -> str:
     """How many layers must share its mask; "never" where it is not faster than SDPA with a dense one."""
     if dense is None or run is dense or run.case["name"] == CONTROL:
         return ""
-    own, other, mask_ms, dense_ms = _both(run), _both(dense), run.value("check", MASK), dense.value("check", MASK)
+    own, other = run.best_ms(BOTH), dense.best_ms(BOTH)
+    mask_ms, dense_ms = run.value("check", MASK), dense.value("check", MASK)
     if own is None or other is None or mask_ms is None or dense_ms is None:
         return ""
     if own >= other:

@@ -48,7 +48,7 @@ def test_a_dense_way_is_right(way, pattern, where):
         pytest.skip("it can't cap scores")
     found = checked(way, pattern, where)
     names = ["output", "gradient of q", "gradient of k", "gradient of v"]
-    assert list(found) == names + ["gradient of table"] * len(pattern.learned)
+    assert list(found) == [*names, *["gradient of table"] * len(pattern.learned), checking.OTHER_LAYOUT]
 
 
 @pytest.mark.unit
@@ -198,6 +198,24 @@ def test_a_gradient_may_be_three_times_as_far(share, passes):
     else:
         with pytest.raises(Failed, match="the gradient of k is off by"):
             check()
+
+
+@pytest.mark.unit
+def test_a_backward_that_trusts_the_layout_of_the_cotangent_is_caught():
+    """As a kernel that was made for the first one it saw."""
+    class Trusting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            lies = dy.transpose(1, 2) if dy.transpose(1, 2).is_contiguous() else dy
+            return lies.reshape(dy.shape)                  # its memory, as if it lay in the order of the other
+    right = ways.by_hand(causal, shape())
+    given = checking.inputs_of(causal, shape(), seed=0)
+    with pytest.raises(Failed, match="the gradient where dy is laid out otherwise is off by"):
+        checking.check(lambda q, k, v: Trusting.apply(right(q, k, v).contiguous()), causal, shape(), given, seed=1)
 
 
 @pytest.mark.unit

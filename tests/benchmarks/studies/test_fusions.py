@@ -272,7 +272,7 @@ def test_a_replay_is_made_on_the_stream_that_it_is_captured_on(kind, monkeypatch
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
-    monkeypatch.setattr("benchmarks.measure.apart.replay.verified", verified)
+    monkeypatch.setattr(subjects.replay, "verified", verified)
     subject = subject_of("SiLU", call, kind)
     iterate = subject.iteration
 
