@@ -5,12 +5,12 @@
     y = attend(q, k, v)                    # q [B, H, S, D], k and v [B, G, T, D]; differentiable
     print(attend)                          # which way it took, and what the others took
 
-The first call of each shape builds every way, holds it against FP64 and times it, which takes seconds; the mask that it
-builds is kept for that shape alone.
+The first call of each shape builds every way, holds it against FP64 and times it, which takes seconds. What the fastest
+one has built, its mask among it, is kept for that shape, and for the last few shapes alone.
 """
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from common.outcome import Failed, in_a_line, is_out_of_memory
 from common.text import figures, table
 
 SECONDS = 0.05                             # that each way is timed for
+SHAPES = 8                                 # that are kept: each may hold a mask of S x S
 Key = tuple[Shape, bool]                   # a shape, and whether gradients are wanted
 
 
@@ -53,9 +54,14 @@ class PatternAttention:
         """
         shape = Shape.of(q, k, v)
         self.pattern.check(shape.batch, shape.heads, shape.queries, shape.keys)
+        for learned in self.pattern.learned:
+            if learned.device != q.device:
+                raise ValueError(f"table is on {learned.device}, q on {q.device}: move them to one device")
         key = shape, torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *self.pattern.learned))
         if key not in self.tried:
             self.tried[key] = self._try_all(*key)
+            if len(self.tried) > SHAPES:
+                del self.tried[next(iter(self.tried))]
         return _fastest(self.tried[key])
 
     def _try_all(self, shape: Shape, trains: bool) -> list[Tried]:
@@ -69,7 +75,8 @@ class PatternAttention:
         if all(one.attend is None for one in tried):
             reasons = "; ".join(f"{one.way}: {one.why_not}" for one in tried)
             raise Failed(f"{self.pattern.name}: no way computes it here: {reasons}")
-        return sorted(tried, key=lambda one: (one.attend is None, one.milliseconds or 0.0))
+        fastest, *others = sorted(tried, key=lambda one: (one.attend is None, one.milliseconds or 0.0))
+        return [fastest, *(replace(other, attend=None) for other in others)]        # their masks are let go of
 
     def __str__(self) -> str:
         """Which way it takes at each shape that it has seen, with the times of all, or why they have none."""
@@ -105,7 +112,7 @@ def _try(way: str, pattern: Pattern, shape: Shape, trains: bool) -> Tried:
         return Tried(way, why_not=str(error))
     except Failed as error:
         return Tried(way, why_not=f"wrong here: {error}")
-    except (RuntimeError, MemoryError) as error:
+    except Exception as error:                             # another library's may be any
         return Tried(way, why_not="out of memory" if is_out_of_memory(error) else in_a_line(error))
     finally:
         gc.collect()

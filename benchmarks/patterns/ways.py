@@ -17,6 +17,7 @@ from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from benchmarks.patterns.pattern import MaskMod, Pattern, buckets_of, interval_of, mask_of, slopes_of
+from common.block.oracle import MODULE_GATES
 from common.runtime import compiler, engine
 
 Attend = Callable[..., Tensor]             # (q, k, v, *learned) -> the result
@@ -42,6 +43,8 @@ class Shape:
                 raise ValueError(f"{name} is {tuple(t.shape)}: give [batch, heads, length, width]")
             if (t.dtype, t.device) != (q.dtype, q.device):
                 raise ValueError(f"q is {q.dtype} on {q.device}, {name} {t.dtype} on {t.device}: give one of both")
+        if q.dtype not in MODULE_GATES:
+            raise ValueError(f"q is {q.dtype}: give float64, float32, float16 or bfloat16")
         if k.shape != v.shape:
             raise ValueError(f"k is {tuple(k.shape)} and v {tuple(v.shape)}: give one shape")
         if (q.size(0), q.size(3)) != (k.size(0), k.size(3)):

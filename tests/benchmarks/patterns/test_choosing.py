@@ -112,14 +112,35 @@ def test_a_way_without_a_backward_is_not_taken_for_training(made):
 
 
 @pytest.mark.unit
+def test_only_what_is_used_is_kept(made, monkeypatch):
+    """Each way and each shape may hold a mask of S x S."""
+    monkeypatch.setattr(choosing, "SHAPES", 2)
+    attend = attention("causal")
+    for length in (30, 31, 32):
+        made({"one": (by_hand, 1.0), "two": (by_hand, 2.0)})
+        attend(*tensors((4, length), (4, length), (4, length)))
+    assert [shape.queries for shape, _ in attend.tried] == [31, 32]
+    assert [[one.attend is None for one in tried] for tried in attend.tried.values()] == [[False, True]] * 2
+    assert "two" in str(attend)
+
+
+@pytest.mark.unit
+def test_a_table_on_another_device_is_a_line():
+    attend = attention("relative_bias", table=torch.zeros(32, 4, device="meta"))
+    with pytest.raises(ValueError, match="table is on meta, q on cpu: move them to one device"):
+        attend(*tensors((4, 30), (4, 30), (4, 30)))
+
+
+@pytest.mark.unit
 def test_before_it_is_called_it_has_nothing_to_say():
     assert str(attention("causal")) == "causal: not called yet"
 
 
 @pytest.mark.unit
-def test_what_another_error_says_is_the_reason(made):
+@pytest.mark.parametrize("kind", [RuntimeError, AttributeError, ImportError])
+def test_what_another_error_says_is_the_reason(made, kind):
     def broken(pattern, shape):
-        raise RuntimeError("first line\nsecond line")
+        raise kind("first line\nsecond line")
     made({"broken": (broken, None), "right": (by_hand, 1.0)})
     attend = attention("causal")
     attend(*tensors((4, 30), (4, 30), (4, 30)))

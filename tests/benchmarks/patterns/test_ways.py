@@ -260,6 +260,13 @@ def test_tensors_that_do_not_fit_are_said_in_a_line(tensors, said):
 
 
 @pytest.mark.unit
+def test_whole_numbers_are_refused():
+    q = torch.zeros(1, 1, 2, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"q is torch\.int64: give float64, float32"):
+        Shape.of(q, q, q)
+
+
+@pytest.mark.unit
 def test_a_dtype_beside_another_is_said():
     q = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ValueError, match=r"v torch\.float64 on cpu: give one of both"):
