@@ -109,6 +109,8 @@ def _exact(pattern: Pattern, shape: Shape, given: Sequence[Tensor], dy: Tensor, 
     leaves = [t.clone().requires_grad_(backward) for t in (q, k, v, *(t[:, heads] for t in exact[3:]))]
     wide = replace(shape, heads=q.size(1), kv_heads=1, dtype=torch.float64)
     mask, added = dense_mask(pattern, shape), Bias.of(pattern, shape)
+    if mask is not None:
+        mask = mask.expand(-1, -1, shape.queries, -1)      # of padding it has one row, for all queries
     if added is not None and added.slopes is not None:
         added = replace(added, slopes=added.slopes[heads].double())
     rows = max(1, PIECE // (shape.batch * wide.heads * shape.keys))

@@ -71,7 +71,7 @@ def _positions(batch: int, heads: int, queries: int, keys: int, device: torch.de
 
 
 def dense_mask(pattern: Pattern, shape: Shape) -> Tensor | None:
-    """[batch or 1, 1, queries, keys], true where a query sees a key; None where it sees all."""
+    """[batch or 1, 1, queries or 1, keys], true where a query sees a key; None where it sees all."""
     allows = mask_of(pattern, shape.queries, shape.keys, shape.device)
     return None if allows is None else _evaluated(allows, pattern, shape)
 

@@ -77,9 +77,10 @@ def test_a_query_that_sees_nothing_gives_zeros():
 
 
 @pytest.mark.unit
-def test_pieces_of_queries_make_the_same_truth(monkeypatch):
+@each_pattern
+def test_pieces_of_queries_make_the_same_truth(pattern, monkeypatch):
     """Which FP64 takes where all scores would not fit."""
-    pattern, where = PATTERNS[2], shape(kv_heads=2)
+    where = shape(kv_heads=2)
     given = checking.inputs_of(pattern, where, seed=0)
     attend = ways.by_hand(pattern, where)
     whole = checking.errors(attend, pattern, where, given, seed=1)
