@@ -5,6 +5,7 @@ GB a tensor at S 16384 and H 32. Queries are taken in pieces, for the same reaso
 """
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,17 +26,35 @@ def inputs_of(pattern: Pattern, shape: Shape, seed: int) -> list[Tensor]:
     They lie in memory as [B, S, H, D], which is how projections leave them.
     """
     generator = torch.Generator(shape.device).manual_seed(seed)
+    of_values = shape.kv_heads if pattern.differential is None else shape.kv_heads // 2
+    sizes = [(shape.queries, shape.heads, shape.width), (shape.keys, shape.kv_heads, shape.width),
+             (shape.keys, of_values, shape.of_values)]
     made = []
-    for heads, length in ((shape.heads, shape.queries), *2 * [(shape.kv_heads, shape.keys)]):
-        size = shape.batch, length, heads, shape.width
+    for length, heads, width in sizes:
+        size = shape.batch, length, heads, width
         made.append(torch.randn(size, generator=generator, device=shape.device).to(shape.dtype).transpose(1, 2))
     learned = [t.detach().clone() for t in pattern.learned]
     return [t.requires_grad_() for t in (*made, *learned)]
 
 
-def few_heads(shape: Shape) -> list[int]:
-    """The heads of keys that are looked at: the first and the last, whose slopes and tables differ the most."""
-    return sorted({0, shape.kv_heads - 1})
+class Few(NamedTuple):
+    """Heads that depend on each other and on no others: of queries, of keys, and of values and the result."""
+    queries: slice
+    keys: slice
+    values: slice
+    results: slice
+
+
+def few_heads(pattern: Pattern, shape: Shape) -> list[Few]:
+    """Those of the first and the last head of values, whose slopes and tables differ the most."""
+    of_keys = 1 if pattern.differential is None else 2     # that share one of values
+    repeated = shape.heads // shape.kv_heads
+    found = []
+    for head in sorted({0, shape.kv_heads // of_keys - 1}):
+        begin, end = head * of_keys, (head + 1) * of_keys
+        found.append(Few(slice(begin * repeated, end * repeated), slice(begin, end), slice(head, head + 1),
+                         slice(head * repeated, (head + 1) * repeated)))
+    return found
 
 
 def errors(attend: Attend, pattern: Pattern, shape: Shape, given: Sequence[Tensor], seed: int, backward: bool = True
@@ -47,23 +66,21 @@ def errors(attend: Attend, pattern: Pattern, shape: Shape, given: Sequence[Tenso
     """
     with torch.set_grad_enabled(backward):
         y = attend(*given)
-    if y.shape != given[0].shape or y.dtype != shape.dtype:
-        raise Failed(f"it gives {y.dtype} {tuple(y.shape)}, not {shape.dtype} {tuple(given[0].shape)}")
+    heads = shape.heads if pattern.differential is None else shape.heads // 2
+    expected = shape.batch, heads, shape.queries, shape.of_values
+    if y.shape != expected or y.dtype != shape.dtype:
+        raise Failed(f"it gives {y.dtype} {tuple(y.shape)}, not {shape.dtype} {expected}")
     dy = cotangent(y, seed)
     names = ["q", "k", "v", "table"][:len(given)]
     found = torch.autograd.grad(y, list(given), dy) if backward else []
     worst = dict.fromkeys(["output", *(f"gradient of {name}" for name in names[:len(found)])], 0.0)
-    for head in few_heads(shape):
-        of_queries = _of(shape, head)
-        exact, gradients = _exact(pattern, shape, given, dy, head, backward)
-        worst["output"] = max(worst["output"], oracle.relative_error(y.detach()[:, of_queries], exact))
-        for name, own, truth in zip(names, found, gradients, strict=False):
-            if name == "table":
-                mine = own[:, of_queries]
-            else:
-                mine = own[:, of_queries] if name == "q" else own[:, head:head + 1]
+    for few in few_heads(pattern, shape):
+        exact, gradients = _exact(pattern, shape, given, dy, few, backward)
+        worst["output"] = max(worst["output"], oracle.relative_error(y.detach()[:, few.results], exact))
+        of_them = few.queries, few.keys, few.values, few.queries
+        for name, own, truth, heads_of_it in zip(names, found, gradients, of_them, strict=False):
             what = f"gradient of {name}"
-            worst[what] = max(worst[what], oracle.relative_error(mine, truth))
+            worst[what] = max(worst[what], oracle.relative_error(own[:, heads_of_it], truth))
     if backward:
         worst[OTHER_LAYOUT] = _apart_by_layout(attend, given, dy, found)
     return worst
@@ -94,34 +111,37 @@ def check(attend: Attend, pattern: Pattern, shape: Shape, given: Sequence[Tensor
     return found
 
 
-def _of(shape: Shape, head: int) -> slice:
-    """The heads of queries that share a head of keys."""
-    repeated = shape.heads // shape.kv_heads
-    return slice(head * repeated, (head + 1) * repeated)
-
-
-def _exact(pattern: Pattern, shape: Shape, given: Sequence[Tensor], dy: Tensor, head: int, backward: bool
+def _exact(pattern: Pattern, shape: Shape, given: Sequence[Tensor], dy: Tensor, few: Few, backward: bool
            ) -> tuple[Tensor, list[Tensor]]:
-    """The output of the queries' heads of one head of keys, and the gradients of q, k, v and what is learned there."""
-    heads = _of(shape, head)
-    exact = [t.detach().double() for t in given]
-    q, k, v = exact[0][:, heads], exact[1][:, head:head + 1], exact[2][:, head:head + 1]
-    leaves = [t.clone().requires_grad_(backward) for t in (q, k, v, *(t[:, heads] for t in exact[3:]))]
-    wide = replace(shape, heads=q.size(1), kv_heads=1, dtype=torch.float64)
+    """The output of a few heads, and the gradients of q, k, v and what is learned there."""
+    of_them = few.queries, few.keys, few.values, few.queries
+    leaves = [t.detach()[:, heads].double().clone().requires_grad_(backward)
+              for t, heads in zip(given, of_them, strict=False)]
     mask, added = dense_mask(pattern, shape), Bias.of(pattern, shape)
     if mask is not None:
         mask = mask.expand(-1, -1, shape.queries, -1)      # of padding it has one row, for all queries
     if added is not None and added.slopes is not None:
-        added = replace(added, slopes=added.slopes[heads].double())
-    rows = max(1, PIECE // (shape.batch * wide.heads * shape.keys))
+        added = replace(added, slopes=added.slopes[few.queries].double())
+    rows = max(1, PIECE // (shape.batch * leaves[0].size(1) * shape.keys))
     outputs = []
     with torch.set_grad_enabled(backward):
         for begin in range(0, shape.queries, rows):
             some = slice(begin, begin + rows)
-            own = None if added is None else added(*leaves[3:])[:, :, some]
-            y = formula(pattern, wide, leaves[0][:, :, some], leaves[1], leaves[2],
-                        mask[:, :, some] if mask is not None else None, own)
+            q, k, v = leaves[0][:, :, some], *leaves[1:3]
+            y = _truth(pattern, q, k, v, None if mask is None else mask[:, :, some],
+                       None if added is None else added(*leaves[3:])[:, :, some])
             if backward:
-                (y * dy[:, heads, some].double()).sum().backward()
+                (y * dy[:, few.results, some].double()).sum().backward()
             outputs.append(y.detach())
     return torch.cat(outputs, 2), [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def _truth(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The formula in FP64; in differential attention of the even heads, minus that of the odd ones."""
+    def attended(first: int, step: int) -> Tensor:
+        queries, keys = q[:, first::step], k[:, first::step]
+        shape = Shape(q.size(0), queries.size(1), keys.size(1), q.size(2), k.size(2), q.size(3), q.dtype, q.device)
+        return formula(pattern, shape, queries, keys, v, mask, bias)
+    if pattern.differential is None:
+        return attended(0, 1)
+    return attended(0, 2) - pattern.differential * attended(1, 2)

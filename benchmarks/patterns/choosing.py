@@ -9,20 +9,22 @@ The first call of each shape builds every way, holds it against FP64 and times i
 one has built, its mask among it, is kept for that shape, and for the last few shapes alone.
 """
 import gc
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 from benchmarks.patterns import checking
 from benchmarks.patterns.pattern import Pattern, pattern_named
 from benchmarks.patterns.ways import WAYS, Attend, Shape, why_no_backward
 from common.outcome import Failed, in_a_line, is_out_of_memory
+from common.runtime import timing
 from common.text import figures, table
 
-SECONDS = 0.05                             # that each way is timed for
+SAMPLED_MS, LEAST, MOST = 50.0, 5, 200     # each way is sampled for about so long, in so many calls
 SHAPES = 8                                 # that are kept: each may hold a mask of S x S
 Key = tuple[Shape, bool]                   # a shape, and whether gradients are wanted
 
@@ -52,7 +54,7 @@ class PatternAttention:
 
         Raises ValueError where the tensors or the pattern do not fit, Failed where no way is right here.
         """
-        shape = Shape.of(q, k, v)
+        shape = Shape.of(q, k, v, paired=self.pattern.differential is not None)
         self.pattern.check(shape.batch, shape.heads, shape.queries, shape.keys)
         for learned in self.pattern.learned:
             if learned.device != q.device:
@@ -123,8 +125,10 @@ def _milliseconds(attend: Attend, given: Sequence[Tensor], trains: bool) -> floa
         y = attend(*given)
         if trains:
             torch.autograd.grad(y, list(given), y.detach())
-    timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
-    return 1e3 * timer.blocked_autorange(min_run_time=SECONDS).median
+    clock = timing.clock_for(given[0].device)
+    about = statistics.median(clock.sample(step, timing.nothing, 3))
+    count = min(MOST, max(LEAST, math.ceil(SAMPLED_MS / about)))
+    return statistics.median(clock.sample(step, timing.nothing, count))
 
 
 def _fastest(tried: Sequence[Tried]) -> Attend:

@@ -27,6 +27,7 @@ class Pattern:
     alibi: bool = False                # scores fall linearly with the distance, by a slope a head (arXiv:2108.12409)
     table: Tensor | None = None        # [BUCKETS, H]: T5's learned bias of relative positions
     cap: float | None = None           # scores go through cap * tanh(score / cap)
+    differential: float | None = None  # of two heads beside each other, the second's weights so many times subtracted
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -37,6 +38,10 @@ class Pattern:
                 _require_whole(f"a length in {what}", size, 1)
         if self.cap is not None and not 0 < self.cap < math.inf:
             raise ValueError(f"cap is {self.cap}: give a positive number")
+        if self.differential is not None and not math.isfinite(self.differential):
+            raise ValueError(f"differential is {self.differential}: give a number")
+        if self.differential is not None and self.has_bias:
+            raise ValueError("differential beside a bias: the heads of a pair would have different ones")
         if (self.window is not None or self.prefix) and not self.causal:
             raise ValueError("a window or a prefix of a pattern that is not causal: give causal=True")
         if self.prefix and (self.window is not None or self.documents):
@@ -77,6 +82,8 @@ class Pattern:
             raise ValueError(f"lengths of {len(self.lengths)} sequences, a batch of {batch}: give one for each")
         if self.lengths and max(self.lengths) > keys:
             raise ValueError(f"a length of {max(self.lengths)}, and {keys} keys: give at most as many")
+        if self.differential is not None and heads % 2:
+            raise ValueError(f"{heads} heads of queries: give an even number, for differential attention takes pairs")
         if self.prefix > keys:
             raise ValueError(f"prefix is {self.prefix}, and there are {keys} keys: give at most as many")
         if self.table is not None and self.table.size(1) != heads:
@@ -202,10 +209,12 @@ NAMED: Mapping[str, Mapping[str, bool]] = {        # name -> what it fixes
     "alibi": {"causal": True, "alibi": True},
     "relative_bias": {},
     "soft_cap": {"causal": True},
+    "differential": {"causal": True},
 }
 NEEDED: Mapping[str, Sequence[str]] = {            # name -> what a person must give
     "sliding_window": ("window",), "prefix": ("prefix",), "documents": ("documents",), "key_padding": ("lengths",),
-    "relative_bias": ("table",), "soft_cap": ("cap",)}
+    "relative_bias": ("table",), "soft_cap": ("cap",),
+    "differential": ("differential",)}
 
 
 def pattern_named(name: str, **options) -> Pattern:

@@ -7,7 +7,7 @@ for all of its layers. q is [B, H, S, D], k and v are [B, G, T, D] with H a mult
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,10 @@ Attend = Callable[..., Tensor]             # (q, k, v, *learned) -> the result
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one call: q [batch, heads, queries, width], k and v [batch, kv_heads, keys, width]."""
+    """Of one call: q [batch, heads, queries, width], k and v [batch, kv_heads, keys, width].
+
+    In differential attention v is [batch, kv_heads / 2, keys, 2 width]: two heads of scores share one of values.
+    """
     batch: int
     heads: int
     kv_heads: int
@@ -34,10 +37,11 @@ class Shape:
     width: int
     dtype: torch.dtype
     device: torch.device
+    value_width: int | None = None         # where values are not as wide as keys
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Shape":
-        """That of q, k and v. Raises ValueError where they do not fit together."""
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, paired: bool = False) -> "Shape":
+        """That of q, k and v; `paired` as differential attention has them. Raises ValueError where they do not fit."""
         for name, t in (("q", q), ("k", k), ("v", v)):
             if t.ndim != 4:
                 raise ValueError(f"{name} is {tuple(t.shape)}: give [batch, heads, length, width]")
@@ -45,15 +49,22 @@ class Shape:
                 raise ValueError(f"q is {q.dtype} on {q.device}, {name} {t.dtype} on {t.device}: give one of both")
         if q.dtype not in MODULE_GATES:
             raise ValueError(f"q is {q.dtype}: give float64, float32, float16 or bfloat16")
-        if k.shape != v.shape:
-            raise ValueError(f"k is {tuple(k.shape)} and v {tuple(v.shape)}: give one shape")
+        of_values = (k.size(0), k.size(1) // 2, k.size(2), 2 * k.size(3)) if paired else tuple(k.shape)
+        if tuple(v.shape) != of_values:
+            raise ValueError(f"k is {tuple(k.shape)} and v {tuple(v.shape)}: give a v of {of_values}")
         if (q.size(0), q.size(3)) != (k.size(0), k.size(3)):
             raise ValueError(f"q is {tuple(q.shape)} and k {tuple(k.shape)}: give one batch and one width")
         if not q.numel() or not k.numel():
             raise ValueError(f"q is {tuple(q.shape)} and k {tuple(k.shape)}: give no empty tensor")
         if q.size(1) % k.size(1):
             raise ValueError(f"{q.size(1)} heads of queries, {k.size(1)} of keys: give a multiple of these")
-        return cls(q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), q.dtype, q.device)
+        return cls(q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), q.dtype, q.device,
+                   v.size(3) if paired else None)
+
+    @property
+    def of_values(self) -> int:
+        """How wide they are."""
+        return self.value_width or self.width
 
     @property
     def scale(self) -> float:
@@ -259,7 +270,7 @@ def _compiled_flex(attend: Attend) -> Attend:
 
 def transformer_engine(pattern: Pattern, shape: Shape) -> Attend:
     """Transformer Engine's attention, where causal, a window or ALiBi is all there is."""
-    if reason := _on_a_gpu_in_16_bits(shape):
+    if reason := _no_kernel_of_libraries(shape):
         raise NotImplementedError(reason)
     if pattern.prefix or pattern.documents or pattern.lengths or pattern.table is not None or pattern.cap is not None:
         raise NotImplementedError("it takes a window and ALiBi, no such pattern")
@@ -286,7 +297,7 @@ def transformer_engine(pattern: Pattern, shape: Shape) -> Attend:
 
 def variable_length(pattern: Pattern, shape: Shape) -> Attend:
     """torch's `varlen_attn` on packed sequences: documents are as many, padding is left out; a window besides."""
-    if reason := _on_a_gpu_in_16_bits(shape):
+    if reason := _no_kernel_of_libraries(shape):
         raise NotImplementedError(reason)
     if pattern.prefix or pattern.has_bias or pattern.cap is not None:
         raise NotImplementedError("it takes lengths and a window, no such pattern")
@@ -325,7 +336,7 @@ def triton_kernel(pattern: Pattern, shape: Shape) -> Attend:
     """Our own Triton kernel, where each query sees one range of keys and nothing is done to scores."""
     if pattern.has_bias or pattern.cap is not None:
         raise NotImplementedError("it takes ranges of keys alone: no bias, no cap")
-    if reason := _on_a_gpu_in_16_bits(shape):
+    if reason := _no_kernel_of_libraries(shape):
         raise NotImplementedError(reason)
     if shape.width not in (64, 128):
         raise NotImplementedError(f"it takes heads 64 or 128 wide, not {shape.width}")
@@ -335,12 +346,14 @@ def triton_kernel(pattern: Pattern, shape: Shape) -> Attend:
     return lambda q, k, v: kernels.interval_attention(q, k, v, ends)
 
 
-def _on_a_gpu_in_16_bits(shape: Shape) -> str:
-    """Why its kernels can't take these tensors; "" where they can."""
+def _no_kernel_of_libraries(shape: Shape) -> str:
+    """Why kernels for 16 bits and one width can't take these tensors; "" where they can."""
     if shape.device.type != "cuda":
         return "its kernels run on a GPU alone"
     if shape.dtype not in (torch.float16, torch.bfloat16):
         return "its kernels take float16 and bfloat16 alone"
+    if shape.of_values != shape.width:
+        return "it is called here with values as wide as keys alone"
     return ""
 
 
@@ -350,8 +363,23 @@ Way = Callable[[Pattern, Shape], Attend]   # raises NotImplementedError with the
 
 BY_HAND, SDPA, COMPILED, FLEX, TE, VARLEN, TRITON = ("by hand", "SDPA", "compiled", "FlexAttention",
                                                      "Transformer Engine", "varlen", "Triton")
-WAYS: Mapping[str, Way] = {BY_HAND: by_hand, SDPA: sdpa, COMPILED: compiled, FLEX: flex, TE: transformer_engine,
-                           VARLEN: variable_length, TRITON: triton_kernel}
+
+
+def of_pairs(way: Way) -> Way:
+    """The same way, for differential attention (arXiv:2410.05258) too: it attends twice, to the same values."""
+    def build(pattern: Pattern, shape: Shape) -> Attend:
+        share = pattern.differential
+        if share is None:
+            return way(pattern, shape)
+        one = replace(shape, heads=shape.heads // 2, kv_heads=shape.kv_heads // 2)
+        attend = way(replace(pattern, differential=None), one)
+        return lambda q, k, v: attend(q[:, 0::2], k[:, 0::2], v) - share * attend(q[:, 1::2], k[:, 1::2], v)
+    return build
+
+
+WAYS: Mapping[str, Way] = {name: of_pairs(way) for name, way in (
+    (BY_HAND, by_hand), (SDPA, sdpa), (COMPILED, compiled), (FLEX, flex), (TE, transformer_engine),
+    (VARLEN, variable_length), (TRITON, triton_kernel))}
 
 
 def why_no_backward(way: str, device: torch.device) -> str:

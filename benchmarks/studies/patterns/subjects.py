@@ -2,7 +2,7 @@
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -44,6 +44,8 @@ class Question:
         shape = Shape(max(1, config.tokens // length), H, max(1, H // self.grouped), length, self.longer * length,
                       config.head_dim, dtype, device)
         pattern = self.make(shape)
+        if pattern.differential is not None:
+            shape = replace(shape, value_width=2 * shape.width)
         pattern.check(shape.batch, H, shape.queries, shape.keys)
         if pattern.window is not None and pattern.window >= length:
             raise ValueError(f"a window of {pattern.window} is not shorter than S {length}: it would be causal")
@@ -78,6 +80,7 @@ PATTERNS: Mapping[str, Question] = {
     "relative bias": Question(_biased),
     "soft cap": Question(lambda shape: pattern_named("soft_cap", cap=50.0)),
     "grouped queries": Question(lambda shape: pattern_named("causal"), grouped=4),
+    "differential": Question(lambda shape: pattern_named("differential", differential=0.8)),
     "cross-attention": Question(lambda shape: pattern_named("full"), longer=2),
 }
 
@@ -135,9 +138,10 @@ def timed(work: Callable[[], T], device: torch.device) -> tuple[T, float]:
 
 
 def least_flops(pattern: Pattern, shape: Shape, mode: str) -> float:
-    """Two products of D for each pair that is seen; a backward has five more, one of them the scores once again."""
+    """Of each pair that is seen a product with a key and one with a value; a backward has three more and two more."""
     pairs = shape.heads * allowed_pairs(pattern, shape.batch, shape.queries, shape.keys)
-    return (4.0 if mode == FORWARD else 14.0) * pairs * shape.width
+    with_keys, with_values = (1, 1) if mode == FORWARD else (4, 3)
+    return 2.0 * pairs * (with_keys * shape.width + with_values * shape.of_values)
 
 
 def least_bytes(shape: Shape, mode: str) -> float:

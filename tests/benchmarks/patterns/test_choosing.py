@@ -82,6 +82,17 @@ def test_gradients_flow_through_it(pattern, options):
 
 
 @pytest.mark.unit
+def test_differential_attention_has_wider_values():
+    attend = attention("differential", differential=0.8, way=ways.SDPA)
+    q, k, _ = tensors((4, 30), (4, 30), (4, 30), gradients=True)
+    v = torch.randn(2, 2, 30, 32, requires_grad=True)
+    attend(q, k, v).sum().backward()
+    assert v.grad is not None and q.grad is not None
+    with pytest.raises(ValueError, match=r"give a v of \(2, 2, 30, 32\)"):
+        attend(q, k, k)
+
+
+@pytest.mark.unit
 def test_a_mask_follows_the_length(made):
     attend = attention("sliding_window", window=5, way=ways.BY_HAND)
     long = tensors((4, 40), (4, 40), (4, 40))

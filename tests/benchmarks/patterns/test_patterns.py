@@ -40,6 +40,7 @@ SEEN = {  # name -> (options, whether query at position p of sequence b sees key
     "alibi": ({}, lambda b, p, k: k <= p),
     "relative_bias": ({"table": TABLE}, lambda b, p, k: True),
     "soft_cap": ({"cap": 2.0}, lambda b, p, k: k <= p),
+    "differential": ({"differential": 0.8}, lambda b, p, k: k <= p),
 }
 COMBINED = [
     ("documents", {"documents": DOCUMENTS, "window": 3},
@@ -154,6 +155,8 @@ def test_random_documents_add_up():
     ("documents", {"documents": (4, 2.5)}, "a length in documents is 2.5"),
     ("key_padding", {"lengths": (0, 4)}, "a length in lengths is 0"), ("full", {"window": 4}, "give causal=True"),
     ("prefix", {"prefix": 4, "window": 2}, "a query would see two ranges of keys"),
+    ("differential", {"differential": math.nan}, "differential is nan: give a number"),
+    ("differential", {"differential": 0.8, "alibi": True}, "would have different ones"),
     ("alibi", {"table": TABLE}, "give one bias"), ("relative_bias", {"table": TABLE[:31]}, "give [32, heads]")])
 def test_what_is_no_pattern_is_said_in_a_line(name, options, said):
     with pytest.raises(ValueError) as raised:
@@ -167,6 +170,7 @@ def test_what_is_no_pattern_is_said_in_a_line(name, options, said):
     ("documents", {"documents": (4, 4)}, (2, 2, 4, 8), "must add up to both"),
     ("key_padding", {"lengths": (3, 4)}, (1, 2, 8, 8), "lengths of 2 sequences, a batch of 1"),
     ("key_padding", {"lengths": (3, 9)}, (2, 2, 8, 8), "a length of 9, and 8 keys"),
+    ("differential", {"differential": 0.8}, (2, 3, 8, 8), "3 heads of queries: give an even number"),
     ("prefix", {"prefix": 9}, (2, 2, 8, 8), "prefix is 9, and there are 8 keys"),
     ("relative_bias", {"table": TABLE}, (2, 3, 8, 8), "give [32, 3]")])
 def test_what_does_not_fit_is_said_in_a_line(name, options, sizes, said):

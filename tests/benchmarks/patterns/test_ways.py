@@ -88,6 +88,38 @@ def test_pieces_of_queries_make_the_same_truth(pattern, monkeypatch):
     assert checking.errors(attend, pattern, where, given, seed=1) == pytest.approx(whole, rel=1e-6)
 
 
+PAIRED = pattern_named("differential", differential=0.8)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("way", [ways.BY_HAND, ways.SDPA])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_differential_attention_is_right(way, kv_heads):
+    """v and the result have half of the heads, twice as wide."""
+    where = replace(shape(kv_heads=kv_heads), value_width=32)
+    assert ways.WAYS[way](PAIRED, where)(*checking.inputs_of(PAIRED, where, seed=0)).shape == (2, 2, S, 32)
+    checked(way, PAIRED, where)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("way", [ways.COMPILED, ways.FLEX])
+def test_differential_attention_is_right_compiled(way):
+    checked(way, replace(PAIRED, window=9), replace(shape(), value_width=32))
+
+
+@pytest.mark.unit
+def test_the_difference_is_as_the_paper_has_it():
+    """(softmax(q1 k1) - share softmax(q2 k2)) v, for each two heads that stand beside each other."""
+    where = replace(shape(), value_width=32)
+    q, k, v = (t.detach().double() for t in checking.inputs_of(PAIRED, where, seed=0))
+    past = torch.ones(S, S, dtype=torch.bool).tril()
+    weights = (q @ k.mT / 4).masked_fill(~past, -torch.inf).softmax(-1)
+    y = ways.WAYS[ways.BY_HAND](PAIRED, replace(where, dtype=torch.float64))(q, k, v)
+    for head in range(2):
+        exact = (weights[:, 2 * head] - 0.8 * weights[:, 2 * head + 1]) @ v[:, head]
+        torch.testing.assert_close(y[:, head], exact)
+
+
 # -------------------------------------------------------------------------------------------------------- what is wrong
 
 
@@ -160,6 +192,16 @@ def test_what_is_right_at_another_shape_is_caught(where, attend):
     given = checking.inputs_of(causal, where, seed=0)
     with pytest.raises(Failed, match="the output is off by"):
         checking.check(attend, causal, where, given, seed=1)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("wrong", [
+    replace(PAIRED, differential=0.79), replace(PAIRED, differential=-0.8), replace(PAIRED, window=69)])
+def test_another_difference_is_caught(wrong):
+    where = replace(shape(), value_width=32)
+    given = checking.inputs_of(PAIRED, where, seed=0)
+    with pytest.raises(Failed, match="the output is off by"):
+        checking.check(ways.WAYS[ways.BY_HAND](wrong, where), PAIRED, where, given, seed=1)
 
 
 @pytest.mark.unit
@@ -251,7 +293,7 @@ def test_without_a_compiler_nothing_is_compiled(way, monkeypatch):
 @pytest.mark.unit
 @pytest.mark.parametrize("tensors, said", [
     ([(2, 4, 8, 16), (2, 3, 8, 16), (2, 3, 8, 16)], "give a multiple of these"),
-    ([(2, 4, 8, 16), (2, 4, 8, 16), (2, 4, 9, 16)], "give one shape"),
+    ([(2, 4, 8, 16), (2, 4, 8, 16), (2, 4, 9, 16)], r"give a v of \(2, 4, 8, 16\)"),
     ([(2, 4, 8, 16), (1, 4, 8, 16), (1, 4, 8, 16)], "give one batch and one width"),
     ([(4, 8, 16), (4, 8, 16), (4, 8, 16)], r"give \[batch, heads, length, width\]"),
     ([(2, 4, 0, 16), (2, 4, 8, 16), (2, 4, 8, 16)], "give no empty tensor")])
