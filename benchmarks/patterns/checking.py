@@ -138,8 +138,8 @@ def _exact(pattern: Pattern, shape: Shape, given: Sequence[Tensor], dy: Tensor, 
 
 def _truth(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
     """The formula in FP64; in differential attention of the even heads, minus that of the odd ones."""
-    def attended(first: int, step: int) -> Tensor:
-        queries, keys = q[:, first::step], k[:, first::step]
+    def attended(first: int, every: int) -> Tensor:
+        queries, keys = q[:, first::every], k[:, first::every]
         shape = Shape(q.size(0), queries.size(1), keys.size(1), q.size(2), k.size(2), q.size(3), q.dtype, q.device)
         return formula(pattern, shape, queries, keys, v, mask, bias)
     if pattern.differential is None:

@@ -1,8 +1,9 @@
 """What the study of patterns tells of its records: a summary, a table for each pattern and length, a chart."""
 import math
+from collections.abc import Sequence
 
 from benchmarks.patterns.ways import SDPA
-from benchmarks.records.read import Run, extra, metric, paired, runner, runs, values, verdict
+from benchmarks.records.read import Run, extra, metric, paired, runs, values, verdict
 from benchmarks.show.charts import Charts, Interval, bars_chart
 from benchmarks.show.tables import NO_ANSWER, framed
 from benchmarks.studies.patterns.subjects import FIRST_CALLS, MASK
@@ -61,9 +62,9 @@ def _summary(every: dict[Key, Ways], width: int | None) -> str:
     return f"{SUMMARY}\n\n{table(rows, headers, width, keys=2)}" if rows else ""
 
 
-def _fastest(ways: Ways) -> Run | None:
+def _fastest(ways: Ways, modes: Sequence[str] = (BOTH, FORWARD)) -> Run | None:
     """By forward and backward together; where nobody has a backward, by the forward."""
-    for mode in (BOTH, FORWARD):
+    for mode in modes:
         timed = [(run.best_ms(mode) or math.inf, way) for way, run in ways.items() if way != CONTROL and run.best(mode)]
         if timed:
             return ways[min(timed)[1]]
@@ -177,15 +178,15 @@ def charts(lines: list[Record]) -> Charts:
 
 def answer(lines: list[Record]) -> str:
     """What the narrowest window buys at the longest length."""
-    every = by_pattern(lines)
-    windows = [(length, name) for length, name in every if name == "window 256" and _fastest(every[length, name])]
+    windows = {}
+    for (length, name), ways in by_pattern(lines).items():
+        if name == "window 256" and (fastest := _fastest(ways, [FORWARD])):
+            windows[length] = fastest, paired(ways.get(CONTROL), fastest, FORWARD)
     if not windows:
         return NO_ANSWER
-    length, name = max(windows)
-    fastest = _fastest(every[length, name])
-    assert fastest is not None
-    times = paired(every[length, name].get(CONTROL), fastest, FORWARD)
+    length = max(windows)
+    fastest, times = windows[length]
     if times is None:
         return NO_ANSWER
     return (f"a window of 256 at S {length:,}: {times[0]:.1f} times as fast as causal attention "
-            f"({fastest.variant['way']}), on {runner(lines[0])['name']}")
+            f"({fastest.variant['way']}, forward)")
