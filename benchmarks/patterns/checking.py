@@ -37,6 +37,12 @@ def inputs_of(pattern: Pattern, shape: Shape, seed: int) -> list[Tensor]:
     return [t.requires_grad_() for t in (*made, *learned)]
 
 
+def gate_of(shape: Shape) -> float:
+    """The largest relative error of an output: its dtype's; of FP32 that of as many bits where TF32 is allowed."""
+    tf32 = shape.dtype == torch.float32 and shape.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return oracle.MODULE_GATES[torch.float16 if tf32 else shape.dtype]
+
+
 class Few(NamedTuple):
     """Heads that depend on each other and on no others: of queries, of keys, and of values and the result."""
     queries: slice
@@ -105,7 +111,7 @@ def check(attend: Attend, pattern: Pattern, shape: Shape, given: Sequence[Tensor
     """The same errors; raises Failed where one is beyond its gate, or no number."""
     found = errors(attend, pattern, shape, given, seed, backward)
     for what, error in found.items():
-        gate = oracle.MODULE_GATES[shape.dtype] * (1 if what == "output" else OF_GRADIENTS)
+        gate = gate_of(shape) * (1 if what == "output" else OF_GRADIENTS)
         if not error <= gate:
             raise Failed(f"the {what} is off by {error:.1e} against FP64, the gate is {gate:.1e}")
     return found

@@ -40,14 +40,19 @@ class Tried:
 
 @dataclass
 class PatternAttention:
-    """Call it on q, k and v. `way` is taken wherever it is given; else the fastest at each shape."""
+    """Call it on q, k and v. `way` is taken wherever it is given; else the fastest at each shape.
+
+    It computes in the dtype of q, as it was checked: autocast around it changes nothing.
+    """
     pattern: Pattern
     way: str | None = None
     tried: dict[Key, list[Tried]] = field(default_factory=dict)
 
     @torch.compiler.disable                # a model around it that is compiled calls it as it is
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.function(q, k, v)(q, k, v, *self.pattern.learned)
+        attend = self.function(q, k, v)
+        with torch.autocast(q.device.type, enabled=False):
+            return attend(q, k, v, *self.pattern.learned)
 
     def function(self, q: Tensor, k: Tensor, v: Tensor) -> Attend:
         """(q, k, v, *pattern.learned) -> the result, for tensors like these.

@@ -221,6 +221,19 @@ def test_the_gate_is_that_of_the_dtype(share, passes):
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("device, dtype, allowed, gate", [
+    ("cuda", torch.float32, True, 2e-3), ("cuda", torch.float32, False, 1e-5), ("cpu", torch.float32, True, 1e-5),
+    ("cuda", torch.bfloat16, True, 1.6e-2), ("cuda", torch.float64, True, 1e-9)])
+def test_fp32_may_be_off_by_tf32_where_that_is_allowed(device, dtype, allowed, gate):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    try:
+        assert checking.gate_of(shape(dtype=dtype, device=torch.device(device))) == gate
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("share, passes", [(0.8, True), (1.2, False)])
 def test_a_gradient_may_be_three_times_as_far(share, passes):
     gate = 3 * oracle.MODULE_GATES[torch.float32]
