@@ -333,9 +333,9 @@ def variable_length(pattern: Pattern, shape: Shape) -> Attend:
 
 
 def triton_kernel(pattern: Pattern, shape: Shape) -> Attend:
-    """Our own Triton kernel, where each query sees one range of keys and nothing is done to scores."""
-    if pattern.has_bias or pattern.cap is not None:
-        raise NotImplementedError("it takes ranges of keys alone: no bias, no cap")
+    """Our own Triton kernel, where each query sees one range of keys; with ALiBi or a cap, without a learned bias."""
+    if pattern.learned:
+        raise NotImplementedError("it has no gradient of a learned bias")
     if reason := _no_kernel_of_libraries(shape):
         raise NotImplementedError(reason)
     if shape.width not in (64, 128):
@@ -343,7 +343,8 @@ def triton_kernel(pattern: Pattern, shape: Shape) -> Attend:
     kernels = importlib.import_module("benchmarks.kernels.triton.interval_attention")      # imports Triton
     low, high = interval_of(pattern, shape.batch, shape.queries, shape.keys, shape.device)
     ends = kernels.intervals(low, high, shape.keys)
-    return lambda q, k, v: kernels.interval_attention(q, k, v, ends)
+    falls = slopes_of(shape.heads, shape.device).float() if pattern.alibi else None
+    return lambda q, k, v: kernels.interval_attention(q, k, v, ends, cap=pattern.cap, falls=falls)
 
 
 def _no_kernel_of_libraries(shape: Shape) -> str:

@@ -77,29 +77,35 @@ def given(S, G=H, dtype=torch.float16, width=D):
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do
 
 
-def plain(q, k, v, made):
+def plain(q, k, v, made, cap=None, falls=None):
     """As mathematics, zeros where a query sees nothing."""
     low, high = (t.to(q.device)[:, None, :, None] for t in made(q.size(2)))
     places = torch.arange(T, device=q.device)
     seen = (places >= low) & (places < high)
     repeated = q.size(1) // k.size(1)
     k, v = k.repeat_interleave(repeated, 1), v.repeat_interleave(repeated, 1)
-    scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~seen, -math.inf)
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    if falls is not None:
+        position = torch.arange(T - q.size(2), T, device=q.device)
+        scores = scores - falls.double()[:, None, None] * (position[:, None] - places).abs()
+    scores = scores.masked_fill(~seen, -math.inf)
     return scores.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0) @ v
 
 
-def errors(q, k, v, do, ends, made):
+def errors(q, k, v, do, ends, made, **options):
     """Of the output, dq, dk and dv, relative to FP64."""
-    o = interval_attention(q, k, v, ends)
+    o = interval_attention(q, k, v, ends, **options)
     found = [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
     wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    y = plain(*wide, made)
+    y = plain(*wide, made, **options)
     exact = [y.detach(), *torch.autograd.grad(y, wide, do.double())]
     return [oracle.relative_error(mine, right) for mine, right in zip(found, exact, strict=True)]
 
 
-def assert_right(tensors, made):
-    output, *gradients = errors(*tensors, ends_of(made, tensors[0].size(2)), made)
+def assert_right(tensors, made, **options):
+    output, *gradients = errors(*tensors, ends_of(made, tensors[0].size(2)), made, **options)
     gate = cases.GATES[tensors[0].dtype]
     assert output < gate and all(error < 2 * gate for error in gradients), (output, gradients)
 
@@ -115,6 +121,22 @@ def test_every_range_is_right(made, S, G):
 @pytest.mark.parametrize("width, dtype", [(128, torch.float16), (64, torch.bfloat16)])
 def test_widths_and_dtypes(width, dtype):
     assert_right(given(T, dtype=dtype, width=width), window)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("made", [full, window, nothing_at_the_end])
+@pytest.mark.parametrize("S, G", [(T, H), (70, 1)])
+@pytest.mark.parametrize("cap, falls", [(1.5, False), (None, True), (1.5, True)])
+def test_scores_that_are_capped_or_fall(made, S, G, cap, falls):
+    options = {"cap": cap, "falls": torch.tensor([0.5, 0.01], device=cases.DEVICE) if falls else None}
+    assert_right(given(S, G), made, **options)
+
+
+@pytest.mark.unit
+def test_a_large_cap_is_none():
+    q, k, v, do = given(T)
+    without, capped = (interval_attention(q, k, v, ends_of(window, T), cap=cap) for cap in (None, 1e4))
+    assert oracle.relative_error(capped.detach(), without.detach().double()) < cases.GATES[torch.float16]
 
 
 @pytest.mark.unit
@@ -178,8 +200,17 @@ def test_what_it_can_not_take_is_a_line(change, said):
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
-def test_a_scale_is_positive(scale):
+@pytest.mark.parametrize("number", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("name", ["scale", "cap"])
+def test_a_scale_and_a_cap_are_positive(name, number):
     q, k, v, _ = (t.detach() for t in given(T))
-    with pytest.raises(ValueError, match="give a positive number"):
-        interval_attention(q, k, v, ends_of(window, T), scale)
+    with pytest.raises(ValueError, match=f"{name} is .*: give a positive number"):
+        interval_attention(q, k, v, ends_of(window, T), **{name: number})
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("falls", [torch.ones(3), torch.ones(2, dtype=torch.float64)])
+def test_a_fall_is_one_number_a_head(falls):
+    q, k, v, _ = (t.detach() for t in given(T))
+    with pytest.raises(ValueError, match=r"give float32 \[2\]"):
+        interval_attention(q, k, v, ends_of(window, T), falls=falls)
