@@ -4,12 +4,12 @@
     python -m benchmarks patterns --pattern "window 256" --lengths 2048,16384
 
 Attention under each pattern (windows, a prefix, documents, padding, ALiBi, T5's bias, a soft cap, grouped queries, more
-keys than queries, differential attention): by hand, by scaled_dot_product_attention with a dense mask, the plain formula
+keys than queries, differential attention): by hand, by scaled_dot_product_attention with a dense mask, the formula
 compiled, FlexAttention, Transformer Engine, packed sequences and a Triton kernel, where they have it. Each is held
 against FP64 on a few heads. Then all of a pattern and a length are timed in shared rounds, forward and with their
-backward, beside plain causal attention of the same sizes. What is made beforehand has columns of its own: the mask, made
-a second time, and the first calls, which compile. Percent are of the limit by pairs that are seen and bytes that must
-move.
+backward, beside plain causal attention of the same sizes. What is made beforehand has columns of its own: the mask,
+made a second time, and the first calls, which compile. Percent are of the limit by pairs that are seen and bytes that
+must move.
 `from benchmarks.patterns import attention` gives the fastest of them for a model of one's own.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
