@@ -43,7 +43,8 @@ def ended(error: BaseException, foreign: bool = False) -> tuple[str, str]:
     (torch.OutOfMemoryError("CUDA out of memory"), "oom", "the peak"),
     (MemoryError(), "oom", "the peak"),
     (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "oom", "the peak"),
-    (of_the_compiler(ValueError("unsupported\nand more")), "failed", "torch.compile: backend='inductor' raised:"),
+    (of_the_compiler(ValueError("unsupported\nand more")), "failed",
+     "torch.compile: backend='inductor' raised: ValueError: unsupported"),
 ], ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "")
 def test_what_a_block_fails_by_is_its_status(error, status, reason):
     assert ended(error) == (status, reason)
