@@ -194,7 +194,7 @@ def sdpa(pattern: Pattern, shape: Shape) -> Attend:
 
 
 def _laid_out(strides: tuple[int, ...], dy: Tensor) -> Tensor:
-    """The gradient in the layout of the output: cuDNN's backward mistakes another one after it has seen the first."""
+    """The gradient in the layout of the output: with another one cuDNN's backward was seen to be wrong (torch 2.11)."""
     if dy.stride() == strides:
         return dy
     return torch.empty_strided(dy.shape, strides, dtype=dy.dtype, device=dy.device).copy_(dy)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.patterns.pattern import BUCKETS, Pattern, allowed_pairs, pattern_named, random_documents
-from benchmarks.patterns.ways import Attend, Shape, Way, sdpa
+from benchmarks.patterns.ways import SDPA, WAYS, Attend, Shape, Way
 from common.block import evidence
 from common.block.config import BlockConfig, dtype_name
 from common.block.workload import ATTENTION, BACKWARD, Operation, Workload
@@ -178,7 +178,7 @@ def rejected(made: Made, given: Sequence[Tensor]) -> dict[str, str]:
     """
     pattern, shape = made
     found: dict[str, str] = {}
-    attend = sdpa(pattern, shape)
+    attend = WAYS[SDPA](pattern, shape)
     for name, backend in BACKENDS.items() if shape.device.type == "cuda" else ():
         with warnings.catch_warnings(record=True) as caught, torch.no_grad(), sdpa_kernel(backend):
             warnings.simplefilter("always")
