@@ -21,9 +21,9 @@ from benchmarks.assistant.graph import (
     shape_of,
 )
 from benchmarks.assistant.normal import name_of
+from benchmarks.measure.calls import BLOCKING
 
 CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous")
-BLOCKED = -1e4                 # scores from here down get weights of zero, in FP64 too
 SOFTMAX = ("softmax", "_softmax")
 PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 
@@ -46,7 +46,7 @@ class Mask:
     @property
     def blocks_for_sure(self) -> bool:
         """Whether what it blocks is left out of the softmax, whatever the scores are."""
-        return self.value is not None and self.factor * self.value <= BLOCKED
+        return self.value is not None and self.factor * self.value <= BLOCKING
 
 
 @dataclass(frozen=True)
@@ -398,7 +398,7 @@ def is_causal(mask: Mask, values: Tensor, length: int) -> bool:
     if not values.is_floating_point():
         return False
     allowed, blocked = values.masked_select(visible), values.masked_select(~visible)
-    return bool((allowed == 0).all()) and bool((mask.factor * blocked <= BLOCKED).all())
+    return bool((allowed == 0).all()) and bool((mask.factor * blocked <= BLOCKING).all())
 
 
 def infinite(mask: Mask) -> bool:

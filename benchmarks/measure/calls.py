@@ -15,7 +15,7 @@ from common.outcome import Failed
 
 TF32_EPSILON = 2.0**-10                    # it has ten bits of mantissa
 PERTURBATIONS = 8                          # runs whose inputs are off by a rounding
-BLOCKING = -1e4                            # what a mask adds to a score so that softmax gives it nothing, at most
+BLOCKING = -1e4                            # added to a score it leaves a weight of zero, in FP64 too; so does less
 
 # --------------------------------------------------------------------------------------------------- inputs and outputs
 
@@ -133,10 +133,11 @@ def takes_gradient(t: Tensor) -> bool:
 def floating_masks(tensors: Sequence[Tensor]) -> list[bool]:
     """Whether each is a floating mask: its values are 0 and 1, or 0 and at most `BLOCKING`, and both kinds occur.
 
-    None is one where all would be: then they are the data.
+    Beside nothing but boolean masks none is one: then they are the data.
     """
     found = [_has_the_values_of_a_mask(t) for t in tensors]
-    return [False] * len(found) if all(found) else found
+    has_data = any(not is_mask and t.dtype != torch.bool for t, is_mask in zip(tensors, found, strict=True))
+    return found if has_data else [False] * len(found)
 
 
 def _has_the_values_of_a_mask(t: Tensor) -> bool:

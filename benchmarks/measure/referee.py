@@ -144,8 +144,9 @@ class Refresher:
         device = tensors[0].device if tensors else torch.device("cpu")
         self.numbers = torch.Generator().manual_seed(unguessable_seed())
         self.noise = torch.Generator(device).manual_seed(unguessable_seed())
-        self.changing = [not is_mask and _can_change(t) for t, is_mask in zip(tensors, floating_masks(tensors),
-                                                                              strict=True)]
+        can_change = list(map(_can_change, tensors))
+        without_masks = [can and not is_mask for can, is_mask in zip(can_change, floating_masks(tensors), strict=True)]
+        self.changing = without_masks if any(without_masks) else can_change      # or an answer from memory would do
         largest = max((t.nbytes for t in tensors), default=1)
         self.ahead = max(1, min(MOST_AHEAD, BYTES_AHEAD // max(1, largest)))
         self.made: list[list[Tensor]] = []               # values for the next calls, of every tensor

@@ -1,8 +1,8 @@
 """Which keys each query sees, and what is done to its scores before the softmax, as one value.
 
-A pattern says it in three forms that the ways to compute it need. `allows` is a predicate of positions (a dense mask,
-FlexAttention), `interval` gives the first key that a query sees and the one behind the last (block-sparse kernels), and
-its fields are what libraries take. `q` and `k` count from zero. Where keys are longer than queries, the last query
+The ways to compute it need it in three forms: as a predicate of positions (`mask_of`: a dense mask, FlexAttention), as
+the first key that a query sees and the one behind the last (`interval_of`: block-sparse kernels), and as the fields
+themselves, which libraries take. Where keys are longer than queries, the last query
 stands beside the last key, as in decoding; `scaled_dot_product_attention(is_causal=True)` aligns the first ones.
 """
 import math
@@ -213,8 +213,7 @@ NAMED: Mapping[str, Mapping[str, bool]] = {        # name -> what it fixes
 }
 NEEDED: Mapping[str, Sequence[str]] = {            # name -> what a person must give
     "sliding_window": ("window",), "prefix": ("prefix",), "documents": ("documents",), "key_padding": ("lengths",),
-    "relative_bias": ("table",), "soft_cap": ("cap",),
-    "differential": ("differential",)}
+    "relative_bias": ("table",), "soft_cap": ("cap",), "differential": ("differential",)}
 
 
 def pattern_named(name: str, **options) -> Pattern:

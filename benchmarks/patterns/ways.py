@@ -270,7 +270,7 @@ def _compiled_flex(attend: Attend) -> Attend:
 
 def transformer_engine(pattern: Pattern, shape: Shape) -> Attend:
     """Transformer Engine's attention, where causal, a window or ALiBi is all there is."""
-    if reason := _no_kernel_of_libraries(shape):
+    if reason := _why_no_kernel(shape):
         raise NotImplementedError(reason)
     if pattern.prefix or pattern.documents or pattern.lengths or pattern.table is not None or pattern.cap is not None:
         raise NotImplementedError("it takes a window and ALiBi, no such pattern")
@@ -297,7 +297,7 @@ def transformer_engine(pattern: Pattern, shape: Shape) -> Attend:
 
 def variable_length(pattern: Pattern, shape: Shape) -> Attend:
     """torch's `varlen_attn` on packed sequences: documents are as many, padding is left out; a window besides."""
-    if reason := _no_kernel_of_libraries(shape):
+    if reason := _why_no_kernel(shape):
         raise NotImplementedError(reason)
     if pattern.prefix or pattern.has_bias or pattern.cap is not None:
         raise NotImplementedError("it takes lengths and a window, no such pattern")
@@ -336,7 +336,7 @@ def triton_kernel(pattern: Pattern, shape: Shape) -> Attend:
     """Our own Triton kernel, where each query sees one range of keys; with ALiBi or a cap, without a learned bias."""
     if pattern.learned:
         raise NotImplementedError("it has no gradient of a learned bias")
-    if reason := _no_kernel_of_libraries(shape):
+    if reason := _why_no_kernel(shape):
         raise NotImplementedError(reason)
     if shape.width not in (64, 128):
         raise NotImplementedError(f"it takes heads 64 or 128 wide, not {shape.width}")
@@ -347,7 +347,7 @@ def triton_kernel(pattern: Pattern, shape: Shape) -> Attend:
     return lambda q, k, v: kernels.interval_attention(q, k, v, ends, cap=pattern.cap, falls=falls)
 
 
-def _no_kernel_of_libraries(shape: Shape) -> str:
+def _why_no_kernel(shape: Shape) -> str:
     """Why kernels for 16 bits and one width can't take these tensors; "" where they can."""
     if shape.device.type != "cuda":
         return "its kernels run on a GPU alone"

@@ -14,7 +14,7 @@ must move.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -46,27 +46,11 @@ from common.runtime.iteration import LAUNCHES
 # ----------------------------------------------------------------------------------------------------------- the cases
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What decides, beside a pattern and a length, which tensors there are."""
-    config: BlockConfig
-    device: torch.device
+def case(name: str, way: str, made: Made, config: BlockConfig, beside: str = "") -> Case:
+    """A pattern by one way; or the control, `beside` another pattern."""
+    pattern, shape = made
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of q, k and v."""
-        return self.config.amp_dtype or torch.float32
-
-    def made(self, name: str, length: int) -> Made:
-        """A pattern at a length. Raises ValueError where it means nothing there."""
-        return PATTERNS[name].at(length, self.config, self.dtype, self.device)
-
-
-def case(name: str, way: str, length: int, sizes: Sizes, missing: str = "", beside: str = "") -> Case:
-    """A pattern by one way at a length; or the control, `beside` another pattern."""
     def prepare(setting: Setting, result: Result) -> PatternSubject:
-        made = sizes.made(name, length)
-        pattern, shape = made
         has_backward = not why_no_backward(way, setting.device)
         setting.say(Phase.BUILDING)
         attend, mask_ms = built(WAYS[way], made)
@@ -84,21 +68,22 @@ def case(name: str, way: str, length: int, sizes: Sizes, missing: str = "", besi
             dy = checking.cotangent(attend(*given), setting.seed + 1)
         return PatternSubject(attend, given, made, dy, has_backward, seen)
 
-    workload = None if missing else workload_of(*sizes.made(name, length))
-    variant = {"length": length, "way": way} | ({"beside": beside} if beside else {})
-    return Case(tables.CONTROL if beside else name, prepare, sizes.config, parameter_dtype=sizes.dtype,
-                missing=missing, variant=variant, workload=workload,
-                that_fits=lambda total: "give shorter ones by --lengths")
+    variant = {"length": shape.queries, "way": way} | ({"beside": beside} if beside else {})
+    return Case(tables.CONTROL if beside else name, prepare, config, parameter_dtype=shape.dtype, variant=variant,
+                workload=workload_of(*made), that_fits=lambda total: "give shorter ones by --lengths")
 
 
-def group(name: str, length: int, sizes: Sizes) -> Group:
-    """All ways of a pattern at a length, and causal attention beside them."""
+def group(name: str, length: int, config: BlockConfig, device: torch.device) -> Group:
+    """All ways of a pattern at a length, and causal attention beside them; one row where it is none at that length."""
+    dtype = config.amp_dtype or torch.float32
+    causal = PATTERNS["causal"].at(length, config, dtype, device)
     try:
-        sizes.made(name, length)
+        made = PATTERNS[name].at(length, config, dtype, device)
     except ValueError as error:
-        return Group([case(name, "every way", length, sizes, str(error))])
-    cases = [case(name, way, length, sizes) for way in WAYS]
-    control = case("causal", SDPA, length, sizes, beside=name)
+        missing = replace(case(name, "every way", causal, config), workload=None, missing=str(error))
+        return Group([missing])
+    cases = [case(name, way, made, config) for way in WAYS]
+    control = case("causal", SDPA, causal, config, beside=name)
     return Group([*cases, control], calibrated=False, watched=False, may_not_fit=True, timed=finish, clock=_clock)
 
 
@@ -111,10 +96,9 @@ def _clock(device: torch.device) -> timing.Clock:
 
 def groups(options: Options) -> Iterator[Group]:
     """One group a pattern and length."""
-    sizes = Sizes(options.config, options.device)
     for length in options.lengths:
         for name in options.pattern or PATTERNS:
-            yield group(name, length, sizes)
+            yield group(name, length, options.config, options.device)
 
 
 # ------------------------------------------------------------------------------------------------------- how it is run

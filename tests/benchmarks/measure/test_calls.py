@@ -31,6 +31,8 @@ def test_what_takes_no_gradient_anyway_is_no_floating_mask(dtype):
 def test_where_all_are_masks_they_are_the_data():
     spikes = torch.tensor([[0.0, 1.0]])
     assert floating_masks([spikes, 1 - spikes]) == [False, False]
+    assert floating_masks([spikes, spikes == 1]) == [False, False]
+    assert floating_masks([spikes, torch.tensor([3])]) == [True, False]
     assert Inputs.of(spikes).as_trained().args[0].requires_grad
 
 

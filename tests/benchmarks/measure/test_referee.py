@@ -156,6 +156,16 @@ def test_a_fresh_input_has_the_size_and_the_range_of_the_one_before(base):
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("other", [torch.tensor([3]), torch.tensor([[True, False]])])
+def test_a_mask_changes_where_nothing_else_can(other):
+    """Else an answer from memory would do."""
+    spikes = torch.tensor([[0.0, 1.0]]).repeat(1, 100)     # some of them get another value, not all
+    tensors = [spikes.clone(), other.clone()]
+    referee.Refresher(tensors).refresh()
+    assert not torch.equal(tensors[0], spikes) and torch.equal(tensors[1], other)
+
+
+@pytest.mark.unit
 def test_an_input_of_zeros_gets_other_values():
     tensors = [torch.zeros(3, 4)]
     referee.Refresher(tensors).refresh()

@@ -344,4 +344,6 @@ def test_each_way_is_right_on_a_gpu(way, pattern):
         try:
             checked(way, pattern, where)
         except NotImplementedError as reason:
-            assert str(reason)
+            may_lack_it = {ways.TE: True, ways.VARLEN: True, ways.SDPA: pattern.cap is not None,
+                           ways.TRITON: bool(pattern.learned)}
+            assert may_lack_it.get(way), reason

@@ -89,10 +89,9 @@ def test_the_reason_is_that_of_the_backend_which_is_on():
 
 @unit
 def test_a_pattern_that_is_none_at_a_length_is_one_row():
-    sizes = patterns.Sizes(CONFIG, CPU)
-    (only,) = patterns.group("window 256", 64, sizes).cases
+    (only,) = patterns.group("window 256", 64, CONFIG, CPU).cases
     assert "it would be causal" in only.missing
-    cases = patterns.group("prefix", 64, sizes).cases
+    cases = patterns.group("prefix", 64, CONFIG, CPU).cases
     assert [case.variant["way"] for case in cases] == [*WAYS, SDPA]
     assert cases[-1].name == CONTROL and cases[-1].variant["beside"] == "prefix"
 
