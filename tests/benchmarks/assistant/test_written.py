@@ -69,8 +69,9 @@ def project(tmp_path, monkeypatch):
         path.parent.mkdir(exist_ok=True)
         path.write_text(textwrap.dedent(text))
     yield tmp_path
-    for name in set(sys.modules) - set(before):
-        del sys.modules[name]
+    for name in set(sys.modules) - set(before):            # torch imports some of its own late, and only once
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
     sys.modules.update(before)
 
 
