@@ -1,5 +1,6 @@
 """A function of a person's file, wherever that lies: it imports its neighbours as a script in that folder would."""
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,7 +68,7 @@ def load(target: str) -> Source:
     name, _, function = target.rpartition(":")
     if not name:
         raise Told(f"{target}: give FILE:FUNCTION, my_model.py:build say")
-    path = Path(name).absolute()
+    path = Path(os.path.abspath(name))                     # without "..": places are compared by their files
     if not path.is_file():
         raise Told(f"{name}: there is no such file")
     return Source(path, function)

@@ -72,7 +72,7 @@ def innermost(trace: str) -> Place | None:
         if frame["file"].startswith(OURS):
             place = None                                   # before it somebody called the suite
         elif not frame["file"].startswith(WRAPPERS):
-            place = Place(frame["file"], int(frame["line"]))
+            place = Place(os.path.abspath(frame["file"]), int(frame["line"]))      # as a trace of the call has it
     return place
 
 

@@ -9,7 +9,10 @@ import pytest
 
 from benchmarks.assistant import look
 from benchmarks.assistant.loading import load
+from benchmarks.assistant.program import read
 from benchmarks.assistant.project import ROOT
+from benchmarks.assistant.techniques import sdpa
+from benchmarks.measure.calls import Inputs
 from common.outcome import Told
 
 FILES = {
@@ -85,14 +88,15 @@ def test_a_project_with_packages_of_the_same_names_finds_its_own(project):
 
 
 @pytest.fixture
-def imports(monkeypatch):
+def imports(monkeypatch, tmp_path):
     """What loading somebody's project changes is put back."""
     monkeypatch.setattr(builtins, "__import__", builtins.__import__)
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = dict(sys.modules)
     yield
-    for name in set(sys.modules) - set(before):
-        del sys.modules[name]
+    for name in set(sys.modules) - set(before):            # torch imports some of its own late, and only once
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
     sys.modules.update(before)
 
 
@@ -111,3 +115,27 @@ def test_a_file_may_be_called_as_a_module_of_this_suite(project, imports):
     (project / "benchmarks.py").write_text(text)
     model, (x,) = load(f"{project}/benchmarks.py:build")()
     assert model(x).shape == (4, 32) and sys.modules["benchmarks"] is ours
+
+
+ATTENTION = """
+import torch
+from torch import nn
+
+class ByHand(nn.Module):
+    def forward(self, q, k, v):
+        weights = torch.softmax(q @ k.mT / 4, dim=-1)
+        return weights @ v
+
+def build():
+    return ByHand(), tuple(torch.randn(1, 2, 8, 16) for _ in range(3))
+"""
+
+
+@pytest.mark.integration
+def test_a_file_that_is_named_with_dots_is_read_once(imports, tmp_path):
+    """Its lines are the same ones to Dynamo and to the trace: the softmax is in the graph, and nowhere else."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "by_hand.py").write_text(ATTENTION)
+    model, inputs = load(f"{tmp_path}/inner/../by_hand.py:build")()
+    (found,) = sdpa.find(read(model, Inputs.of(inputs)))
+    assert found.place.name == "by_hand.py:7-8" and not found.why_not
