@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.patterns.pattern import Pattern
-from benchmarks.patterns.ways import Attend, Bias, Shape, dense_mask, formula
+from benchmarks.patterns.ways import Attend, Bias, Shape, dense_mask, formula, spread
 from common.block import oracle
 from common.outcome import Failed
 
@@ -128,14 +128,18 @@ def _exact(pattern: Pattern, shape: Shape, given: Sequence[Tensor], dy: Tensor, 
         mask = mask.expand(-1, -1, shape.queries, -1)      # of padding it has one row, for all queries
     if added is not None and added.slopes is not None:
         added = replace(added, slopes=added.slopes[few.queries].double())
-    rows = max(1, PIECE // (shape.batch * leaves[0].size(1) * shape.keys))
+    queries, keys = shape.queries, shape.keys
+    rows = max(1, PIECE // (shape.batch * leaves[0].size(1) * keys))
     outputs = []
     with torch.set_grad_enabled(backward):
-        for begin in range(0, shape.queries, rows):
-            some = slice(begin, begin + rows)
+        for begin in range(0, queries, rows):
+            end = min(begin + rows, queries)
+            some = slice(begin, end)
             q, k, v = leaves[0][:, :, some], *leaves[1:3]
-            y = _truth(pattern, q, k, v, None if mask is None else mask[:, :, some],
-                       None if added is None else added(*leaves[3:])[:, :, some])
+            bias = None
+            if added is not None:
+                bias = spread(added.by_distance(*leaves[3:])[:, queries - end:queries - begin + keys - 1], keys)
+            y = _truth(pattern, q, k, v, None if mask is None else mask[:, :, some], bias)
             if backward:
                 (y * dy[:, few.results, some].double()).sum().backward()
             outputs.append(y.detach())

@@ -94,7 +94,11 @@ def _evaluated(allows: MaskMod, pattern: Pattern, shape: Shape) -> Tensor:
 
 @dataclass(frozen=True)
 class Bias:
-    """What is added to scores: by slopes, or by what is learned for each bucket. Call it on what is learned."""
+    """What is added to scores. It depends on the distance of key and query alone, so it is kept as one row a head.
+
+    Indexing [heads, queries, keys] would give the same, but its gradient would add up queries * keys numbers into a
+    few buckets, one after the other.
+    """
     shape: Shape
     slopes: Tensor | None                  # [heads]
     buckets: Tensor | None                 # [queries + keys - 1], of k - q + queries - 1
@@ -108,15 +112,22 @@ class Bias:
             return cls(shape, None, buckets_of(shape.queries, shape.keys, pattern.causal, shape.device))
         return None
 
-    def __call__(self, *learned: Tensor) -> Tensor:
-        """[1, heads, queries, keys], in FP32 or wider."""
-        shape = self.shape
-        _, _, q, k = _positions(1, 1, shape.queries, shape.keys, shape.device)
+    def by_distance(self, *learned: Tensor) -> Tensor:
+        """[heads, queries + keys - 1], of k - q + queries - 1, in FP32 or wider."""
         if self.slopes is not None:
-            return -self.slopes[None, :, None, None] * (q + shape.keys - shape.queries - k).abs()
+            distance = torch.arange(1 - self.shape.keys, self.shape.queries, device=self.shape.device).abs()
+            return -self.slopes[:, None] * distance
         assert self.buckets is not None
-        places = self.buckets[(k - q + shape.queries - 1)[0, 0]]
-        return learned[0].mT[:, places][None]              # contiguous, unlike table[places].permute(2, 0, 1)
+        return learned[0].mT[:, self.buckets]
+
+    def __call__(self, *learned: Tensor) -> Tensor:
+        """[1, heads, queries, keys] in the dtype of the inputs."""
+        return spread(self.by_distance(*learned).to(self.shape.dtype), self.shape.keys)
+
+
+def spread(by_distance: Tensor, keys: int) -> Tensor:
+    """[1, heads, queries, keys] of `Bias.by_distance`: the row of a query begins one place before that of the last."""
+    return by_distance.unfold(-1, keys, 1).flip(1)[None]
 
 
 def formula(pattern: Pattern, shape: Shape, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
@@ -129,7 +140,7 @@ def formula(pattern: Pattern, shape: Shape, q: Tensor, k: Tensor, v: Tensor, mas
     if pattern.cap is not None:
         scores = pattern.cap * torch.tanh(scores / pattern.cap)
     if bias is not None:
-        scores = scores + bias.to(scores.dtype)
+        scores = scores + bias
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     weights = scores.softmax(-1)
@@ -182,10 +193,10 @@ def sdpa(pattern: Pattern, shape: Shape) -> Attend:
         seen = dense_mask(pattern, shape)
         blind = None if seen is None else ~seen.any(-1, keepdim=True)
     mask, added = _mask_of_sdpa(pattern, shape, blind), Bias.of(pattern, shape)
-    kept = mask if added is None or pattern.learned else _masked(added(), mask, shape)
+    kept = mask if added is None or pattern.learned else _masked(added(), mask)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *learned: Tensor) -> Tensor:
-        attn_mask = _masked(added(*learned), mask, shape) if added is not None and learned else kept
+        attn_mask = _masked(added(*learned), mask) if added is not None and learned else kept
         y = F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, **options)
         if y.requires_grad and y.is_cuda:
             y.register_hook(functools.partial(_laid_out, y.stride()))
@@ -211,9 +222,8 @@ def _mask_of_sdpa(pattern: Pattern, shape: Shape, blind: Tensor | None) -> Tenso
     return mask if mask is None or blind is None else mask | blind
 
 
-def _masked(bias: Tensor, mask: Tensor | None, shape: Shape) -> Tensor:
-    """[batch or 1, heads, queries, keys] in the dtype of the inputs, -inf where nothing is seen."""
-    bias = bias.to(shape.dtype)
+def _masked(bias: Tensor, mask: Tensor | None) -> Tensor:
+    """[batch or 1, heads, queries, keys], -inf where nothing is seen."""
     return bias if mask is None else bias.masked_fill(~mask, float("-inf"))
 
 
@@ -241,19 +251,22 @@ def flex(pattern: Pattern, shape: Shape) -> Attend:
         def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return flex_attention(q, k, v, block_mask=blocks, **options)
         return _compiled_flex(plain)
-    slopes, buckets = (None, None) if added is None else (added.slopes, added.buckets)
+    slopes = None if added is None else added.slopes
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *learned: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *by_distance: Tensor) -> Tensor:
         def modify(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
             if cap is not None:
                 score = cap * torch.tanh(score / cap)
             if slopes is not None:
                 score = score - slopes[h] * (query + ahead - key).abs()
-            if buckets is not None:
-                score = score + learned[0][buckets[key - query + queries - 1], h]
+            if by_distance:
+                score = score + by_distance[0][h, key - query + queries - 1]
             return score
         return flex_attention(q, k, v, modify, blocks, **options)
-    return _compiled_flex(attend)
+    faster = _compiled_flex(attend)
+    if added is None or not pattern.learned:
+        return faster
+    return lambda q, k, v, table: faster(q, k, v, added.by_distance(table))        # it takes memory, no expression
 
 
 def _compiled_flex(attend: Attend) -> Attend:
