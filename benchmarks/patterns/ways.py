@@ -243,10 +243,8 @@ def flex(pattern: Pattern, shape: Shape) -> Attend:
     """FlexAttention, compiled; its block mask is kept."""
     _require_compiler(shape.device)
     blocks, added, cap = block_mask(pattern, shape), Bias.of(pattern, shape), pattern.cap
-    queries, ahead, repeated = shape.queries, shape.keys - shape.queries, shape.heads // shape.kv_heads
-    options: dict[str, Any] = {"enable_gqa": repeated > 1}
-    if shape.device.type == "cuda" and queries < 128 < queries * repeated:         # no decoding kernel has such a tile
-        options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
+    queries, ahead = shape.queries, shape.keys - shape.queries
+    options: dict[str, Any] = {"enable_gqa": shape.heads > shape.kv_heads, "kernel_options": _kernel_options(shape)}
     if added is None and cap is None:
         def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return flex_attention(q, k, v, block_mask=blocks, **options)
@@ -267,6 +265,18 @@ def flex(pattern: Pattern, shape: Shape) -> Attend:
     if added is None or not pattern.learned:
         return faster
     return lambda q, k, v, table: faster(q, k, v, added.by_distance(table))        # it takes memory, no expression
+
+
+def _kernel_options(shape: Shape) -> dict[str, Any]:
+    """What its own choice of tiles does not see to."""
+    options: dict[str, Any] = {}
+    if shape.device.type != "cuda":
+        return options
+    if shape.queries < 128 < shape.queries * shape.heads // shape.kv_heads:        # no decoding kernel has such a tile
+        options["FORCE_USE_FLEX_ATTENTION"] = True
+    if shape.of_values > 128:
+        options["bwd_num_stages"] = 1                      # with more, the tiles do not fit into shared memory
+    return options
 
 
 def _compiled_flex(attend: Attend) -> Attend:
