@@ -109,7 +109,11 @@ def _apart_by_layout(attend: Attend, given: Sequence[Tensor], dy: Tensor, found:
 def check(attend: Attend, pattern: Pattern, shape: Shape, given: Sequence[Tensor], seed: int, backward: bool = True
           ) -> dict[str, float]:
     """The same errors; raises Failed where one is beyond its gate, or no number."""
-    found = errors(attend, pattern, shape, given, seed, backward)
+    return gated(errors(attend, pattern, shape, given, seed, backward), shape)
+
+
+def gated(found: dict[str, float], shape: Shape) -> dict[str, float]:
+    """The errors as they are; raises Failed where one is beyond its gate, or no number."""
     for what, error in found.items():
         gate = gate_of(shape) * (1 if what == "output" else OF_GRADIENTS)
         if not error <= gate:

@@ -163,7 +163,7 @@ def by_hand(pattern: Pattern, shape: Shape) -> Attend:
 
 def compiled(pattern: Pattern, shape: Shape) -> Attend:
     """The same formula, its mask and bias computed inside, by torch.compile."""
-    _require_compiler(shape.device)
+    require_compiler(shape.device)
     allows, added = mask_of(pattern, shape.queries, shape.keys, shape.device), Bias.of(pattern, shape)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *learned: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def compiled(pattern: Pattern, shape: Shape) -> Attend:
     return torch.compile(attend, fullgraph=True, dynamic=False)
 
 
-def _require_compiler(device: torch.device) -> None:
+def require_compiler(device: torch.device) -> None:
     """Raise NotImplementedError where torch.compile can't work; let it compile as many as there are."""
     if reason := compiler.missing(device):
         raise NotImplementedError(reason)
@@ -241,7 +241,7 @@ def block_mask(pattern: Pattern, shape: Shape) -> BlockMask | None:
 
 def flex(pattern: Pattern, shape: Shape) -> Attend:
     """FlexAttention, compiled; its block mask is kept."""
-    _require_compiler(shape.device)
+    require_compiler(shape.device)
     blocks, added, cap = block_mask(pattern, shape), Bias.of(pattern, shape), pattern.cap
     queries, ahead = shape.queries, shape.keys - shape.queries
     options: dict[str, Any] = {"enable_gqa": shape.heads > shape.kv_heads, "kernel_options": _kernel_options(shape)}
@@ -293,7 +293,7 @@ def _compiled_flex(attend: Attend) -> Attend:
 
 def transformer_engine(pattern: Pattern, shape: Shape) -> Attend:
     """Transformer Engine's attention, where causal, a window or ALiBi is all there is."""
-    if reason := _why_no_kernel(shape):
+    if reason := why_no_kernel(shape):
         raise NotImplementedError(reason)
     if pattern.prefix or pattern.documents or pattern.lengths or pattern.table is not None or pattern.cap is not None:
         raise NotImplementedError("it takes a window and ALiBi, no such pattern")
@@ -320,7 +320,7 @@ def transformer_engine(pattern: Pattern, shape: Shape) -> Attend:
 
 def variable_length(pattern: Pattern, shape: Shape) -> Attend:
     """torch's `varlen_attn` on packed sequences: documents are as many, padding is left out; a window besides."""
-    if reason := _why_no_kernel(shape):
+    if reason := why_no_kernel(shape):
         raise NotImplementedError(reason)
     if pattern.prefix or pattern.has_bias or pattern.cap is not None:
         raise NotImplementedError("it takes lengths and a window, no such pattern")
@@ -359,7 +359,7 @@ def triton_kernel(pattern: Pattern, shape: Shape) -> Attend:
     """Our own Triton kernel, where each query sees one range of keys; with ALiBi or a cap, without a learned bias."""
     if pattern.learned:
         raise NotImplementedError("it has no gradient of a learned bias")
-    if reason := _why_no_kernel(shape):
+    if reason := why_no_kernel(shape):
         raise NotImplementedError(reason)
     if shape.width not in (64, 128):
         raise NotImplementedError(f"it takes heads 64 or 128 wide, not {shape.width}")
@@ -370,7 +370,7 @@ def triton_kernel(pattern: Pattern, shape: Shape) -> Attend:
     return lambda q, k, v: kernels.interval_attention(q, k, v, ends, cap=pattern.cap, falls=falls)
 
 
-def _why_no_kernel(shape: Shape) -> str:
+def why_no_kernel(shape: Shape) -> str:
     """Why kernels for 16 bits and one width can't take these tensors; "" where they can."""
     if shape.device.type != "cuda":
         return "its kernels run on a GPU alone"

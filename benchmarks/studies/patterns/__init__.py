@@ -4,12 +4,13 @@
     python -m benchmarks patterns --pattern "window 256" --lengths 2048,16384
 
 Attention under each pattern (windows, a prefix, documents, padding, ALiBi, T5's bias, a soft cap, grouped queries, more
-keys than queries, differential attention): by hand, by scaled_dot_product_attention with a dense mask, the formula
-compiled, FlexAttention, Transformer Engine, packed sequences and a Triton kernel, where they have it. Each is held
-against FP64 on a few heads. Then all of a pattern and a length are timed in shared rounds, forward and with their
-backward, beside plain causal attention of the same sizes. What is made beforehand has columns of its own: the mask,
-made a second time, and the first calls, which compile. Percent are of the limit by pairs that are seen and bytes that
-must move.
+keys than queries, differential attention), and a decode step over a paged cache: by hand, by
+scaled_dot_product_attention with a dense mask, the formula compiled, FlexAttention, Transformer Engine, packed
+sequences and a Triton kernel, where they have it. Each is held against FP64 on a few heads. Then all of a pattern and a
+length are timed in shared rounds, forward and with their backward, beside plain causal attention of the same sizes (a
+decode step beside one over a full cache in one piece). What is made beforehand has columns of its own: the mask, made a
+second time, and the first calls, which compile. Percent are of the limit by pairs that are seen and bytes that must
+move.
 `from benchmarks.patterns import attention` gives the fastest of them for a model of one's own.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
@@ -20,20 +21,19 @@ import torch
 
 from benchmarks.measure.options import numbers
 from benchmarks.patterns import checking
-from benchmarks.patterns.ways import SDPA, WAYS, why_no_backward
+from benchmarks.patterns.ways import SDPA, WAYS
 from benchmarks.show.study import Options, Study, open_session, register, show
 from benchmarks.studies.patterns import tables
 from benchmarks.studies.patterns.subjects import (
     PATTERNS,
     Beforehand,
-    Made,
     PatternSubject,
+    Task,
     built,
     finish,
     first_calls,
     kernel_of,
     rejected,
-    workload_of,
 )
 from common.block.config import BlockConfig
 from common.command_line import Parser
@@ -46,44 +46,42 @@ from common.runtime.iteration import LAUNCHES
 # ----------------------------------------------------------------------------------------------------------- the cases
 
 
-def case(name: str, way: str, made: Made, config: BlockConfig, beside: str = "") -> Case:
-    """A pattern by one way; or the control, `beside` another pattern."""
-    pattern, shape = made
-
+def case(name: str, way: str, task: Task, config: BlockConfig, beside: str = "", length: int | None = None) -> Case:
+    """A row by one way; or the control, `beside` another row of that length."""
     def prepare(setting: Setting, result: Result) -> PatternSubject:
-        has_backward = not why_no_backward(way, setting.device)
+        has_backward = task.has_backward(way)
         setting.say(Phase.BUILDING)
-        attend, mask_ms = built(WAYS[way], made)
-        given = checking.inputs_of(pattern, shape, setting.seed)
+        attend, mask_ms = built(way, task)
+        given = task.inputs(setting.seed)
         if not has_backward:
             given = [t.detach() for t in given]
         setting.say(Phase.COMPILING)
         seen = Beforehand(mask_ms, first_calls(attend, given, has_backward, setting.device))
         setting.say(Phase.CHECKING)
-        errors = checking.check(attend, pattern, shape, given, setting.seed + 1, has_backward)
+        errors = task.check(attend, given, setting.seed + 1, has_backward)
         result.errors = {what: (error, None) for what, error in errors.items()}
         if way == SDPA:
-            seen = replace(seen, kernel=kernel_of(attend, given, setting.device), rejected=rejected(made, given))
+            seen = replace(seen, kernel=kernel_of(attend, given, setting.device), rejected=rejected(task, given))
         with torch.no_grad():
             dy = checking.cotangent(attend(*given), setting.seed + 1)
-        return PatternSubject(attend, given, made, dy, has_backward, seen)
+        return PatternSubject(attend, given, task, dy, has_backward, seen)
 
-    variant = {"length": shape.queries, "way": way} | ({"beside": beside} if beside else {})
-    return Case(tables.CONTROL if beside else name, prepare, config, parameter_dtype=shape.dtype, variant=variant,
-                workload=workload_of(*made), that_fits=lambda total: "give shorter ones by --lengths")
+    variant = {"length": length or task.length, "way": way} | ({"beside": beside} if beside else {})
+    return Case(tables.CONTROL if beside else name, prepare, config, parameter_dtype=task.shape.dtype, variant=variant,
+                workload=task.workload(), that_fits=lambda total: "give shorter ones by --lengths")
 
 
 def group(name: str, length: int, config: BlockConfig, device: torch.device) -> Group:
     """All ways of a pattern at a length, and causal attention beside them; one row where it is none at that length."""
     dtype = config.amp_dtype or torch.float32
-    causal = PATTERNS["causal"].at(length, config, dtype, device)
     try:
-        made = PATTERNS[name].at(length, config, dtype, device)
+        task = PATTERNS[name].at(length, config, dtype, device)
     except ValueError as error:
+        causal = PATTERNS["causal"].at(length, config, dtype, device)
         missing = replace(case(name, "every way", causal, config), workload=None, missing=str(error))
         return Group([missing])
-    cases = [case(name, way, made, config) for way in WAYS]
-    control = case("causal", SDPA, causal, config, beside=name)
+    cases = [case(name, way, task, config) for way in WAYS]
+    control = case(name, SDPA, task.control(), config, beside=name, length=length)
     return Group([*cases, control], calibrated=False, watched=False, may_not_fit=True, timed=finish, clock=_clock)
 
 

@@ -36,14 +36,40 @@ def parsed(*argv: str):
 
 
 @unit
-@pytest.mark.parametrize("name", subjects.PATTERNS)
+@pytest.mark.parametrize("name", [name for name in subjects.PATTERNS if name != "paged decode"])
 @pytest.mark.parametrize("length", [1025, 1280])
 def test_every_pattern_is_one_at_a_length(name, length):
-    pattern, shape = subjects.PATTERNS[name].at(length, BlockConfig(1, 2 * length, 64, 4), torch.float32, CPU)
-    assert (shape.batch, shape.heads, shape.queries, shape.width) == (2, 4, length, 16)
+    task = subjects.PATTERNS[name].at(length, BlockConfig(1, 2 * length, 64, 4), torch.float32, CPU)
+    shape = task.shape
+    assert (shape.batch, shape.heads, shape.queries, shape.width, task.length) == (2, 4, length, 16, length)
     assert shape.keys == length * (2 if name == "cross-attention" else 1)
     assert shape.kv_heads == (1 if name == "grouped queries" else 4)
-    pattern.check(2, 4, shape.queries, shape.keys)
+    task.pattern.check(2, 4, shape.queries, shape.keys)
+    causal = task.control()
+    assert causal.pattern == pattern_named("causal")
+    assert causal.shape == Shape(2, 4, 4, length, length, 16, torch.float32, CPU)
+
+
+@unit
+def test_a_decode_step_has_eight_times_the_sequences():
+    task = subjects.PATTERNS["paged decode"].at(256, BlockConfig(2, 256, 64, 4), torch.float32, CPU)
+    assert task.shape == Shape(16, 4, 1, 1, 256, 16, torch.float32, CPU) and task.length == 256
+    full = task.control()
+    assert full.shape == task.shape and not full.pattern.has_mask
+    assert not full.has_backward(SDPA) and not task.has_backward(BY_HAND)
+
+
+@unit
+@pytest.mark.parametrize("name, length, heads, said", [
+    ("paged decode", 250, 4, "S 250 is no multiple of 128, the keys of a page"),
+    ("paged decode", 256, 6, "6 heads are no multiple of 4, as many as share one of keys"),
+    ("grouped queries", 256, 25, "25 heads are no multiple of 4, as many as share one of keys")])
+def test_what_is_no_row_says_why(name, length, heads, said):
+    config = BlockConfig(1, length, 16 * heads, heads)
+    with pytest.raises(ValueError, match=said):
+        subjects.PATTERNS[name].at(length, config, torch.float32, CPU)
+    (only,) = patterns.group(name, length, config, CPU).cases
+    assert said in only.missing
 
 
 @unit
@@ -51,31 +77,41 @@ def test_a_window_that_is_no_shorter_is_no_pattern_of_its_own():
     question = subjects.PATTERNS["window 256"]
     with pytest.raises(ValueError, match="a window of 256 is not shorter than S 256: it would be causal"):
         question.at(256, CONFIG, torch.float32, CPU)
-    assert question.at(257, CONFIG, torch.float32, CPU)[0].window == 256
+    assert question.at(257, CONFIG, torch.float32, CPU).pattern.window == 256
 
 
 @unit
 def test_flops_are_of_the_pairs_that_are_seen():
     """Four a pair and column forward, ten more with the backward: five products in place of two."""
+    def least_flops(pattern, mode):
+        return subjects.PatternTask(SHAPE, pattern).least_flops(mode)
     pairs = 2 * 4 * 64 * 65 // 2
-    assert subjects.least_flops(pattern_named("causal"), SHAPE, FORWARD) == 4 * pairs * 16
-    assert subjects.least_flops(pattern_named("causal"), SHAPE, BOTH) == 14 * pairs * 16
-    assert subjects.least_flops(pattern_named("sliding_window", window=1), SHAPE, FORWARD) == 4 * 2 * 4 * 64 * 16
-    padded = pattern_named("key_padding", lengths=(64, 1))
-    assert subjects.least_flops(padded, SHAPE, FORWARD) == 4 * 4 * 64 * 65 * 16
+    assert least_flops(pattern_named("causal"), FORWARD) == 4 * pairs * 16
+    assert least_flops(pattern_named("causal"), BOTH) == 14 * pairs * 16
+    assert least_flops(pattern_named("sliding_window", window=1), FORWARD) == 4 * 2 * 4 * 64 * 16
+    assert least_flops(pattern_named("key_padding", lengths=(64, 1)), FORWARD) == 4 * 4 * 64 * 65 * 16
 
 
 @unit
 def test_bytes_are_of_what_must_move():
-    grouped = Shape(2, 4, 2, 64, 128, 16, torch.bfloat16, CPU)
+    grouped = subjects.PatternTask(Shape(2, 4, 2, 64, 128, 16, torch.bfloat16, CPU), pattern_named("full"))
     q, k = 2 * 4 * 64 * 16, 2 * 2 * 128 * 16
-    assert subjects.least_bytes(grouped, FORWARD) == 2 * (2 * q + 2 * k)
-    assert subjects.least_bytes(grouped, BOTH) == 3 * subjects.least_bytes(grouped, FORWARD)
+    assert grouped.least_bytes(FORWARD) == 2 * (2 * q + 2 * k)
+    assert grouped.least_bytes(BOTH) == 3 * grouped.least_bytes(FORWARD)
+
+
+@unit
+def test_a_decode_step_reads_the_keys_that_count():
+    """Of two sequences: 256 and 192 keys."""
+    task = subjects.PagedTask(Shape(2, 4, 2, 1, 256, 16, torch.bfloat16, CPU))
+    keys, q = 2 * 16 * 448, 2 * 4 * 16
+    assert task.least_bytes(FORWARD) == 2 * (2 * keys + 2 * q)
+    assert task.least_flops(FORWARD) == 4 * 4 * 16 * 448
 
 
 @unit
 def test_only_a_gpu_has_a_limit():
-    assert not subjects.workload_of(pattern_named("causal"), SHAPE).forward
+    assert not subjects.PatternTask(SHAPE, pattern_named("causal")).workload().forward
 
 
 @unit
@@ -131,14 +167,18 @@ def no_compiler(monkeypatch):
 
 @integration
 def test_it_measures_tells_and_draws(study_main, tmp_path, no_compiler):
-    status, out, err = study_main("patterns", "--pattern", "documents", "--pattern", "window 256", "--lengths", "96",
-                                  "--rounds", "6", "--json", tmp_path / "p.jsonl", "--chart", tmp_path / "chart")
+    named = [word for name in ("documents", "window 256", "paged decode") for word in ("--pattern", name)]
+    status, out, err = study_main("patterns", *named, "--lengths", "96,128", "--rounds", "6",
+                                  "--json", tmp_path / "p.jsonl", "--chart", tmp_path / "chart")
     assert status == 0, err
     lines = read(tmp_path / "p.jsonl")
     ways = tables.by_pattern(lines)[96, "documents"]
     assert ways[BY_HAND].best(FORWARD) and ways[SDPA].best(BOTH) and ways[CONTROL].best(BOTH)
     assert ways[SDPA].find("check", subjects.MASK)["metric"]["extra_info"]["kernel"]
-    assert "skipped: no C++ compiler found: install g++: compiled of documents at 96; FlexAttention of" in out
+    step = tables.by_pattern(lines)[128, "paged decode"]
+    assert step[BY_HAND].best(FORWARD) and step[CONTROL].best(FORWARD) and not step[CONTROL].best(BOTH)
+    assert "S 96 is no multiple of 128, the keys of a page: every way of paged decode at 96" in out
+    assert "skipped: no C++ compiler found: install g++: compiled of documents at 96, documents at 128" in out
     assert "a window of 256 is not shorter than S 96: it would be causal: every way of window 256 at 96" in out
     assert tables.text(lines) in out and (tmp_path / "chart-speed.png").stat().st_size > 5000
 
@@ -233,4 +273,5 @@ def test_the_chart_has_a_panel_a_pattern():
 
 @unit
 def test_no_gpu_names_no_rejected_backend():
-    assert subjects.rejected((pattern_named("causal"), SHAPE), [torch.zeros(2, 4, 64, 16)] * 3) == {}
+    assert subjects.rejected(subjects.PatternTask(SHAPE, pattern_named("causal")),
+                             [torch.zeros(2, 4, 64, 16)] * 3) == {}
