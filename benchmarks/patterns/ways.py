@@ -122,7 +122,10 @@ class Bias:
 
     def __call__(self, *learned: Tensor) -> Tensor:
         """[1, heads, queries, keys] in the dtype of the inputs."""
-        return spread(self.by_distance(*learned).to(self.shape.dtype), self.shape.keys)
+        by_distance, dtype = self.by_distance(*learned), self.shape.dtype
+        if learned:                                        # widened before it is spread: its gradient sums in FP32
+            return spread(by_distance, self.shape.keys).to(dtype)
+        return spread(by_distance.to(dtype), self.shape.keys)
 
 
 def spread(by_distance: Tensor, keys: int) -> Tensor:
@@ -244,7 +247,8 @@ def flex(pattern: Pattern, shape: Shape) -> Attend:
     require_compiler(shape.device)
     blocks, added, cap = block_mask(pattern, shape), Bias.of(pattern, shape), pattern.cap
     queries, ahead = shape.queries, shape.keys - shape.queries
-    options: dict[str, Any] = {"enable_gqa": shape.heads > shape.kv_heads, "kernel_options": _kernel_options(shape)}
+    options: dict[str, Any] = {"enable_gqa": shape.heads > shape.kv_heads,
+                               "kernel_options": _kernel_options(pattern, shape)}
     if added is None and cap is None:
         def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return flex_attention(q, k, v, block_mask=blocks, **options)
@@ -267,15 +271,15 @@ def flex(pattern: Pattern, shape: Shape) -> Attend:
     return lambda q, k, v, table: faster(q, k, v, added.by_distance(table))        # it takes memory, no expression
 
 
-def _kernel_options(shape: Shape) -> dict[str, Any]:
+def _kernel_options(pattern: Pattern, shape: Shape) -> dict[str, Any]:
     """What its own choice of tiles does not see to."""
     options: dict[str, Any] = {}
     if shape.device.type != "cuda":
         return options
     if shape.queries < 128 < shape.queries * shape.heads // shape.kv_heads:        # no decoding kernel has such a tile
         options["FORCE_USE_FLEX_ATTENTION"] = True
-    if shape.of_values > 128:
-        options["bwd_num_stages"] = 1                      # with more, the tiles do not fit into shared memory
+    if shape.of_values > 128 or pattern.learned:
+        options["bwd_num_stages"] = 1                      # with more, its tiles do not fit into shared memory
     return options
 
 

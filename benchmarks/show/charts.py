@@ -184,6 +184,36 @@ def _dots(axis, values: Mapping[str, Interval], names: Sequence[str], most: floa
     axis.set_ylim(len(names) - 0.5, -0.5)
 
 
+def markers_chart(panels: Mapping[str, Mapping[str, Mapping[str, Interval]]], x: str, line_at: float):
+    """A panel for each group: a row for each name, and on it a marker for each series, on a logarithmic axis.
+
+    `panels` is group -> name -> series -> (value, low, high); a series looks alike in all of them.
+    """
+    series = list(dict.fromkeys(one for rows in panels.values() for values in rows.values() for one in values))
+    heights = [len(rows) + 1 for rows in panels.values()]
+    figure, axes = plt().subplots(len(panels), 1, squeeze=False, sharex=True, layout="constrained",
+                                  height_ratios=heights, figsize=(8, 0.9 + 0.3 * sum(heights)))
+    for axis, (group, rows) in zip(axes[:, 0], panels.items(), strict=True):
+        for place, values in enumerate(rows.values()):
+            axis.axhline(place, color="#dddddd", linewidth=0.6, zorder=0)
+            for name, (value, low, high) in values.items():
+                look = series.index(name)
+                axis.plot((low, high), (place, place), color=COLOURS[look], linewidth=1)
+                axis.plot(value, place, MARKERS[look], color=COLOURS[look], markersize=5)
+        axis.axvline(line_at, color="black", linewidth=0.8)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter(lambda value, place: f"{value:g}")
+        axis.set_yticks(range(len(rows)), list(rows), fontsize=8)
+        axis.set_ylim(len(rows) - 0.5, -0.5)
+        axis.tick_params(axis="x", labelbottom=True)
+        axis.set_title(group, fontsize=9, loc="left")
+    figure.supxlabel(x, fontsize=8)
+    handles = [plt().Line2D([], [], color=COLOURS[look], marker=MARKERS[look], linestyle="", label=name)
+               for look, name in enumerate(series)]
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
+    return figure
+
+
 def bars_chart(groups: Mapping[str, Mapping[str, Interval]], x: str, digits: int, line_at: float | None = None):
     """A panel for each group of name -> (value, low, high), as horizontal bars with their intervals.
 

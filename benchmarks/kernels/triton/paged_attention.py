@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..inputs import described, require_like
 from .attention import LOG2_E, _dot
-from .launch import launchable, require_float
+from .launch import require_float
 
 ROWS = 16                                  # of queries that a tensor core's tile has at least
 BLOCK_N = 64                               # keys at once
@@ -106,9 +106,10 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Ten
     part = q.new_empty(B, H, splits, D, dtype=torch.float32)
     lse = q.new_empty(B, H, splits, dtype=torch.float32)
     o = torch.empty_like(q)
-    launchable(_attend)[(B, G, splits)](
+    # Launched as they are: wrapped for torch.compile, each would take the host longer than the GPU.
+    _attend[(B, G, splits)](
         q, k, v, table, lengths, part, lse, scale * LOG2_E, pages, per_split, *q.stride()[:2], *k.stride()[:3],
         R=H // G, D=D, PAGE=page, BLOCK_M=max(ROWS, triton.next_power_of_2(H // G)), BLOCK_N=BLOCK_N, num_warps=4,
         num_stages=3)
-    launchable(_join)[(B * H,)](part, lse, o, splits, SPLITS=triton.next_power_of_2(splits), D=D, num_warps=4)
+    _join[(B * H,)](part, lse, o, splits, SPLITS=triton.next_power_of_2(splits), D=D, num_warps=4)
     return o

@@ -22,6 +22,8 @@ import torch
 from benchmarks.measure.options import numbers
 from benchmarks.patterns import checking
 from benchmarks.patterns.ways import SDPA, WAYS
+from benchmarks.records import RESULTS
+from benchmarks.records.read import read
 from benchmarks.show.study import Options, Study, open_session, register, show
 from benchmarks.studies.patterns import tables
 from benchmarks.studies.patterns.subjects import (
@@ -132,6 +134,10 @@ def refine(options: Options) -> None:
         options.config = options.config.replace(batch_size=1, seq_len=min(options.lengths))
 
 
+def _summary() -> str:
+    return f"```\n{tables.summary(read(RESULTS / 'h100' / 'patterns-te-tutorial.jsonl'), 120)}\n```"
+
+
 register(Study("patterns", __doc__, groups, text=tables.text, charts=tables.charts, answer=tables.answer, run=run,
-               add_arguments=add_arguments, refine=refine, long=True,
+               add_arguments=add_arguments, refine=refine, long=True, parts={"patterns summary": _summary},
                no_chart="nothing was timed beside causal attention", place=9))

@@ -2,9 +2,9 @@
 import math
 from collections.abc import Sequence
 
-from benchmarks.patterns.ways import SDPA
+from benchmarks.patterns.ways import FLEX, SDPA
 from benchmarks.records.read import Run, extra, metric, paired, runs, values, verdict
-from benchmarks.show.charts import Charts, Interval, bars_chart
+from benchmarks.show.charts import Charts, Interval, markers_chart
 from benchmarks.show.tables import NO_ANSWER, framed
 from benchmarks.studies.patterns.subjects import FIRST_CALLS, MASK
 from common.report.metrics import SHARE
@@ -18,6 +18,11 @@ SUMMARY = """The fastest way of each pattern that has a backward, and its speed:
 same sizes, and over scaled_dot_product_attention with a dense mask, each in the same rounds. f+b: forward+backward."""
 PAYS = """"pays from": so many layers must share a mask until making it is won back against SDPA's dense mask, over a
 forward and a backward."""
+
+BESIDE = {CONTROL: "causal attention", SDPA: "a dense mask"}
+PREDICTED = (((2048, "causal"), CONTROL, "0.7 to 0.9"), ((16384, "causal"), CONTROL, "0.7 to 0.9"),
+             ((2048, "window 256"), CONTROL, "2.5"), ((16384, "window 256"), CONTROL, "15"),
+             ((2048, "documents"), SDPA, "1.5"), ((2048, "prefix"), SDPA, "1.5"))
 
 Key = tuple[int, str]                  # length, pattern
 Ways = dict[str, Run]                  # way -> its run; the control that ran beside them is one
@@ -37,7 +42,7 @@ def by_pattern(lines: list[Record]) -> dict[Key, Ways]:
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records."""
     every = by_pattern(lines)
-    blocks = [_summary(every, width)]
+    blocks = [_summary(every, width), predicted(lines, width)]
     for (length, name), ways in every.items():
         if any(run.best(FORWARD) for run in ways.values()):
             blocks.append(f"{name}, S {length:,}\n\n{_of_ways(ways, width)}")
@@ -60,6 +65,25 @@ def _summary(every: dict[Key, Ways], width: int | None) -> str:
         rows.append(row)
     headers = ["pattern", "S", "fastest", "x causal, forward", "f+b", "x dense mask, forward", "f+b"]
     return f"{SUMMARY}\n\n{table(rows, headers, width, keys=2)}" if rows else ""
+
+
+def summary(lines: list[Record], width: int | None = None) -> str:
+    """The fastest way of each pattern, and what was predicted beside what was measured."""
+    return "\n\n".join(block for block in (_summary(by_pattern(lines), width), predicted(lines, width)) if block)
+
+
+def predicted(lines: list[Record], width: int | None = None) -> str:
+    """What was predicted for an H100 or H200 before anything was measured, forward, beside what was."""
+    every = by_pattern(lines)
+    rows = []
+    for (length, name), of, expected in PREDICTED:
+        ways = every.get((length, name), {})
+        way = ways.get(FLEX) if name == "causal" else _fastest(ways, [FORWARD])
+        times = paired(ways.get(of), way, FORWARD) if way else None
+        if way and times and way.info["device"] == "cuda":
+            rows.append([f"{name}, S {length:,}", way.variant["way"], BESIDE[of], expected, ratio(times)])
+    headers = ["times as fast, forward", "by", "as", "predicted", "measured"]
+    return table(rows, headers, width) if rows else ""
 
 
 def _fastest(ways: Ways, modes: Sequence[str] = (BOTH, FORWARD)) -> Run | None:
@@ -157,23 +181,23 @@ def _without_time(every: dict[Key, Ways]) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------- the chart
 
 
-def _bars(lines: list[Record]) -> dict[str, dict[str, Interval]]:
-    """"window 256, S 2,048" -> way -> how many times as fast as causal attention, forward."""
-    bars: dict[str, dict[str, Interval]] = {}
+def _speeds(lines: list[Record]) -> dict[str, dict[str, dict[str, Interval]]]:
+    """"S 2,048" -> pattern -> way -> how many times as fast as causal attention, forward."""
+    speeds: dict[str, dict[str, dict[str, Interval]]] = {}
     for (length, name), ways in by_pattern(lines).items():
         for way, run in ways.items():
             times = paired(ways.get(CONTROL), run, FORWARD) if way != CONTROL else None
             if times:
-                bars.setdefault(f"{name}, S {length:,}", {})[way] = times
-    return bars
+                speeds.setdefault(f"S {length:,}", {}).setdefault(name, {})[way] = times
+    return speeds
 
 
 def charts(lines: list[Record]) -> Charts:
-    """How many times as fast as causal attention each way is, forward, a panel for each pattern."""
-    bars = _bars(lines)
-    if not bars:
+    """How many times as fast as causal attention each way is, forward: a panel a length, a row a pattern."""
+    speeds = _speeds(lines)
+    if not speeds:
         return {}
-    return {"speed": lambda: bars_chart(bars, "times as fast as causal attention, forward", 2, line_at=1)}
+    return {"speed": lambda: markers_chart(speeds, "times as fast as causal attention, forward", line_at=1)}
 
 
 def answer(lines: list[Record]) -> str:

@@ -153,6 +153,21 @@ def test_a_dot_beyond_the_axis_is_an_arrow_with_its_figure():
     assert [text.get_text().strip() for text in forward.texts] == ["1.100", "3.000"]
 
 
+def test_markers_tell_series_apart_alike_in_all_panels():
+    panels = {"short": {"window": {"SDPA": (0.3, 0.2, 0.4), "Triton": (2.0, 1.5, 2.5)}},
+              "long": {"full": {"Triton": (0.5, 0.5, 0.5)}, "window": {"Triton": (12.0, 11.0, 13.0)}}}
+    figure = charts.markers_chart(panels, "times", line_at=1)
+    short, long = figure.axes
+    assert [axis.get_title(loc="left") for axis in (short, long)] == list(panels)
+    assert [label.get_text() for label in long.get_yticklabels()] == ["full", "window"]
+    (legend,) = figure.legends
+    looks = {line.get_label(): line.get_marker() for line in legend.legend_handles}
+    places = {(line.get_xdata()[0], line.get_ydata()[0]): line.get_marker() for line in long.lines
+              if line.get_marker() in looks.values()}
+    assert places == {(0.5, 0): looks["Triton"], (12.0, 1): looks["Triton"]} and looks["SDPA"] != looks["Triton"]
+    assert short.get_xscale() == "log"
+
+
 def test_bars_show_their_figures():
     groups = {"MLP": {"tuned": (2.0, 1.5, 2.5), "compiled": (4.0, 4.0, 4.0)}, "block": {"tuned": (1.0, 1.0, 1.0)}}
     first, second = charts.bars_chart(groups, "times", digits=2, line_at=1).axes

@@ -265,10 +265,28 @@ def test_the_answer_is_of_the_longest_window():
 
 
 @unit
-def test_the_chart_has_a_panel_a_pattern():
-    assert list(tables._bars(WINDOW)) == ["window 256, S 2,048"]
-    assert tables._bars(WINDOW)["window 256, S 2,048"][FLEX] == (2.0, 2.0, 2.0)
+def test_the_chart_has_a_row_a_pattern():
+    assert list(tables._speeds(WINDOW)) == ["S 2,048"]
+    assert tables._speeds(WINDOW)["S 2,048"]["window 256"][FLEX] == (2.0, 2.0, 2.0)
     assert tables.charts(made("causal", SDPA, 1.0)) == {}
+
+
+@unit
+def test_what_was_predicted_stands_beside_what_was_measured():
+    """Of FlexAttention's causal attention, of the fastest of others, of those that were measured alone; on a GPU."""
+    lines = [*WINDOW, *made("causal", FLEX, 1.25), *made("causal", "Triton", 1.0),
+             *made("", SDPA, 1.0, beside="causal"), *made("documents", FLEX, 0.8), *made("documents", SDPA, 2.0),
+             *made("prefix", FLEX, 0.8)]
+    rows = [line.split("  ") for line in tables.predicted(lines).splitlines()[2:]]
+    told = [[cell.strip() for cell in row if cell] for row in rows]
+    assert told == [
+        ["causal, S 2,048", FLEX, "causal attention", "0.7 to 0.9", "0.80 [0.80, 0.80]"],
+        ["window 256, S 2,048", FLEX, "causal attention", "2.5", "2.00 [2.00, 2.00]"],
+        ["documents, S 2,048", FLEX, "a dense mask", "1.5", "2.50 [2.50, 2.50]"]]
+    assert tables.predicted(lines) in tables.text(lines) and tables.predicted(lines) in tables.summary(lines)
+    on_a_cpu = [line | {"benchmark": line["benchmark"] | {
+        "extra_info": line["benchmark"]["extra_info"] | {"device": "cpu"}}} for line in lines]
+    assert tables.predicted(on_a_cpu) == ""
 
 
 @unit
