@@ -1,4 +1,7 @@
-"""Attention by hand, as it stands in a graph: softmax(scale * q k^T + masks), dropout, times v."""
+"""Attention by hand, as it stands in a graph: softmax(scale * q k^T + masks), dropout, times v.
+
+Scores may be capped before the masks: cap * tanh(scale * q k^T).
+"""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,11 +80,16 @@ class Attention(Region):
     scale: float
     masks: list[Mask]
     dropout: tuple[float, bool]              # rate, and whether it is in training
+    cap: float | None = None                 # before the masks scores become cap * tanh(scale * q k^T)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of its scores, [..., S, S of the keys]."""
         return shape_of(self.softmax)
+
+    @property
+    def device(self) -> torch.device:
+        return self.softmax.meta["example_value"].device
 
     @property
     def dimensions_of_the_mask(self) -> int:
@@ -130,7 +138,7 @@ def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
         raise Refused("its scores are used more than once")
     refuse_mixed_gradients(graph, chain)
     return Attention(graph, chain, softmax, scores, output, query, key, value, order, up.scale * _own_scale(scores),
-                     up.masks, dropout)
+                     up.masks, dropout, up.cap)
 
 
 class _Upwards:
@@ -141,6 +149,7 @@ class _Upwards:
         self.masks: list[Mask] = []
         self.chain: list[fx.Node] = []
         self.is_transposed = False               # the product is that of keys and queries
+        self.cap: float | None = None
 
     def walk(self, node: Any) -> fx.Node | None:
         """The matmul; None, with the reason in `why`, where something else comes first."""
@@ -175,6 +184,13 @@ class _Upwards:
         self.scale *= factor ** power
         return scores
 
+    def _tanh(self, node: fx.Node) -> Any:
+        if self.cap is not None:
+            self.why = "its scores go through a tanh twice"
+            return None
+        self.cap, self.scale = self.scale, 1.0
+        return node.args[0]
+
     def _add(self, node: fx.Node) -> Any:
         scores, other = self._scores_and(node)
         return self._with_a_mask(node, scores, other, 1.0)
@@ -206,6 +222,9 @@ class _Upwards:
     def _masked(self, mask: Mask, scores: Any) -> Any:
         if self.is_transposed:
             self.why = "its mask is put on the transposed scores"
+            return None
+        if self.cap is not None:
+            self.why = "its mask is put on before the tanh of its soft cap"
             return None
         self.masks.append(mask)
         return scores
@@ -258,7 +277,7 @@ def _leads_to_a_matmul(node: Any, depth: int = 12) -> bool:
         return False
     if name_of(node) in PRODUCTS:
         return True
-    passed = (*CASTS, "mul", "div", "add", "masked_fill")
+    passed = (*CASTS, "mul", "div", "add", "masked_fill", "tanh")
     if name_of(node) == "where":
         return any(_leads_to_a_matmul(inner, depth - 1) for inner in node.args[1:])
     return name_of(node) in passed and any(_leads_to_a_matmul(inner, depth - 1) for inner in node.args)

@@ -23,6 +23,15 @@ class Assumed:
 Pass = Callable[[Captured], list[Assumed]]
 
 
+def traced_again(function: Callable) -> Callable:
+    """A function that a pass puts into graphs, and that calls what torch.compile must read in Python: Dynamo reads it.
+
+    A graph that calls it is given to torch.compile again, in place of being handed to Inductor as it is.
+    """
+    vars(function)["traced_again"] = True
+    return function
+
+
 def same_buffers(graph: Captured, node: fx.Node, sources: Sequence[fx.Node], test: Callable[[Tensor], bool]) -> Assumed:
     """That what `node` is computed from, whichever buffers the graph is called with, passes the test."""
     whole = Captured(fx.GraphModule(graph.module, fx.Graph()), {})
@@ -69,8 +78,15 @@ class Rewritten:
         as_it_was.recompile()
         captured = Captured(module, given_to(module, self.constant))
         assumed = [one for edit in self.passes for one in edit(captured)]
-        run: Any = compile_fx(module, list(example_inputs)) if self.compiles else module.forward
+        run: Any = self._compiled(module, example_inputs) if self.compiles else module.forward
         return _guarded(run, as_it_was, assumed) if assumed else run
+
+    @staticmethod
+    def _compiled(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        if any(getattr(node.target, "traced_again", False) for node in module.graph.nodes):
+            plain = fx.GraphModule(module, module.graph)           # Dynamo's own has a forward that Dynamo can't read
+            return torch.compile(plain, fullgraph=True, dynamic=False)
+        return compile_fx(module, list(example_inputs))
 
 
 def _guarded(run: Callable, as_it_was: fx.GraphModule, assumed: Sequence[Assumed]) -> Callable:

@@ -90,9 +90,9 @@ def plan_of(techniques: Sequence[Technique], compiles: bool = False) -> Plan:
     return plan
 
 
-def found_at(region: Region, reason: str) -> Found:
+def found_at(region: Region, reason: str, why_not: str = "") -> Found:
     """What was found in a graph: at its lines, as often as the graph ran."""
-    why_not = region.why if isinstance(region, Refusal) else ""
+    why_not = region.why if isinstance(region, Refusal) else why_not
     return Found(region.place, region.module, region.count, reason, why_not, region)
 
 

@@ -207,5 +207,5 @@ class PartlyWithoutGradients(Attention):
         return scores.softmax(-1) @ v
 
 
-REFUSED = {ReturnsWeights: "more than once", OverHeads: "dimension 1", Gated: "stands mul", Capped: "stands tanh",
-           PartlyWithoutGradients: "without gradients"}
+REFUSED = {ReturnsWeights: "more than once", OverHeads: "dimension 1", Gated: "stands mul",
+           Capped: "see flex-attention", PartlyWithoutGradients: "without gradients"}

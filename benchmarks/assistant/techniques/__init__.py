@@ -4,6 +4,7 @@ from benchmarks.assistant.techniques import (
     autocast,
     compiled,
     cuda_graph,
+    flex_attention,
     fused_qkv,
     graph_break,
     host_sync,
@@ -13,4 +14,4 @@ from benchmarks.assistant.techniques import (
 )
 
 EVERY: tuple[Technique, ...] = tuple(module.TECHNIQUE for module in (
-    tf32, autocast, sdpa, library_norm, fused_qkv, compiled, cuda_graph, graph_break, host_sync))
+    tf32, autocast, sdpa, flex_attention, library_norm, fused_qkv, compiled, cuda_graph, graph_break, host_sync))

@@ -1,27 +1,31 @@
 """Attention by hand becomes scaled_dot_product_attention: one fused kernel, and no scores in memory."""
-import contextlib
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 from torch.nn import functional as F
 
 from benchmarks.assistant import attention_source
-from benchmarks.assistant.attention import Attention, Causal, Mask, attention_at, causal, infinite, is_causal, softmaxes
+from benchmarks.assistant.attention import Attention, softmaxes
+from benchmarks.assistant.attention_rewriting import rewrite_attention
 from benchmarks.assistant.fusing import Given, fused_or_why_not
-from benchmarks.assistant.graph import Captured, Refused, place_of, with_stars
+from benchmarks.assistant.graph import Captured, Refusal, place_of, with_stars
 from benchmarks.assistant.program import Program
-from benchmarks.assistant.rewriting import Assumed, erase_unused, same_buffers
+from benchmarks.assistant.rewriting import Assumed
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique
 from common.block.evidence import FUSED_ATTENTION, Evidence
 
 
 def find(program: Program) -> list[Found]:
     """Every attention by hand; where it can't be rewritten, with the reason."""
-    found = [found_at(each, in_words(each) if isinstance(each, Attention) else "a softmax")
+    found = [found_at(each, in_words(each) if isinstance(each, Attention) else "a softmax", _why_not(each))
              for each in program.analysis.softmaxes]
     return unique([*_called_already(program), *found, *_not_captured(program)])
+
+
+def _why_not(found: Attention | Refusal) -> str:
+    is_capped = isinstance(found, Attention) and not _can_take(found)
+    return "it can't cap scores: see flex-attention" if is_capped else ""
 
 
 def _called_already(program: Program) -> list[Found]:
@@ -60,74 +64,19 @@ def advice(program: Program, found: Found) -> Advice | None:
 
 def rewrite(graph: Captured) -> list[Assumed]:
     """Put the fused function in place of every attention by hand; what that assumes of the buffers."""
-    assumed: list[Assumed] = []
-    for softmax in softmaxes(graph):                             # one at a time: each changes the graph
-        with contextlib.suppress(Refused):
-            assumed += _rewrite(attention_at(softmax, graph))
-    graph.module.recompile()
-    return assumed
+    return rewrite_attention(graph, _can_take, _call)
 
 
-def _rewrite(attention: Attention) -> list[Assumed]:
-    graph, shape, nodes = attention.graph, attention.shape, attention.graph.module.graph
-    masks, assumed = attention.masks, []
-    if attention.is_causal:
-        for mask in masks:
-            by_values = causal(mask, graph, shape)
-            assert by_values is not None
-            assumed.append(_assumed(mask, by_values, graph, shape[-1]))
-    with nodes.inserting_before(attention.output):
-        operands = [operand.put_into(nodes) for operand in (attention.query, attention.key, attention.value)]
-        mask_node = None if attention.is_causal else _mask(masks, operands[0], nodes)
-        for _ in range(attention.dimensions_of_the_mask, 2 if mask_node is not None else 0):
-            mask_node = nodes.call_method("unsqueeze", (mask_node, 0))
-        if len(shape) == 3:                                      # the fused kernels take four dimensions alone
-            operands = [nodes.call_method("unsqueeze", (t, 0)) for t in operands]
-        options = {"attn_mask": mask_node, "dropout_p": attention.dropout_p, "is_causal": attention.is_causal,
-                   "scale": attention.scale}
-        fused = nodes.call_function(F.scaled_dot_product_attention, tuple(operands), options)
-        fused.meta = dict(attention.output.meta)
-        result = nodes.call_method("squeeze", (fused, 0)) if len(shape) == 3 else fused
-        if attention.order:
-            result = nodes.call_method("permute", (result, *attention.order))
-    attention.output.replace_all_uses_with(result)
-    for node in reversed(attention.nodes):
-        nodes.erase_node(node)
-    for mask in masks:
-        erase_unused(mask.tensor, nodes)
-    return assumed
+def _can_take(attention: Attention) -> bool:
+    return attention.cap is None
 
 
-def _assumed(mask: Mask, by_values: Causal, graph: Captured, length: int) -> Assumed:
-    """That the buffers behind a mask still make it causal, in whichever module this graph runs."""
-    return same_buffers(graph, mask.tensor, by_values.sources, lambda values: is_causal(mask, values, length))
-
-
-def _mask(masks: list[Mask], query: Any, nodes: fx.Graph) -> Any:
-    """One mask from all: boolean, True where a position is seen, where all of them block; else added to the scores."""
-    combined = None
-    if all(map(infinite, masks)):
-        for mask in masks:
-            seen = nodes.call_method("bool", (mask.tensor,))
-            if mask.blocks:
-                seen = nodes.call_method("logical_not", (seen,))
-            combined = seen if combined is None else nodes.call_method("logical_and", (combined, seen))
-        return combined
-    for mask in masks:
-        added = _added(mask, nodes)
-        combined = added if combined is None else nodes.call_method("add", (combined, added))
-    return nodes.call_method("to", (combined, query))
-
-
-def _added(mask: Mask, nodes: fx.Graph) -> fx.Node:
-    """What it adds to the scores."""
-    if not mask.is_boolean:
-        return nodes.call_function(torch.mul, (mask.tensor, mask.factor)) if mask.factor != 1 else mask.tensor
-    blocked = nodes.call_method("bool", (mask.tensor,))
-    if not mask.blocks:
-        blocked = nodes.call_method("logical_not", (blocked,))
-    zeros = nodes.call_function(torch.zeros_like, (blocked,), {"dtype": torch.float64})
-    return nodes.call_method("masked_fill", (zeros, blocked, mask.factor * (mask.value or 0.0)))
+def _call(attention: Attention, operands: list[Any], mask: fx.Node | None, nodes: fx.Graph) -> fx.Node:
+    for _ in range(attention.dimensions_of_the_mask, 2 if mask is not None else 0):
+        mask = nodes.call_method("unsqueeze", (mask, 0))
+    options: dict[str, Any] = {"attn_mask": mask, "dropout_p": attention.dropout_p, "is_causal": attention.is_causal,
+                               "scale": attention.scale}
+    return nodes.call_function(F.scaled_dot_product_attention, tuple(operands), options)
 
 
 def apply(plan: Plan) -> None:
@@ -138,7 +87,8 @@ def apply(plan: Plan) -> None:
 def fired(program: Program, before: Evidence, seen: Evidence) -> str:
     """Why no fused kernel ran, or softmax still does; "" where all is fused."""
     if not any(seen.kinds[kind] for kind in FUSED_ATTENTION):
-        tried = [_fused_or_why_not(Given.of_region(each), program) for each in program.analysis.attentions]
+        tried = [_fused_or_why_not(Given.of_region(each), program) for each in program.analysis.attentions
+                 if _can_take(each)]
         reasons = dict.fromkeys(why_not for _, why_not in tried if why_not)
         return "no fused attention kernel ran" + "".join(f": {reason}" for reason in reasons)
     left = seen.kinds["softmax"]                           # that of a loss, too

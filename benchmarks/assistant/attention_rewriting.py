@@ -1,0 +1,85 @@
+"""One call in place of an attention by hand, in a graph: its operands, and one mask made of all of them."""
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from benchmarks.assistant.attention import Attention, Causal, Mask, attention_at, causal, infinite, is_causal, softmaxes
+from benchmarks.assistant.graph import Captured, Refused
+from benchmarks.assistant.rewriting import Assumed, erase_unused, same_buffers
+
+# (the attention, [query, key, value] of four dimensions, the mask or None where it is causal or has none, where the
+# nodes are put) -> the call
+Call = Callable[[Attention, list[Any], fx.Node | None, fx.Graph], fx.Node]
+
+
+def rewrite_attention(graph: Captured, can_take: Callable[[Attention], bool], call: Call) -> list[Assumed]:
+    """Put the call in place of every attention by hand that it can take; what that assumes of the buffers."""
+    assumed: list[Assumed] = []
+    for softmax in softmaxes(graph):                             # one at a time: each changes the graph
+        with contextlib.suppress(Refused):
+            attention = attention_at(softmax, graph)
+            if can_take(attention):
+                assumed += _rewrite(attention, call)
+    graph.module.recompile()
+    return assumed
+
+
+def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
+    graph, shape, nodes = attention.graph, attention.shape, attention.graph.module.graph
+    masks, assumed = attention.masks, []
+    if attention.is_causal:
+        for mask in masks:
+            by_values = causal(mask, graph, shape)
+            assert by_values is not None
+            assumed.append(_assumed(mask, by_values, graph, shape[-1]))
+    with nodes.inserting_before(attention.output):
+        operands = [operand.put_into(nodes) for operand in (attention.query, attention.key, attention.value)]
+        mask_node = None if attention.is_causal else _one_mask(masks, operands[0], nodes)
+        if len(shape) == 3:                                      # the fused kernels take four dimensions alone
+            operands = [nodes.call_method("unsqueeze", (t, 0)) for t in operands]
+        fused = call(attention, operands, mask_node, nodes)
+        fused.meta = dict(attention.output.meta)
+        result = nodes.call_method("squeeze", (fused, 0)) if len(shape) == 3 else fused
+        if attention.order:
+            result = nodes.call_method("permute", (result, *attention.order))
+    attention.output.replace_all_uses_with(result)
+    for node in reversed(attention.nodes):
+        nodes.erase_node(node)
+    for mask in masks:
+        erase_unused(mask.tensor, nodes)
+    return assumed
+
+
+def _assumed(mask: Mask, by_values: Causal, graph: Captured, length: int) -> Assumed:
+    """That the buffers behind a mask still make it causal, in whichever module this graph runs."""
+    return same_buffers(graph, mask.tensor, by_values.sources, lambda values: is_causal(mask, values, length))
+
+
+def _one_mask(masks: list[Mask], query: Any, nodes: fx.Graph) -> Any:
+    """One mask from all: boolean, True where a position is seen, where all of them block; else added to the scores."""
+    combined = None
+    if all(map(infinite, masks)):
+        for mask in masks:
+            seen = nodes.call_method("bool", (mask.tensor,))
+            if mask.blocks:
+                seen = nodes.call_method("logical_not", (seen,))
+            combined = seen if combined is None else nodes.call_method("logical_and", (combined, seen))
+        return combined
+    for mask in masks:
+        added = _added(mask, nodes)
+        combined = added if combined is None else nodes.call_method("add", (combined, added))
+    return nodes.call_method("to", (combined, query))
+
+
+def _added(mask: Mask, nodes: fx.Graph) -> fx.Node:
+    """What it adds to the scores."""
+    if not mask.is_boolean:
+        return nodes.call_function(torch.mul, (mask.tensor, mask.factor)) if mask.factor != 1 else mask.tensor
+    blocked = nodes.call_method("bool", (mask.tensor,))
+    if not mask.blocks:
+        blocked = nodes.call_method("logical_not", (blocked,))
+    zeros = nodes.call_function(torch.zeros_like, (blocked,), {"dtype": torch.float64})
+    return nodes.call_method("masked_fill", (zeros, blocked, mask.factor * (mask.value or 0.0)))

@@ -1,0 +1,88 @@
+"""Attention by hand with a soft cap: it is found, and FlexAttention in its place is the same function."""
+from dataclasses import replace
+
+import pytest
+import torch
+from benchmarks.study import validate
+
+from benchmarks.assistant.program import read
+from benchmarks.assistant.rung import Rung
+from benchmarks.assistant.techniques import autocast, compiled, flex_attention, sdpa
+from benchmarks.measure.calls import Inputs
+from common.block.evidence import kind_of, observe
+from tests.helpers import capped_attention as spellings
+
+X = torch.randn(2, spellings.LENGTH, spellings.WIDTH, generator=torch.Generator().manual_seed(0))
+COUNTS = torch.arange(spellings.LENGTH).expand(2, -1) < torch.tensor([[spellings.LENGTH], [23]])
+FLEX = flex_attention.TECHNIQUE
+named = pytest.mark.parametrize
+
+
+def of_name(kind):
+    return kind.__name__
+
+
+def made(spelling):
+    torch.manual_seed(1)
+    return spelling()
+
+
+def found_by(technique, model, inference=True):
+    program = replace(read(model, Inputs.of((X, COUNTS))), is_inference=inference)
+    return technique.find(program)
+
+
+@pytest.mark.integration
+@named("spelling", spellings.RIGHT, ids=of_name)
+def test_it_is_the_same_function_and_no_softmax_runs(spelling):
+    """Without gradients; with them a CPU computes by hand, and that is the same function, too."""
+    model = made(spelling)
+    rung = Rung(model, [FLEX])
+    judgement = validate(rung, model, (X, COUNTS))
+    assert judgement.passed and judgement.outputs_proven, judgement
+    with torch.no_grad():
+        rung(X, COUNTS)
+        kinds = {kind_of(name) for name in observe(lambda: rung(X, COUNTS), torch.device("cpu"))}
+    assert "softmax" not in kinds, kinds
+
+
+@pytest.mark.integration
+@named("techniques", [[compiled], [autocast, compiled], [autocast]], ids=["compile", "both", "autocast"])
+def test_on_top_of_others_it_is_the_same_function(techniques):
+    model = made(spellings.Padded)
+    rung = Rung(model, [*(module.TECHNIQUE for module in techniques), FLEX])
+    assert validate(rung, model, (X, COUNTS), numerics="bfloat16" if autocast in techniques else None).passed
+
+
+@pytest.mark.unit
+@named("spelling", spellings.RIGHT, ids=of_name)
+def test_it_is_found_where_it_stands(spelling):
+    (found,) = found_by(flex_attention, made(spelling))
+    assert not found.why_not and found.place.function == f"{spelling.__name__}.attend"
+    assert found.region.cap == pytest.approx(0.75 if spelling is spellings.ScaledAgain else 1.5)
+    (found,) = found_by(sdpa, made(spelling))
+    assert found.why_not == "it can't cap scores: see flex-attention"
+
+
+@pytest.mark.unit
+@named("spelling", [*spellings.REFUSED, *spellings.NO_SOFT_CAP], ids=of_name)
+def test_what_it_can_not_take_says_why(spelling):
+    reason = {**spellings.REFUSED, **spellings.NO_SOFT_CAP}[spelling]
+    (found,) = found_by(flex_attention if spelling in spellings.REFUSED else sdpa, made(spelling))
+    assert found.why_not == reason
+
+
+@pytest.mark.unit
+def test_a_cpu_has_no_backward_of_it():
+    (found,) = found_by(flex_attention, made(spellings.Causal), inference=False)
+    assert found.why_not == "FlexAttention has no backward on a CPU: with --inference it can be tried"
+
+
+@pytest.mark.unit
+def test_attention_without_a_cap_is_none_of_it():
+    assert not found_by(flex_attention, made(Plain))
+
+
+class Plain(spellings.Capped):
+    def attend(self, q, k, v, counts):
+        return (q @ k.mT * self.scale).softmax(-1) @ v
