@@ -28,6 +28,13 @@ from benchmarks.assistant.technique import Advice, NotWritten
 from benchmarks.assistant.words import called, is_of_module
 
 MASK, QUERY, KEY = "attn_mask", "query", "key"       # the names that these get, where nothing has them yet
+SCORE_MOD = "score_mod", "score", "b", "h", "q_idx", "kv_idx"        # and a score function, and what it is given
+COMPILED = "compiled_flex_attention = torch.compile(flex.flex_attention, dynamic=False)"
+CAUSAL_BLOCKS = """@functools.lru_cache(maxsize=8)
+def causal_blocks(length, device):
+    def allows(b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+    return flex.create_block_mask(allows, None, None, length, length, device=device)"""
 OPERATIONS = {ast.Mult: "mul", ast.Div: "div", ast.Add: "add", ast.Sub: "sub"}
 IGNORED = {"dim", "axis", "dtype", "inplace", "p", "training", "memory_format", "copy", "non_blocking"}
 PLACES = {"input": 0, "condition": 0, "mask": 1, "other": 1, "mat2": 1, "value": 2}       # of a keyword
@@ -71,12 +78,28 @@ class Scores:
     query: str
     key: str
     scales: tuple[str, ...] = ()             # " * x", " / y"
+    inside: tuple[str, ...] | None = None    # those before the tanh of a soft cap, where there is one
+    test: str = ""                           # the condition that the soft cap stands under
+    outside: tuple[str, ...] = ()            # then those before that condition
     fills: tuple[Fill, ...] = ()
     is_softmax: bool = False                 # they are weights
     dropout: str = ""
     value: str = ""                          # the values that the weights were multiplied with: the output
 
+    def capped(self) -> "Scores":
+        """Behind a tanh. Raises NotWritten."""
+        if self.fills or self.inside is not None or self.is_softmax:
+            raise NotWritten("its scores go through a tanh that is no soft cap")
+        return replace(self, scales=(), inside=self.scales)
+
+    def capped_under(self, test: str, before: "Scores") -> "Scores":
+        """What they are where a statement under a condition has put a soft cap on what they were before."""
+        assert self.inside is not None
+        return replace(self, test=test, outside=before.scales, inside=self.inside[len(before.scales):])
+
     def scaled(self, scale: str) -> "Scores":
+        if self.test:
+            raise NotWritten("its scores are multiplied behind a soft cap that stands under a condition")
         fills = tuple(replace(fill, factor=fill.factor + scale) for fill in self.fills)
         return replace(self, scales=(*self.scales, scale), fills=fills)
 
@@ -152,6 +175,8 @@ class _Reader:
             return scores
         if place == 0 and name in SOFTMAX and not scores.is_softmax:
             return replace(scores, is_softmax=True)
+        if place == 0 and name == "tanh" and not rest:
+            return scores.capped()
         if place == 0 and scores.is_softmax:
             return replace(scores, dropout=self._dropout(node, name, rest))
         if (len(rest) == 1 and name in ("mul", "add")) or (place == 0 and name in ("div", "sub")):
@@ -298,6 +323,7 @@ class _Writer:
         self.reader = _Reader(text_of(self.file))
         self.statements = statements_of(start, end)
         self.mask, self.query, self.key = (self._free(name) for name in (MASK, QUERY, KEY))
+        self.score_mod, *self.score_names = (self._free(name) for name in SCORE_MOD)
         self.kept: list[ast.stmt] = []                         # what stays, before the output's statement
         self.removed: dict[ast.stmt, int] = {}                 # and what does not, with how many masks it puts on
 
@@ -322,8 +348,14 @@ class _Writer:
         if found is None or output is None:
             raise NotWritten("the product with the values is not read")
         self._refuse_other_uses(last)
-        return Advice("\n".join(self._lines(found, output, last)),
-                      Place(self.file, self.statements[0].lineno, last.end_lineno or last.lineno))
+        if (found.inside is None) != (self.attention.cap is None):
+            raise NotWritten("the tanh of its soft cap is not read")
+        lines = self._lines(found, output, last)
+        definitions: tuple[str, ...] = ()
+        if found.inside is not None:
+            definitions = (COMPILED, CAUSAL_BLOCKS) if self.all_causal else (COMPILED,)
+        return Advice("\n".join(lines), Place(self.file, self.statements[0].lineno, last.end_lineno or last.lineno),
+                      definitions=definitions)
 
     def _read(self, statement: ast.stmt) -> None:
         """Follow the scores through one statement."""
@@ -355,6 +387,8 @@ class _Writer:
         if statement.orelse:
             raise NotWritten("its scores depend on a condition that does something else, too")
         test, count, before = self.reader.words(statement.test), 0, list[str]()
+        if self._caps_under(test, statement):
+            return True
         for each in statement.body:
             name, value = target_of(each) or ("", None)
             scores = self.reader.names.get(name)
@@ -372,10 +406,34 @@ class _Writer:
         self.removed[statement] = count
         return True
 
+    def _caps_under(self, test: str, statement: ast.If) -> bool:
+        """Whether all that is under the condition puts a soft cap on the scores; then they have it under that."""
+        names = {target[0] for each in statement.body if (target := target_of(each))}
+        if len(names) != 1 or not all(map(target_of, statement.body)):
+            return False
+        (name,) = names
+        before = after = self.reader.names[name]
+        if before.fills or before.inside is not None:
+            return False
+        for each in statement.body:
+            target = target_of(each)
+            value = self.reader.value(target[1]) if target else None
+            if value is None:
+                break
+            self.reader.names[name] = after = value
+        self.reader.names[name] = before
+        if value is None or after.inside is None or after.fills or after.is_softmax:
+            return False
+        self.reader.names[name] = after.capped_under(test, before)
+        self.removed[statement] = 0
+        return True
+
     @staticmethod
     def _under(test: str, before: Scores, after: Scores | None, lines: tuple[str, ...]) -> Scores:
         """What a statement under a condition makes of the scores."""
-        if after is None or (after.scales, after.is_softmax) != (before.scales, before.is_softmax):
+        if after is None or after.is_softmax != before.is_softmax:
+            raise NotWritten("under a condition its scores become something else")
+        if (after.scales, after.inside) != (before.scales, before.inside):
             raise NotWritten("under a condition its scores become something else")
         new = [replace(fill, test=test, lines=lines) for fill in after.fills[len(before.fills):]]
         dropout = after.dropout
@@ -407,7 +465,64 @@ class _Writer:
             mask = masks.words(found.fills[0])
         elif not inline:
             lines += masks.lines(list(fills))                  # those in the statement of the output itself
-        return [*lines, *with_code(last, output, self._call(found, saved, mask), text)]
+        if found.inside is None:
+            return [*lines, *with_code(last, output, self._call(found, saved, mask), text)]
+        before, call = self._flex(found, saved, "" if self.all_causal or not found.fills else mask, masks)
+        return [*lines, *before, *with_code(last, output, call, text)]
+
+    def _flex(self, found: Scores, saved: dict[str, str], mask: str, masks: "_Masks") -> tuple[list[str], str]:
+        """(the statements before it, the call of FlexAttention). Raises NotWritten."""
+        if len(self.attention.shape) != 4:
+            raise NotWritten("its scores have no heads: FlexAttention takes four dimensions")
+        assert found.inside is not None
+        query, key, named = self._operands_of_flex(found, saved)
+        lines = [*named, *self._expanded(mask, masks.may_be_none, f"*{query}.shape[:-1], {key}.shape[-2]")]
+        lines += [*([""] if lines else []), *self._score_mod(found, bool(mask), masks.may_be_none), ""]
+        options = [f"scale={_product(found.outside if found.test else found.inside)}"]
+        if self.all_causal:
+            options.insert(0, f"block_mask=causal_blocks({query}.shape[-2], {query}.device)")
+        given = ", ".join([query, key, found.value, self.score_mod, *options])
+        return lines, _permuted(f"compiled_flex_attention({given})", self.reader.order)
+
+    def _score_mod(self, found: Scores, is_masked: bool, may_be_none: bool) -> list[str]:
+        """The function that caps a score, and masks it."""
+        score, *places = self.score_names
+        seen = f"{self.mask}[{', '.join(places)}]"
+        lines = [f"def {self.score_mod}({', '.join(self.score_names)}):"]
+        result = f"torch.tanh({score}){''.join(found.scales)}"
+        if found.test:
+            capped = f"{score} = torch.tanh({score}{''.join(found.inside or ())}){''.join(found.scales)}"
+            lines += [f"    if {found.test}:", f"        {capped}"]
+            result = score
+        elif is_masked:
+            lines.append(f"    {score} = {result}")
+        if is_masked:
+            result = f"{score} + {seen}"
+            if all(fill.only_blocks for fill in found.fills):
+                result = f'torch.where({seen}, {score}, -float("inf"))'
+            result = f"{score} if {self.mask} is None else {result}" if may_be_none else result
+        return [*lines, f"    return {result}"]
+
+    def _operands_of_flex(self, found: Scores, saved: dict[str, str]) -> tuple[str, str, list[str]]:
+        """(query, key, the statements that name them), for their shapes are asked for, too."""
+        query = self.query if self.query in saved else found.query
+        key = _without_transpose(self.key if self.key in saved else found.key, len(self.attention.shape))
+        lines = []
+        if not query.isidentifier():
+            lines.append(f"{self.query} = {query}")
+            query = self.query
+        if not key.isidentifier():
+            lines.append(f"{self.key} = {key}")
+            key = self.key
+        return query, key, lines
+
+    def _expanded(self, mask: str, may_be_none: bool, sizes: str) -> list[str]:
+        """The statement that gives a mask the shape of the scores."""
+        if not mask:
+            return []
+        if may_be_none:
+            return [f"if {mask} is not None:", f"    {self.mask} = {mask}.expand({sizes})"]
+        return [f"{self.mask} = {_grouped(mask)}.expand({sizes})"]
 
     def _is_always_causal(self, found: Scores) -> bool:
         """Whether its masks are those that were seen, under no condition, and made of nothing that a caller may change.
@@ -487,6 +602,14 @@ class _Writer:
         if len(found.scales) == 1:
             return found.scales[0].removeprefix(" * ") if found.scales[0].startswith(" * ") else f"1{found.scales[0]}"
         return repr(attention.scale)
+
+
+def _product(scales: Sequence[str]) -> str:
+    """Of " * x" and " / y", in words."""
+    if not scales:
+        return "1.0"
+    first, *rest = scales
+    return "".join([first.removeprefix(" * ") if first.startswith(" * ") else f"1{first}", *rest])
 
 
 def _operand(words: str) -> str:

@@ -210,6 +210,8 @@ class Optimized(Shown):
         for advice in self.to_write():
             for line in advice.imports:
                 pieces.setdefault(f"{advice.place.path}, at the top", {})[line] = None   # type: ignore[union-attr]
+            for definition in advice.definitions:
+                pieces.setdefault(f"{advice.place.path}, behind its imports", {})[definition] = None  # type: ignore
             place = str(advice.place or "where you call the model")
             pieces.setdefault(place, {})[advice.code] = None
         return Code("write this", [(place, "\n".join(codes)) for place, codes in pieces.items()]) if pieces else None

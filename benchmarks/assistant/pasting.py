@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.assistant.source import Place, line_of_imports
+from benchmarks.assistant.source import Place, line_of_definitions, line_of_imports
 from benchmarks.assistant.technique import Advice
 
 
@@ -14,9 +14,18 @@ def pasted(text: str, advices: Sequence[Advice]) -> str:
     top = line_of_imports(text) - 1
     for advice in sorted(advices, key=lambda advice: -_place(advice).line):
         text = advice.pasted_into(text)
+    definitions = dict.fromkeys(one for advice in advices for one in advice.definitions)
+    text = _with_definitions(text, list(definitions)) if definitions else text
     lines = text.split("\n")
     imports = dict.fromkeys(line for advice in advices for line in advice.imports)
     return "\n".join([*lines[:top], *imports, *lines[top:]])
+
+
+def _with_definitions(text: str, definitions: Sequence[str]) -> str:
+    """Behind the imports, with the empty lines that the language's style has."""
+    lines, place = text.split("\n"), line_of_definitions(text) - 1
+    new = [line for definition in definitions for line in ("", *definition.split("\n"))]
+    return "\n".join([*lines[:place], *new, "", *lines[place:]])
 
 
 def apart(advices: Sequence[Advice]) -> list[Advice]:

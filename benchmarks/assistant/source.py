@@ -78,7 +78,8 @@ def innermost(trace: str) -> Place | None:
 
 # ------------------------------------------------------------------------------------------------------- syntax
 
-IMPORTS = {"torch": "import torch", "nn": "from torch import nn", "F": "from torch.nn import functional as F"}
+IMPORTS = {"functools": "import functools", "torch": "import torch", "nn": "from torch import nn",
+           "F": "from torch.nn import functional as F", "flex": "from torch.nn.attention import flex_attention as flex"}
 
 
 def imports_for(code: str, file: str) -> list[str]:
@@ -97,6 +98,13 @@ def line_of_imports(text: str) -> int:
         if not is_docstring and getattr(node, "module", "") != "__future__":
             return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
     return len(text.splitlines()) + 1
+
+
+def line_of_definitions(text: str) -> int:
+    """The line of a file before which a definition may be written that its functions use: behind its imports."""
+    tree = ast.parse(text)
+    imports = [node.end_lineno or node.lineno for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return max([line_of_imports(text), *(line + 1 for line in imports)])
 
 
 @functools.cache

@@ -34,11 +34,12 @@ class Advice:
     code: str
     place: Place | None = None
     instead_of: str = ""               # other code, which this makes needless
+    definitions: tuple[str, ...] = ()  # that its file needs behind its imports
 
     @property
     def imports(self) -> list[str]:
         """The lines that its file needs at the top, and does not have."""
-        return imports_for(self.code, self.place.file) if self.place else []
+        return imports_for("\n".join([self.code, *self.definitions]), self.place.file) if self.place else []
 
     @property
     def is_call(self) -> bool:

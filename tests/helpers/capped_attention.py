@@ -89,6 +89,30 @@ class ByEinsum(Capped):
         return torch.einsum("bhqk,bhkd->bhqd", weights, v)
 
 
+class UnderConditions(Capped):
+    """As people write what a config may leave out; names that a score function would have are taken."""
+
+    def attend(self, q, k, v, counts=None):
+        b, h = q.shape[:2]
+        scores = (q * 0.5) @ k.transpose(-2, -1)
+        if self.cap is not None:
+            scores = scores / self.cap
+            scores = torch.tanh(scores)
+            scores = scores * self.cap
+        if counts is not None:
+            scores = scores.masked_fill(~counts.view(b, 1, 1, -1), float("-inf"))
+        assert h == HEADS
+        return nn.functional.softmax(scores, dim=-1) @ v
+
+
+class ScaledBehindACondition(Capped):
+    def attend(self, q, k, v, counts):
+        scores = q @ k.mT
+        if self.cap:
+            scores = torch.tanh(scores / self.cap) * self.cap
+        return (scores * self.scale).softmax(-1) @ v
+
+
 class MaskedBefore(Capped):
     """The tanh makes a number of minus infinity: these positions are seen."""
 
@@ -116,7 +140,11 @@ class SharedKeys(Capped):
         return weights @ v[:, :1]
 
 
-RIGHT = (Capped, Causal, AsGemma, Padded, Biased, ScaledAgain, ThreeDimensions, ByEinsum)
+RIGHT = (Capped, Causal, AsGemma, Padded, Biased, ScaledAgain, ThreeDimensions, ByEinsum,
+         UnderConditions)
+NOT_WRITTEN = {
+    ThreeDimensions: "FlexAttention takes four dimensions",
+    ScaledBehindACondition: "multiplied behind a soft cap that stands under a condition"}
 NO_SOFT_CAP = {MaskedBefore: "its mask is put on before the tanh of its soft cap",
                Twice: "its scores go through a tanh twice"}
 REFUSED = {Dropped: "FlexAttention has no dropout", SharedKeys: "its keys or values are broadcast"}

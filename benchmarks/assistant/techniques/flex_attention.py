@@ -7,12 +7,13 @@ from torch import Tensor, fx
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
+from benchmarks.assistant import attention_source
 from benchmarks.assistant.attention import Attention
 from benchmarks.assistant.attention_rewriting import rewrite_attention
 from benchmarks.assistant.graph import Captured, shape_of
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed, traced_again
-from benchmarks.assistant.technique import Advice, Found, NotWritten, Plan, Technique, found_at, unique
+from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique
 from common.block.evidence import Evidence
 from common.runtime import compiler
 
@@ -47,8 +48,11 @@ def _can_take(attention: Attention) -> bool:
 
 
 def advice(program: Program, found: Found) -> Advice | None:
-    """Not written yet."""
-    raise NotWritten("its score function is a statement of its own")
+    """A score function and the call, in place of the lines from the one matmul to the other. Raises NotWritten."""
+    if hasattr(program.model, "set_attn_implementation") and found.place and not found.place.is_yours:
+        return Advice('model.set_attn_implementation("flex_attention")')
+    assert isinstance(found.region, Attention)
+    return attention_source.advice(found.region)
 
 
 def rewrite(graph: Captured) -> list[Assumed]:

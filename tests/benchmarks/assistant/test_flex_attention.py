@@ -7,10 +7,12 @@ from benchmarks.study import validate
 
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
+from benchmarks.assistant.technique import NotWritten
 from benchmarks.assistant.techniques import autocast, compiled, flex_attention, sdpa
 from benchmarks.measure.calls import Inputs
 from common.block.evidence import kind_of, observe
 from tests.helpers import capped_attention as spellings
+from tests.helpers.pasting import pasted
 
 X = torch.randn(2, spellings.LENGTH, spellings.WIDTH, generator=torch.Generator().manual_seed(0))
 COUNTS = torch.arange(spellings.LENGTH).expand(2, -1) < torch.tensor([[spellings.LENGTH], [23]])
@@ -62,6 +64,43 @@ def test_it_is_found_where_it_stands(spelling):
     assert found.region.cap == pytest.approx(0.75 if spelling is spellings.ScaledAgain else 1.5)
     (found,) = found_by(sdpa, made(spelling))
     assert found.why_not == "it can't cap scores: see flex-attention"
+
+
+@pytest.mark.integration
+@named("spelling", [each for each in spellings.RIGHT if each not in spellings.NOT_WRITTEN], ids=of_name)
+def test_its_lines_are_the_same_function(spelling, tmp_path):
+    """Pasted into a copy of its file; on a CPU without gradients, for there it has no backward."""
+    model = made(spelling)
+    (found,) = found_by(flex_attention, model)
+    advice = FLEX.advice(replace(read(model, Inputs.of((X, COUNTS))), is_inference=True), found)
+    other = made(getattr(pasted(advice, spellings, tmp_path / "pasted.py"), spelling.__name__))
+    with torch.no_grad():
+        difference = (other(X, COUNTS) - model(X, COUNTS)).abs().max()
+        kinds = {kind_of(name) for name in observe(lambda: other(X, COUNTS), torch.device("cpu"))}
+    assert difference < 1e-5 and "softmax" not in kinds, advice.code
+
+
+@pytest.mark.unit
+@named("spelling", spellings.NOT_WRITTEN, ids=of_name)
+def test_what_is_not_written_says_why(spelling):
+    model = made(spelling)
+    (found,) = found_by(flex_attention, model)
+    with pytest.raises(NotWritten, match=spellings.NOT_WRITTEN[spelling]):
+        FLEX.advice(read(model, Inputs.of((X, COUNTS))), found)
+
+
+@pytest.mark.integration
+def test_an_optional_mask_may_be_left_out_of_its_lines(tmp_path):
+    model = made(spellings.UnderConditions)
+    (found,) = found_by(flex_attention, model)
+    advice = FLEX.advice(read(model, Inputs.of((X, COUNTS))), found)
+    other = made(pasted(advice, spellings, tmp_path / "pasted.py").UnderConditions)
+    q, k, v = (torch.randn(2, 4, 9, 16) for _ in range(3))
+    with torch.no_grad():
+        assert (other.attend(q, k, v) - model.attend(q, k, v)).abs().max() < 1e-5
+        for one in (other, model):
+            one.cap = None
+        assert (other.attend(q, k, v) - model.attend(q, k, v)).abs().max() < 1e-5
 
 
 @pytest.mark.unit
