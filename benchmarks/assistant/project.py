@@ -38,11 +38,13 @@ class Project:
             self._refuse_late_imports()
 
     def neighbours(self, *folders: Path) -> frozenset[str]:
-        """The names of modules that were imported from its folder and these; without those that are this suite's."""
-        files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
-        names = {name.partition(".")[0] for name, file in files.items()
-                 if self.has(file) or any(_is_in(file, folder) for folder in folders)}
-        return frozenset(names - {*OURS, "__main__"})
+        """The names of modules that were imported from its folder and these; without those that are this suite's.
+
+        A module counts by where its package lies: what Inductor compiles is in torch's, in whichever folder it is kept.
+        """
+        within = self.folder, *folders
+        tops = {name.partition(".")[0] for name, module in list(sys.modules.items()) if _lies_in(module, within)}
+        return frozenset(top for top in tops - {*OURS, "__main__"} if _lies_in(sys.modules.get(top), within))
 
     def has(self, file: str) -> bool:
         """Whether a file lies in its folder, and is no installed package's."""
@@ -94,6 +96,13 @@ class Project:
                            f"suite has a {top} too")
             return find(name, globals, locals, fromlist, level)
         builtins.__import__ = checked
+
+
+def _lies_in(module: ModuleType | None, folders: Sequence[Path]) -> bool:
+    """Whether its file, or a folder of a package without one, is in one of them."""
+    names = vars(module) if module else {}                 # not by getattr: torch.classes makes whatever is asked for
+    files = [names.get("__file__") or "", *(names.get("__path__") or ())]
+    return any(_is_in(file, folder) for file in files for folder in folders)
 
 
 def _is_in(file: str, folder: Path) -> bool:

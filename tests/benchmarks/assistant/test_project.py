@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 
 from benchmarks.assistant import look
 from benchmarks.assistant.loading import load
 from benchmarks.assistant.program import read
-from benchmarks.assistant.project import ROOT
+from benchmarks.assistant.project import ROOT, Project
 from benchmarks.assistant.techniques import sdpa
 from benchmarks.measure.calls import Inputs
 from common.outcome import Told
@@ -139,3 +140,21 @@ def test_a_file_that_is_named_with_dots_is_read_once(imports, tmp_path):
     model, inputs = load(f"{tmp_path}/inner/../by_hand.py:build")()
     (found,) = sdpa.find(read(model, Inputs.of(inputs)))
     assert found.place.name == "by_hand.py:7-8" and not found.why_not
+
+
+@pytest.mark.unit
+def test_what_a_package_from_elsewhere_keeps_in_the_folder_is_no_neighbour(tmp_path, monkeypatch):
+    """Inductor's code is in modules of torch's, and TORCHINDUCTOR_CACHE_DIR may lie below a model: torch stays there.
+
+    A package without an __init__.py has no file, and is one.
+    """
+    def imported(name, **attributes):
+        module = types.ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    imported("torch._inductor.kept", __file__=str(tmp_path / "cache" / "kept.py"))
+    imported("near", __file__=str(tmp_path / "near.py"))
+    imported("bare", __path__=[str(tmp_path / "bare")])
+    imported("bare.inside", __file__=str(tmp_path / "bare" / "inside.py"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert Project(tmp_path).neighbours() == {"near", "bare"}
