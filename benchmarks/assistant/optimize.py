@@ -30,7 +30,6 @@ from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import Judge
 from benchmarks.measure.keeping import kept, materialised, parameters_kept
 from benchmarks.measure.modules import record_checks, subject_of, work_in_words
-from benchmarks.measure.observing import Work
 from benchmarks.measure.truth import Truth, free_memory, working_dtype
 from common.block import oracle
 from common.block.config import dtype_name
@@ -156,15 +155,15 @@ class _Assistant:
         self.judgements: dict[str, Judgement] = {}
         self.seconds_a_rung: float | None = None               # in the rounds before
         self.source = source                                   # what is to be written is tried there, if it is known
-        self.prover = Prover(source, task, session.device, session.seed) if source else None
+        self.prover = Prover(source, task, session.device, session.seed, inference) if source else None
 
     def run(self, name: str) -> Optimized:
         session, task = self.session, self.task
         session.say(Phase.CHECKING, "the model")
-        self.work = task.work(cotangents=1, seed=session.seed)
+        self.work = task.work(cotangents=1, seed=session.seed, forward_only=self.inference)
         with _callable():
             self.truth = Truth(task.model, self.work, session.say)
-            self.other_truths = {words: Truth(task.model, Work(inputs, None, 1, session.seed), session.say)
+            self.other_truths = {words: Truth(task.model, replace(self.work, inputs=inputs, loss=None), session.say)
                                  for words, inputs in task.others.items()}
         looked = look_at(name, task, session, self.techniques, self.inference)
         self.program = looked.program

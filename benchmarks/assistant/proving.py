@@ -18,8 +18,8 @@ class Prover:
     The truths in each circumstance are found once, when the first piece is tried.
     """
 
-    def __init__(self, source: Source, task: Task, device: torch.device, seed: int):
-        self.source, self.task, self.device, self.seed = source, task, device, seed
+    def __init__(self, source: Source, task: Task, device: torch.device, seed: int, inference: bool = False):
+        self.source, self.task, self.device, self.seed, self.inference = source, task, device, seed, inference
         self._truths: list[tuple[Circumstance, Truth]] | None = None
 
     def why_not(self, advice: Advice) -> str:
@@ -52,7 +52,7 @@ class Prover:
         model, truths = self.task.model, []
         others = [Circumstance(words, inputs, model.training) for words, inputs in self.task.others.items()]
         for circumstance in (*circumstances(model, self.task.given), *others):
-            work = Work(circumstance.inputs, None, 1, self.seed)
+            work = Work(circumstance.inputs, None, 1, self.seed, self.inference)
             try:
                 with circumstance.entered(model):
                     truths.append((circumstance, Truth(model, work)))

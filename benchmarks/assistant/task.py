@@ -92,9 +92,9 @@ class Task:
             if first != second:
                 raise Told(f"the {name} is of shape {first}, and of {second} in the next call: no two can be compared")
 
-    def work(self, cotangents: int, seed: int) -> Work:
+    def work(self, cotangents: int, seed: int, forward_only: bool = False) -> Work:
         """What is run to judge and to time it."""
-        return Work(self.given, self.loss, cotangents, seed)
+        return Work(self.given, self.loss, cotangents, seed, forward_only)
 
     def on(self, device: torch.device) -> "Task":
         """The same model, moved in place, and inputs there. Raises Told where it can't be moved."""

@@ -34,7 +34,7 @@ class Flat:
 def flat_of(module: Callable, work: Work) -> tuple[Flat, dict[str, Tensor]]:
     """(the call on tensors alone, the outputs of one call by name, in which gradients were recorded)."""
     inputs, start = work.inputs.as_trained(), Start(module)
-    with torch.enable_grad():
+    with torch.set_grad_enabled(not work.forward_only):
         returned = inputs.call(module)
         outputs = outputs_of(work.loss(returned) if work.loss else returned)
     start.begin(work.seed)

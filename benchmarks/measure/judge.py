@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ class Judge:
         truth, times = self.truth, 0
         with kept(self.candidate, truth.plain):
             for inputs in fresh(truth.work.inputs, FRESH):
-                work = Work(inputs, truth.work.loss, 1, unguessable_seed())
+                work = replace(truth.work, inputs=inputs, cotangents=1, seed=unguessable_seed())
                 seen = observe(self.candidate, work, overwrites_output=True, alone=False, draws=self.draws)
                 try:
                     own = truth.own_on(work, self.numerics)

@@ -2,7 +2,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Work:
     loss: Loss | None = None               # maps what it returns to a scalar; else outputs get random cotangents
     cotangents: int = 3
     seed: int = 0
+    forward_only: bool = False             # it will never train: no gradient is recorded, and none compared
 
     def __post_init__(self) -> None:
         if self.cotangents < 1:
@@ -37,7 +38,7 @@ class Work:
 
     def first(self, samples: int) -> "Work":
         """The same on the first so many samples. A loss is made for all of them: outputs get cotangents instead."""
-        return Work(self.inputs.first(samples), None, self.cotangents, self.seed)
+        return replace(self, inputs=self.inputs.first(samples), loss=None)
 
 
 @dataclass
@@ -76,7 +77,7 @@ def observe(call: Callable, work: Work, dtype: torch.dtype | None = None, overwr
     start, seen = Start(call), Observation({})
     for number in range(1 if work.loss else work.cotangents):
         start.begin(work.seed)
-        with torch.enable_grad(), without_dropout(call), exact_attention(dtype):
+        with torch.set_grad_enabled(not work.forward_only), without_dropout(call), exact_attention(dtype):
             inputs = work.inputs.copies(dtype)
             returned = inputs.call(call)
             outputs = outputs_of(returned)
@@ -250,8 +251,8 @@ def rounding_in(call: Callable, work: Work) -> torch.dtype | None:
     inputs, seen = work.inputs.copies(torch.float64), _Rounding()
     start = Start(call)
     start.begin(work.seed)
-    with (torch.compiler.set_stance("force_eager"), torch.enable_grad(), without_dropout(call),
-          exact_attention(torch.float64)):
+    with (torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(not work.forward_only),
+          without_dropout(call), exact_attention(torch.float64)):
         with seen:
             returned = inputs.call(call)
             loss = work.loss(returned) if work.loss else None
@@ -259,7 +260,7 @@ def rounding_in(call: Callable, work: Work) -> torch.dtype | None:
         taking = [name for name, output in outputs.items() if output.requires_grad]
         given = [cotangent(outputs[name], 0, 0, work.seed) for name in taking]
         with seen:
-            if isinstance(loss, Tensor):
+            if isinstance(loss, Tensor) and loss.requires_grad:
                 loss.backward()
             elif taking:
                 torch.autograd.backward([outputs[name] for name in taking], given)
