@@ -1,5 +1,6 @@
 """What each technique is worth at each place, from what was measured until now."""
 import dataclasses
+from collections.abc import Sequence
 
 from benchmarks.assistant.combination import Combination, Interval
 from benchmarks.assistant.optimized import TO_WRITE, VERDICTS, Added, Opportunity, Optimized, as_written
@@ -44,6 +45,9 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
         return Opportunity(technique.name, found, "not here", result.alone.why_not(rung, result.mode))
     added = next((each for each in result.ladder if each.technique is technique), None)
     verdict, why = _worth(judgement, gain, added)
+    if verdict in TO_WRITE and added and added.left_out and added is _in_the_way(result.ladder):
+        why = f"alone it gains, but all together are {number(added.left_out[0], '.2f')} times as fast with it"
+        return Opportunity(technique.name, found, "no gain", why, gain[0], gain[1:], _error(judgement))
     if verdict in TO_WRITE and advice is None:
         verdict = "by hand"
     why = "; ".join(filter(None, [why, elsewhere, _not_fired(result, technique), _less_accurate(judgement),
@@ -114,6 +118,16 @@ def _worth(judgement: Judgement | None, alone: Interval, added: Added | None) ->
         before = " + ".join(each.name for each in added.combination.techniques[:-1])
         return kind, f"not alone, but on top of {before}" if before else "not alone, but in the ladder's rounds"
     return "no gain", ""
+
+
+def _in_the_way(ladder: Sequence[Added]) -> Added | None:
+    """The one without which all the others together are fastest, if they are faster without it than with it.
+
+    One alone: whether a second would still be in the way without the first was not measured.
+    """
+    measured = [each for each in ladder if each.left_out]
+    worst = min(measured, key=lambda each: each.left_out[0], default=None)               # type: ignore[index]
+    return worst if worst and worst.left_out and worst.left_out[2] * WORTH_IT <= 1 else None
 
 
 def _not_fired(result: Optimized, technique: Technique) -> str:

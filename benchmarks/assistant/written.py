@@ -1,7 +1,8 @@
 """All that a report says to write, written: the edited files, called as it says. Does it reach what was promised?"""
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,8 +107,16 @@ def written_out(source: Source, advices: Sequence[Advice], device: torch.device
     wanted = dict.fromkeys([source.project.folder, *(folders[advice] for advice in pasted)])
     with copied(list(wanted), pasted) as copies, source.copied_to(copies) as copy_of_it:
         task = Task.of(copy_of_it()).on(device)
+        left_out += [advice for advice in pasted if not _was_imported(advice, folders[advice], copies)]
         call = calls[0] if calls else f"output = model({'**' if task.given.kwargs else '*'}inputs)"
         yield AsWritten(task.model, "\n".join(once), call), left_out
+
+
+def _was_imported(advice: Advice, folder: Path, copies: Mapping[Path, Path]) -> bool:
+    """Whether the copy of its file was: one that a person's code puts first in sys.path is not."""
+    assert advice.place is not None
+    copy_of_it = copies[folder] / Path(advice.place.file).relative_to(folder)
+    return str(copy_of_it) in {getattr(module, "__file__", None) for module in list(sys.modules.values())}
 
 
 def _folder(source: Source, advice: Advice) -> Path | None:

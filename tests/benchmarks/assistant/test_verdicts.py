@@ -4,6 +4,9 @@ import math
 import pytest
 
 from benchmarks.assistant import verdicts
+from benchmarks.assistant.combination import Combination
+from benchmarks.assistant.optimized import Added
+from benchmarks.assistant.technique import Technique
 from benchmarks.measure.checks import Check, Judgement
 
 RIGHT = Check("output", "precision", True, True, 1e-7, 2e-6, "rounding of float32")
@@ -26,6 +29,26 @@ def test_only_what_rounds_as_the_model_does_is_taken(checks, numerics, verdict):
 @pytest.mark.parametrize("low, verdict", [(1.019, "no gain"), (1.021, "take")])
 def test_a_gain_counts_from_its_lower_end(low, verdict):
     assert verdicts._worth(Judgement([RIGHT], "FP64"), gain(low), None)[0] == verdict
+
+
+def ladder(*times: float | None) -> list[Added]:
+    """Of so many techniques: how many times as fast all are as all but this one, at most."""
+    made = []
+    for place, high in enumerate(times):
+        technique = Technique(f"t{place}", "", lambda program: ())
+        left_out = None if high is None else (high - 0.01, high - 0.02, high)
+        made.append(Added(technique, Combination((technique,)), None, left_out))
+    return made
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("times, place", [
+    ((0.98,), 0), ((0.981,), None), ((1.2, 0.9, 1.0), 1), ((0.8, 0.7), 1), ((None, 0.7, None), 1), ((None, None), None),
+    ((), None)])
+def test_one_that_slows_all_the_others_down_is_in_the_way(times, place):
+    made = ladder(*times)
+    found = verdicts._in_the_way(made)
+    assert found is (None if place is None else made[place])
 
 
 @pytest.mark.unit

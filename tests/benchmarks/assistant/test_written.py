@@ -155,6 +155,21 @@ def test_a_file_of_another_folder_is_edited_in_a_copy_too(project, monkeypatch):
 
 
 @pytest.mark.integration
+def test_a_copy_that_is_not_imported_is_left_out(project):
+    """The build file itself says where its neighbour is: what would be tried is the neighbour as it was."""
+    (project / "layers").mkdir()
+    (project / "norms.py").rename(project / "layers" / "own_norms.py")
+    (project / "build.py").write_text(f"import sys\nsys.path.insert(0, {str(project / 'layers')!r})\nimport torch\n"
+                                      "from own_norms import Norm\n\ndef build():\n"
+                                      "    return Norm(8), (torch.randn(2, 8),)\n")
+    source = load(f"{project}/build.py:build")
+    source()
+    advice = Advice("return x", Place(f"{project}/layers/own_norms.py", 11))
+    with written_out(source, [advice], CPU) as (_, left_out):
+        assert left_out == [advice]
+
+
+@pytest.mark.integration
 def test_code_that_does_not_run_is_told(project):
     source = load(f"{project}/my_model.py:build")
     with pytest.raises(Told, match=r"my_model.py can't be imported: SyntaxError"), \
