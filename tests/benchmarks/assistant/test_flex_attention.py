@@ -117,6 +117,26 @@ def test_a_cpu_has_no_backward_of_it():
     assert found.why_not == "FlexAttention has no backward on a CPU: with --inference it can be tried"
 
 
+@pytest.mark.integration
+def test_a_model_of_transformers_is_told_its_own_switch(fresh_dynamo):
+    """Its attention stands in an installed file. What is advised is the same function, without a softmax."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, sliding_window=8, attn_implementation="eager", use_cache=False)
+    model, tokens = transformers.Gemma2ForCausalLM(config).eval(), torch.randint(32, (2, 16))
+    program = replace(read(model, Inputs.of({"input_ids": tokens})), is_inference=True)
+    (found,) = flex_attention.find(program)
+    assert found.place.file.endswith("modeling_gemma2.py") and not found.why_not and found.region.cap == 50.0
+    advice = FLEX.advice(program, found)
+    assert advice.place is None
+    with torch.no_grad():
+        expected = model(tokens).logits
+        exec(advice.code, {"model": model})
+        assert torch.allclose(model(tokens).logits, expected, atol=1e-5)
+
+
 @pytest.mark.unit
 def test_attention_without_a_cap_is_none_of_it():
     assert not found_by(flex_attention, made(Plain))
