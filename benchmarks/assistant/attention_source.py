@@ -351,6 +351,9 @@ class _Writer:
         if (found.inside is None) != (self.attention.cap is None):
             raise NotWritten("the tanh of its soft cap is not read")
         lines = self._lines(found, output, last)
+        first = self.statements[0]
+        if len(lines) > 1 and text_of(self.file).split("\n")[first.lineno - 1][:first.col_offset].strip():
+            raise NotWritten("several statements would stand in its place, and it shares a line with others")
         definitions: tuple[str, ...] = ()
         if found.inside is not None:
             definitions = (COMPILED, CAUSAL_BLOCKS) if self.all_causal else (COMPILED,)

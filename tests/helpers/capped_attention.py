@@ -113,6 +113,10 @@ class ScaledBehindACondition(Capped):
         return (scores * self.scale).softmax(-1) @ v
 
 
+class InOneLine(Capped):
+    def attend(self, q, k, v, counts): return (self.cap * torch.tanh(q @ k.mT / self.cap)).softmax(-1) @ v
+
+
 class MaskedBefore(Capped):
     """The tanh makes a number of minus infinity: these positions are seen."""
 
@@ -143,6 +147,7 @@ class SharedKeys(Capped):
 RIGHT = (Capped, Causal, AsGemma, Padded, Biased, ScaledAgain, ThreeDimensions, ByEinsum,
          UnderConditions)
 NOT_WRITTEN = {
+    InOneLine: "it shares a line with others",
     ThreeDimensions: "FlexAttention takes four dimensions",
     ScaledBehindACondition: "multiplied behind a soft cap that stands under a condition"}
 NO_SOFT_CAP = {MaskedBefore: "its mask is put on before the tanh of its soft cap",
