@@ -1,6 +1,7 @@
 """A module of a person's source with advice pasted into it."""
 import importlib.util
 import inspect
+import sys
 
 from benchmarks.assistant import pasting
 
@@ -14,6 +15,6 @@ def all_pasted(advices, module, path):
     """With several."""
     path.write_text(pasting.pasted(inspect.getsource(module), list(advices)))
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    made = importlib.util.module_from_spec(spec)
+    made = sys.modules[path.stem] = importlib.util.module_from_spec(spec)      # older Dynamo imports it by its name
     spec.loader.exec_module(made)
     return made
