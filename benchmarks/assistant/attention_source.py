@@ -1,4 +1,4 @@
-"""Attention by hand in a person's own statements, and the same by scaled_dot_product_attention.
+"""Attention by hand in a person's own statements, and one call for it: of SDPA, or of FlexAttention for a soft cap.
 
 The statements from the product of queries and keys to that with the values are read one by one: what becomes of the
 scores, whichever branch ran. Statements that something else needs stay where they are, with their comments. What puts a
@@ -8,10 +8,10 @@ import ast
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from benchmarks.assistant import einsum
-from benchmarks.assistant.attention import CASTS, SOFTMAX, Attention
+from benchmarks.assistant.attention import Attention
+from benchmarks.assistant.attention_reading import Fill, Reader, Scores, as_operand, grouped, permuted
 from benchmarks.assistant.graph import place_of, shape_of
 from benchmarks.assistant.source import Place, function_at, function_node_at, text_of
 from benchmarks.assistant.statements import (
@@ -35,276 +35,6 @@ def causal_blocks(length, device):
     def allows(b, h, q_idx, kv_idx):
         return q_idx >= kv_idx
     return flex.create_block_mask(allows, None, None, length, length, device=device)"""
-OPERATIONS = {ast.Mult: "mul", ast.Div: "div", ast.Add: "add", ast.Sub: "sub"}
-IGNORED = {"dim", "axis", "dtype", "inplace", "p", "training", "memory_format", "copy", "non_blocking"}
-PLACES = {"input": 0, "condition": 0, "mask": 1, "other": 1, "mat2": 1, "value": 2}       # of a keyword
-INFINITE = {"float('-inf')", "-math.inf", "-torch.inf", "-np.inf", "-numpy.inf", "-float('inf')", "-inf",
-            "float('-infinity')"}
-
-
-@dataclass(frozen=True)
-class Fill:
-    """A mask, in words: added to the scores, or where it is true they become `value`."""
-    words: str
-    value: str = ""                          # of a boolean one
-    blocks: bool = True                      # it is true where scores are blocked, not where they are seen
-    factor: str = ""                         # what the scores are multiplied by behind it: " * 0.5 / 3"
-    test: str = ""                           # the condition that it is put on under
-    lines: tuple[str, ...] = ()              # statements that stand before it there
-
-    @property
-    def only_blocks(self) -> bool:
-        """Whether all that it does is to leave positions out."""
-        return self.value.replace('"', "'") in INFINITE
-
-    def seen(self) -> str:
-        """As a boolean mask: true where a position is seen."""
-        if not self.blocks:
-            return self.words
-        return f"~{self.words}" if self.words.isidentifier() else f"~({self.words})"
-
-    def added(self) -> str:
-        """As a mask that is added to the scores."""
-        if not self.value:
-            return f"({self.words}){self.factor}" if self.factor else self.words
-        either = (self.value, "0.0") if self.blocks else ("0.0", self.value)
-        where = f"torch.where({self.words}, {', '.join(either)})"
-        return where + self.factor if self.factor and not self.only_blocks else where
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What a name or an expression stands for, between the two products."""
-    query: str
-    key: str
-    scales: tuple[str, ...] = ()             # " * x", " / y"
-    inside: tuple[str, ...] | None = None    # those before the tanh of a soft cap, where there is one
-    test: str = ""                           # the condition that the soft cap stands under
-    outside: tuple[str, ...] = ()            # then those before that condition
-    fills: tuple[Fill, ...] = ()
-    is_softmax: bool = False                 # they are weights
-    dropout: str = ""
-    value: str = ""                          # the values that the weights were multiplied with: the output
-
-    def capped(self) -> "Scores":
-        """Behind a tanh. Raises NotWritten."""
-        if self.fills or self.inside is not None or self.is_softmax:
-            raise NotWritten("its scores go through a tanh that is no soft cap")
-        return replace(self, scales=(), inside=self.scales)
-
-    def capped_under(self, test: str, before: "Scores") -> "Scores":
-        """What they are where a statement under a condition has put a soft cap on what they were before."""
-        assert self.inside is not None
-        return replace(self, test=test, outside=before.scales, inside=self.inside[len(before.scales):])
-
-    def scaled(self, scale: str) -> "Scores":
-        if self.test:
-            raise NotWritten("its scores are multiplied behind a soft cap that stands under a condition")
-        fills = tuple(replace(fill, factor=fill.factor + scale) for fill in self.fills)
-        return replace(self, scales=(*self.scales, scale), fills=fills)
-
-
-@dataclass
-class _Reader:
-    """Follows the scores through statements of a file's text."""
-    text: str
-    names: dict[str, Scores] = field(default_factory=dict)
-    may_begin: bool = True                   # a product may be that of queries and keys
-    output: ast.expr | None = None           # the expression that is the attention's output
-    found: Scores | None = None              # what it stands for
-    order: einsum.Order = None               # of [..., S, D] in it
-
-    def value(self, node: ast.expr) -> Scores | None:
-        """What an expression stands for; None where that is nothing of the attention. Raises NotWritten."""
-        if isinstance(node, ast.Name):
-            return self.names.get(node.id)
-        if isinstance(node, ast.BinOp):
-            return self._operation(node)
-        if isinstance(node, ast.Call):
-            return self._call(node)
-        if isinstance(node, ast.IfExp) and (self.value(node.body) or self.value(node.orelse)):
-            raise NotWritten("its scores depend on a condition inside of an expression")
-        self._look_below(node)
-        return None
-
-    def _look_below(self, node: ast.AST) -> None:
-        """In what is nothing of the attention itself its output may stand."""
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.expr):
-                self.value(child)
-            elif isinstance(child, ast.keyword):
-                self.value(child.value)
-
-    def _operation(self, node: ast.BinOp) -> Scores | None:
-        if isinstance(node.op, ast.MatMult):
-            return self._product(node, node.left, node.right)
-        left, right = self.value(node.left), self.value(node.right)
-        scores, other = (left, node.right) if left and not left.value else (right, node.left)
-        if scores is None or scores.value:
-            return None
-        name = OPERATIONS.get(type(node.op), "")
-        if not name or (scores is not left and name in ("div", "sub")):
-            raise NotWritten(f"its scores go through {ast.unparse(node)}")
-        return self._by_name(name, scores, other)
-
-    def _multiplied(self, scores: Scores, scale: str) -> Scores:
-        if scores.is_softmax:
-            raise NotWritten("its weights are multiplied by something")
-        return scores.scaled(scale)
-
-    def _with(self, scores: Scores, fill: Fill) -> Scores:
-        if scores.is_softmax:
-            raise NotWritten("something is done to its weights")
-        return replace(scores, fills=(*scores.fills, fill))
-
-    def _call(self, node: ast.Call) -> Scores | None:
-        name, given = called(node).rstrip("_"), self._arguments(node)
-        if name in ("matmul", "bmm") and len(given) == 2:
-            return self._product(node, *given.values())
-        if name == "einsum":
-            return self._einsum(node)
-        values = {key: self.value(argument) for key, argument in given.items()}
-        places = [key for key, value in values.items() if value and not value.value]
-        if not places:
-            return None
-        place, scores, rest = places[0], values[places[0]], [one for key, one in given.items() if key != places[0]]
-        assert scores is not None
-        if len(places) > 1:
-            raise NotWritten(f"its scores go twice into {name}")
-        if place == 0 and name in CASTS:
-            return scores
-        if place == 0 and name in SOFTMAX and not scores.is_softmax:
-            return replace(scores, is_softmax=True)
-        if place == 0 and name == "tanh" and not rest:
-            return scores.capped()
-        if place == 0 and scores.is_softmax:
-            return replace(scores, dropout=self._dropout(node, name, rest))
-        if (len(rest) == 1 and name in ("mul", "add")) or (place == 0 and name in ("div", "sub")):
-            return self._by_name(name, scores, rest[0])
-        if len(rest) == 2 and (name, place) in (("masked_fill", 0), ("where", 1), ("where", 2)):
-            return self._with(scores, Fill(self.words(rest[0]), self.words(rest[1]), name != "where" or place == 2))
-        if len(rest) == 2 and (name, place) == ("where", 0) and not is_of_module(node):
-            return self._with(scores, Fill(self.words(rest[0]), self.words(rest[1]), blocks=False))
-        raise NotWritten(f"its scores go through {name}")
-
-    def _by_name(self, name: str, scores: Scores, other: ast.expr) -> Scores:
-        if name in ("mul", "div"):
-            sign = " * " if name == "mul" else " / "
-            return self._multiplied(scores, sign + self.factor(other))
-        return self._with(scores, Fill(self.words(other) if name == "add" else f"-{self.factor(other)}"))
-
-    def _arguments(self, node: ast.Call) -> dict[int | str, ast.expr]:
-        """Of a call by place, of a method of the scores these first; a keyword whose place is known stands there."""
-        given: list[ast.expr] = list(node.args)
-        holder = node.func.value if isinstance(node.func, ast.Attribute) and not is_of_module(node) else None
-        if holder is not None and (self.value(holder) or called(node) in ("matmul", "bmm")):
-            given.insert(0, holder)
-        found: dict[int | str, ast.expr] = dict(enumerate(given))
-        for keyword in node.keywords:
-            if keyword.arg in IGNORED:
-                continue
-            if keyword.arg == "alpha":
-                raise NotWritten("something is added to its scores with a factor")
-            place = PLACES.get(keyword.arg or "", keyword.arg or "**")
-            found[place] = keyword.value
-        return dict(sorted(found.items(), key=lambda each: str(each[0])))
-
-    def _dropout(self, node: ast.Call, name: str, rest: Sequence[ast.expr]) -> str:
-        """The rate, in words."""
-        if name == "dropout" and is_of_module(node):
-            words = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            rate = words.get("p", ast.unparse(rest[0]) if rest else "0.5")
-            training = words.get("training", ast.unparse(rest[1]) if len(rest) > 1 else "True")
-            return f"{_operand(rate)} if {_operand(training)} else 0.0"
-        if rest or node.keywords or "drop" not in ast.unparse(node.func).lower():
-            raise NotWritten(f"between the softmax and the product with the values stands {ast.unparse(node.func)}")
-        module = ast.unparse(node.func)
-        return f"{module}.p if {module}.training else 0.0"
-
-    def _product(self, node: ast.expr, left: ast.expr, right: ast.expr) -> Scores | None:
-        weights, other = self.value(left), self.value(right)
-        if weights is None and other is None:
-            if not self.may_begin:
-                return None
-            return Scores(self.words(left), self.words(right))
-        if weights is None or other is not None or not weights.is_softmax or weights.value:
-            return None if weights and weights.value else self._refuse_product()
-        self.output, self.found = node, replace(weights, value=self.words(right))
-        return self.found
-
-    def _einsum(self, node: ast.Call) -> Scores | None:
-        equation, *operands = node.args
-        if len(operands) == 1 and isinstance(operands[0], (ast.List, ast.Tuple)):
-            operands = operands[0].elts
-        values = [self.value(operand) for operand in operands]
-        if len(operands) != 2 or not isinstance(equation, ast.Constant) or values[1] is not None:
-            return self._refuse_product() if any(values) else None
-        try:
-            if values[0] is None:
-                return self._scores_of_einsum(str(equation.value), *operands)
-            of_values, of_result = einsum.of_output(str(equation.value))
-        except einsum.NoProduct:
-            return self._refuse_product() if any(values) else None
-        if not values[0].is_softmax or values[0].value:
-            return self._refuse_product()
-        self.output, self.order = node, of_result
-        self.found = replace(values[0], value=_permuted(self.words(operands[1]), of_values))
-        return self.found
-
-    def _scores_of_einsum(self, equation: str, left: ast.expr, right: ast.expr) -> Scores | None:
-        keys_first, of_queries, of_keys = einsum.of_scores(equation)
-        if not self.may_begin:
-            return None
-        queries, keys = (right, left) if keys_first else (left, right)
-        key = _grouped(_permuted(self.words(keys), of_keys))
-        return Scores(_permuted(self.words(queries), of_queries), f"{key}.mT")
-
-    @staticmethod
-    def _refuse_product() -> None:
-        raise NotWritten("its scores go into another product")
-
-    def words(self, node: ast.expr) -> str:
-        """An expression that is nothing of the attention, as it is written. Raises NotWritten where it needs scores."""
-        as_written = ast.get_source_segment(self.text, node) if hasattr(node, "end_lineno") else None
-        parsed = ast.parse(ast.unparse(node), mode="eval").body
-        changed = ast.unparse(_WithoutScores(self.names).visit(parsed))
-        is_same = as_written and "\n" not in as_written and changed == ast.unparse(node)
-        return as_written if as_written and is_same else changed
-
-    def factor(self, node: ast.expr) -> str:
-        """The same, as a factor."""
-        words = self.words(node)
-        return words if isinstance(node, (ast.Name, ast.Constant, ast.Call, ast.Attribute)) else f"({words})"
-
-
-class _WithoutScores(ast.NodeTransformer):
-    """Their dtype and device are those of the queries; whatever else is asked of them is gone."""
-
-    def __init__(self, names: dict[str, Scores]):
-        self.names = names
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        if isinstance(node.value, ast.Name) and node.value.id in self.names and node.attr in ("dtype", "device"):
-            return ast.parse(f"{_grouped(self.names[node.value.id].query)}.{node.attr}", mode="eval").body
-        return self.generic_visit(node)
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        if node.id in self.names:
-            raise NotWritten(f"{node.id} is used for something else, too")
-        return node
-
-
-def _permuted(words: str, order: einsum.Order) -> str:
-    """With its dimensions in that order."""
-    return f"{_grouped(words)}.permute({', '.join(map(str, order))})" if order else words
-
-
-def _grouped(words: str) -> str:
-    node = ast.parse(words, mode="eval").body
-    return words if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) else f"({words})"
-
-
-# --------------------------------------------------------------------------------------------------------- statements
 
 
 def advice(attention: Attention) -> Advice:
@@ -320,7 +50,7 @@ class _Writer:
 
     def __init__(self, attention: Attention, start: Place, end: Place):
         self.attention, self.all_causal, self.file = attention, attention.is_causal, start.file
-        self.reader = _Reader(text_of(self.file))
+        self.reader = Reader(text_of(self.file))
         self.statements = statements_of(start, end)
         self.mask, self.query, self.key = (self._free(name) for name in (MASK, QUERY, KEY))
         self.score_mod, *self.score_names = (self._free(name) for name in SCORE_MOD)
@@ -411,21 +141,22 @@ class _Writer:
 
     def _caps_under(self, test: str, statement: ast.If) -> bool:
         """Whether all that is under the condition puts a soft cap on the scores; then they have it under that."""
-        names = {target[0] for each in statement.body if (target := target_of(each))}
-        if len(names) != 1 or not all(map(target_of, statement.body)):
+        targets = [target for each in statement.body if (target := target_of(each))]
+        names = {name for name, _ in targets}
+        if len(names) != 1 or len(targets) < len(statement.body):
             return False
         (name,) = names
-        before = after = self.reader.names[name]
+        before = self.reader.names[name]
         if before.fills or before.inside is not None:
             return False
-        for each in statement.body:
-            target = target_of(each)
-            value = self.reader.value(target[1]) if target else None
-            if value is None:
+        after: Scores | None = before
+        for _, value in targets:
+            after = self.reader.value(value)
+            if after is None:
                 break
-            self.reader.names[name] = after = value
+            self.reader.names[name] = after                # what the next statement reads
         self.reader.names[name] = before
-        if value is None or after.inside is None or after.fills or after.is_softmax:
+        if after is None or after.inside is None or after.fills or after.is_softmax:
             return False
         self.reader.names[name] = after.capped_under(test, before)
         self.removed[statement] = 0
@@ -485,7 +216,7 @@ class _Writer:
         if self.all_causal:
             options.insert(0, f"block_mask=causal_blocks({query}.shape[-2], {query}.device)")
         given = ", ".join([query, key, found.value, self.score_mod, *options])
-        return lines, _permuted(f"compiled_flex_attention({given})", self.reader.order)
+        return lines, permuted(f"compiled_flex_attention({given})", self.reader.order)
 
     def _score_mod(self, found: Scores, is_masked: bool, may_be_none: bool) -> list[str]:
         """The function that caps a score, and masks it."""
@@ -525,7 +256,7 @@ class _Writer:
             return []
         if may_be_none:
             return [f"if {mask} is not None:", f"    {self.mask} = {mask}.expand({sizes})"]
-        return [f"{self.mask} = {_grouped(mask)}.expand({sizes})"]
+        return [f"{self.mask} = {grouped(mask)}.expand({sizes})"]
 
     def _is_always_causal(self, found: Scores) -> bool:
         """Whether its masks are those that were seen, under no condition, and made of nothing that a caller may change.
@@ -585,7 +316,7 @@ class _Writer:
         if scale := self._scale(found):
             options.append(f"scale={scale}")
         call = f"F.scaled_dot_product_attention({', '.join([query, key, found.value, *options])})"
-        return _permuted(call, self.reader.order)
+        return permuted(call, self.reader.order)
 
     def _of_two_dimensions(self, found: Scores, mask: str) -> str:
         """A mask of fewer, in words, as the function takes it. Raises NotWritten where it may be None."""
@@ -594,7 +325,7 @@ class _Writer:
             return mask
         if any(fill.test for fill in found.fills) or len(found.fills) != len(self.attention.masks):
             raise NotWritten("its mask has fewer than two dimensions, and may be left out")
-        return f"{_grouped(mask)}[{', '.join(['None'] * missing)}]"
+        return f"{grouped(mask)}[{', '.join(['None'] * missing)}]"
 
     def _scale(self, found: Scores) -> str:
         """"" where it is the one by default."""
@@ -615,10 +346,6 @@ def _product(scales: Sequence[str]) -> str:
     return "".join([first.removeprefix(" * ") if first.startswith(" * ") else f"1{first}", *rest])
 
 
-def _operand(words: str) -> str:
-    return words if _grouped(words) == words or words.startswith(("torch.where(", "~")) else f"({words})"
-
-
 class _Masks:
     """Writes the statements that make one mask of several."""
 
@@ -637,7 +364,7 @@ class _Masks:
         alone = words = self.words(fill)
         first = not self.is_there
         if not first:
-            words = f"{self.name} {'&' if self.all_block else '+'} {_operand(alone)}"
+            words = f"{self.name} {'&' if self.all_block else '+'} {as_operand(alone)}"
             words = f"{words} if {self.name} is not None else {alone}" if self.may_be_none else words
         self.may_be_none = bool(fill.test) and (first or self.may_be_none)
         self.is_there = True
@@ -667,4 +394,4 @@ def _without_transpose(key: str, ndim: int) -> str:
             return words[0]
         if isinstance(node.func, ast.Attribute) and set(words) in last_two:
             return ast.unparse(node.func.value)
-    return f"{_grouped(key)}.transpose(-2, -1)"
+    return f"{grouped(key)}.transpose(-2, -1)"

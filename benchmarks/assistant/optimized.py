@@ -211,7 +211,8 @@ class Optimized(Shown):
             for line in advice.imports:
                 pieces.setdefault(f"{advice.place.path}, at the top", {})[line] = None   # type: ignore[union-attr]
             for definition in advice.definitions:
-                pieces.setdefault(f"{advice.place.path}, behind its imports", {})[definition] = None  # type: ignore
+                where = f"{advice.place.path}, behind its imports"                       # type: ignore[union-attr]
+                pieces.setdefault(where, {})[definition] = None
             place = str(advice.place or "where you call the model")
             pieces.setdefault(place, {})[advice.code] = None
         return Code("write this", [(place, "\n".join(codes)) for place, codes in pieces.items()]) if pieces else None

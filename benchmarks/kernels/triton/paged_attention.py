@@ -17,7 +17,7 @@ from .launch import require_float
 
 ROWS = 16                                  # of queries that a tensor core's tile has at least
 BLOCK_N = 64                               # keys at once
-PROGRAMS = 4 * 132                         # to keep an H100 busy; more than its pages can't be
+PROGRAMS = 4 * 132                         # four for each processor of an H100
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Ten
     part = q.new_empty(B, H, splits, D, dtype=torch.float32)
     lse = q.new_empty(B, H, splits, dtype=torch.float32)
     o = torch.empty_like(q)
-    # Launched as they are: wrapped for torch.compile, each would take the host longer than the GPU.
+    # Not wrapped for torch.compile, which takes the host time at every launch.
     _attend[(B, G, splits)](
         q, k, v, table, lengths, part, lse, scale * LOG2_E, pages, per_split, *q.stride()[:2], *k.stride()[:3],
         R=H // G, D=D, PAGE=page, BLOCK_M=max(ROWS, triton.next_power_of_2(H // G)), BLOCK_N=BLOCK_N, num_warps=4,

@@ -27,16 +27,15 @@ from benchmarks.records.read import read
 from benchmarks.show.study import Options, Study, open_session, register, show
 from benchmarks.studies.patterns import tables
 from benchmarks.studies.patterns.subjects import (
-    PATTERNS,
     Beforehand,
     PatternSubject,
-    Task,
     built,
     finish,
     first_calls,
     kernel_of,
     rejected,
 )
+from benchmarks.studies.patterns.tasks import PATTERNS, Task
 from common.block.config import BlockConfig
 from common.command_line import Parser
 from common.measure.cases import Case, Group, Setting

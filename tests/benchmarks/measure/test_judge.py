@@ -1,6 +1,7 @@
 """The judge, on modules that are right and modules that are wrong: by the name of the tensor."""
 import copy
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from torch.nn import functional as F
 from benchmarks.examples import pairs
 from benchmarks.examples.pairs import LIBRARY, RIGHT, WRONG, Pair, fused, gelu, random, tensor
 from benchmarks.measure.bounds import Standard
-from benchmarks.measure.checks import Judgement
-from benchmarks.measure.judge import validate
+from benchmarks.measure.calls import Inputs
+from benchmarks.measure.checks import WITHOUT_GRADIENTS, Judgement
+from benchmarks.measure.judge import Judge, validate
+from benchmarks.measure.observing import Work
+from benchmarks.measure.truth import Truth
 from common import BlockConfig, parameters, steps
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -53,6 +57,36 @@ def test_what_is_right_passes(name, dtype):
     meant = [check for check in judgement if check.question == "meaning"]
     assert meant and all(check.proven for check in meant)
     assert {check.question for check in judgement} >= {"meaning", "precision"}
+
+
+class WithoutBackward(nn.Module):
+    """2 x + b, times a factor, where no gradient is recorded; it raises where one is."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor, self.bias = factor, nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise RuntimeError("it has no backward")
+        return self.factor * (2 * x + self.bias)
+
+
+class Plain(WithoutBackward):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x + self.bias
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("factor, wrong", [(1.0, set()), (1.001, {"output"})])
+def test_what_has_no_backward_is_judged_where_the_forward_alone_counts(factor, wrong):
+    candidate, x = WithoutBackward(factor), torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    alone = Work(Inputs.of((x,)), forward_only=True)
+    judgement = Judge(candidate, Truth(Plain(1.0), alone)).judge()
+    assert {name.removesuffix(WITHOUT_GRADIENTS) for name in failed(judgement)} == wrong, judgement
+    assert not any("gradient of" in check.name for check in judgement)
+    with pytest.raises(RuntimeError, match="it has no backward"):
+        Judge(candidate, Truth(Plain(1.0), replace(alone, forward_only=False))).judge()
 
 
 @pytest.mark.unit

@@ -48,7 +48,7 @@ def test_a_compiled_way_is_right(way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kv_heads, width", [(2, 64), (8, 128)])
 def test_each_way_is_right_on_a_gpu(way, kv_heads, width):
-    """Transformer Engine's pages are its own; torch's packed attention has none before 2.12."""
+    """Transformer Engine's pages are its own; the packed attention of torch 2.11 has none."""
     of = shape(heads=8, kv_heads=kv_heads, width=width, dtype=torch.bfloat16, device=torch.device("cuda"))
     try:
         is_right(way, of)

@@ -8,7 +8,7 @@ from benchmarks.patterns.pattern import pattern_named
 from benchmarks.patterns.ways import BY_HAND, FLEX, SDPA, WAYS, Shape
 from benchmarks.records.read import read
 from benchmarks.studies import patterns
-from benchmarks.studies.patterns import subjects, tables
+from benchmarks.studies.patterns import subjects, tables, tasks
 from benchmarks.studies.patterns.tables import CONTROL
 from common import BlockConfig
 from common.report.record import record
@@ -36,10 +36,10 @@ def parsed(*argv: str):
 
 
 @unit
-@pytest.mark.parametrize("name", [name for name in subjects.PATTERNS if name != "paged decode"])
+@pytest.mark.parametrize("name", [name for name in tasks.PATTERNS if name != "paged decode"])
 @pytest.mark.parametrize("length", [1025, 1280])
 def test_every_pattern_is_one_at_a_length(name, length):
-    task = subjects.PATTERNS[name].at(length, BlockConfig(1, 2 * length, 64, 4), torch.float32, CPU)
+    task = tasks.PATTERNS[name].at(length, BlockConfig(1, 2 * length, 64, 4), torch.float32, CPU)
     shape = task.shape
     assert (shape.batch, shape.heads, shape.queries, shape.width, task.length) == (2, 4, length, 16, length)
     assert shape.keys == length * (2 if name == "cross-attention" else 1)
@@ -52,7 +52,7 @@ def test_every_pattern_is_one_at_a_length(name, length):
 
 @unit
 def test_a_decode_step_has_eight_times_the_sequences():
-    task = subjects.PATTERNS["paged decode"].at(256, BlockConfig(2, 256, 64, 4), torch.float32, CPU)
+    task = tasks.PATTERNS["paged decode"].at(256, BlockConfig(2, 256, 64, 4), torch.float32, CPU)
     assert task.shape == Shape(16, 4, 1, 1, 256, 16, torch.float32, CPU) and task.length == 256
     full = task.control()
     assert full.shape == task.shape and not full.pattern.has_mask
@@ -67,14 +67,14 @@ def test_a_decode_step_has_eight_times_the_sequences():
 def test_what_is_no_row_says_why(name, length, heads, said):
     config = BlockConfig(1, length, 16 * heads, heads)
     with pytest.raises(ValueError, match=said):
-        subjects.PATTERNS[name].at(length, config, torch.float32, CPU)
+        tasks.PATTERNS[name].at(length, config, torch.float32, CPU)
     (only,) = patterns.group(name, length, config, CPU).cases
     assert said in only.missing
 
 
 @unit
 def test_a_window_that_is_no_shorter_is_no_pattern_of_its_own():
-    question = subjects.PATTERNS["window 256"]
+    question = tasks.PATTERNS["window 256"]
     with pytest.raises(ValueError, match="a window of 256 is not shorter than S 256: it would be causal"):
         question.at(256, CONFIG, torch.float32, CPU)
     assert question.at(257, CONFIG, torch.float32, CPU).pattern.window == 256
@@ -84,7 +84,7 @@ def test_a_window_that_is_no_shorter_is_no_pattern_of_its_own():
 def test_flops_are_of_the_pairs_that_are_seen():
     """Four a pair and column forward, ten more with the backward: five products in place of two."""
     def least_flops(pattern, mode):
-        return subjects.PatternTask(SHAPE, pattern).least_flops(mode)
+        return tasks.PatternTask(SHAPE, pattern).least_flops(mode)
     pairs = 2 * 4 * 64 * 65 // 2
     assert least_flops(pattern_named("causal"), FORWARD) == 4 * pairs * 16
     assert least_flops(pattern_named("causal"), BOTH) == 14 * pairs * 16
@@ -94,7 +94,7 @@ def test_flops_are_of_the_pairs_that_are_seen():
 
 @unit
 def test_bytes_are_of_what_must_move():
-    grouped = subjects.PatternTask(Shape(2, 4, 2, 64, 128, 16, torch.bfloat16, CPU), pattern_named("full"))
+    grouped = tasks.PatternTask(Shape(2, 4, 2, 64, 128, 16, torch.bfloat16, CPU), pattern_named("full"))
     q, k = 2 * 4 * 64 * 16, 2 * 2 * 128 * 16
     assert grouped.least_bytes(FORWARD) == 2 * (2 * q + 2 * k)
     assert grouped.least_bytes(BOTH) == 3 * grouped.least_bytes(FORWARD)
@@ -103,7 +103,7 @@ def test_bytes_are_of_what_must_move():
 @unit
 def test_a_decode_step_reads_the_keys_that_count():
     """Of two sequences: 256 and 192 keys."""
-    task = subjects.PagedTask(Shape(2, 4, 2, 1, 256, 16, torch.bfloat16, CPU))
+    task = tasks.PagedTask(Shape(2, 4, 2, 1, 256, 16, torch.bfloat16, CPU))
     keys, q = 2 * 16 * 448, 2 * 4 * 16
     assert task.least_bytes(FORWARD) == 2 * (2 * keys + 2 * q)
     assert task.least_flops(FORWARD) == 4 * 4 * 16 * 448
@@ -111,7 +111,7 @@ def test_a_decode_step_reads_the_keys_that_count():
 
 @unit
 def test_only_a_gpu_has_a_limit():
-    assert not subjects.PatternTask(SHAPE, pattern_named("causal")).workload().forward
+    assert not tasks.PatternTask(SHAPE, pattern_named("causal")).workload().forward
 
 
 @unit
@@ -291,5 +291,5 @@ def test_what_was_predicted_stands_beside_what_was_measured():
 
 @unit
 def test_no_gpu_names_no_rejected_backend():
-    assert subjects.rejected(subjects.PatternTask(SHAPE, pattern_named("causal")),
+    assert subjects.rejected(tasks.PatternTask(SHAPE, pattern_named("causal")),
                              [torch.zeros(2, 4, 64, 16)] * 3) == {}
