@@ -278,8 +278,11 @@ def _kernel_options(pattern: Pattern, shape: Shape) -> dict[str, Any]:
         return options
     if shape.queries < 128 < shape.queries * shape.heads // shape.kv_heads:        # no decoding kernel has such a tile
         options["FORCE_USE_FLEX_ATTENTION"] = True
+    # With more stages the tiles do not fit into an H100's shared memory: a tile of the bias is kept in each.
     if shape.of_values > 128 or pattern.learned:
-        options["bwd_num_stages"] = 1                      # with more, its tiles do not fit into shared memory
+        options["bwd_num_stages"] = 1
+    if shape.width <= 64 and pattern.learned:
+        options["fwd_num_stages"] = 2
     return options
 
 

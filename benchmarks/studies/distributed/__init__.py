@@ -28,6 +28,7 @@ from benchmarks.studies.distributed import (
     launching,
     proof,
     published,
+    scaling,
     simulate,
     tables,
     timed,
@@ -269,4 +270,5 @@ def account_records(result: Result, counted: dict[str, Moved], state_bytes: int,
 
 register(Study("distributed", __doc__, lambda options: [], text=tables.text, run=run,
                charts=tables.charts, no_chart="it is of simulated ranks, of several numbers",
-               add_arguments=flags.add_arguments, refine=flags.refine, answer=tables.answer, place=11))
+               add_arguments=flags.add_arguments, refine=flags.refine, answer=tables.answer,
+               parts={"distributed scaling": scaling.recorded}, place=11))

@@ -39,7 +39,8 @@ communication went on; unions of intervals. Computation: in kernels that do not 
 copies between a gathered buffer and its parameters are among them."""
 PEAKS = """\
 Foreseen: by torch's FSDPMemTracker on tensors without data; of what an operator takes for itself meanwhile it has
-softmax's alone. On a GPU: torch.cuda.max_memory_allocated."""
+softmax's alone. On a GPU: torch.cuda.max_memory_allocated. n/a: what compiled blocks and
+Transformer Engine's allocate is known only once they run."""
 FROM_ONE = "compute is that of one H200, as the ladder was recorded there; tp's ranks split it"
 NO_RECORD = "model of time n/a: no H200 was recorded at this shape; with --preset te-tutorial or gpt2 there is one"
 BESIDE = "the ring's model, beside GPUs"
@@ -53,7 +54,7 @@ def text(lines: list[Record], width: int | None = None) -> str:
     for of_case in every:
         if of_case.variant.get("simulated"):
             continue
-        rows.append([_words(of_case), *(_error(of_case, each) for each in ERRORS), of_case.status])
+        rows.append([row_name(of_case), *(_error(of_case, each) for each in ERRORS), of_case.status])
     reasons = [f"{of_case.variant['parallel']}, {of_case.status}: {of_case.info['reason']}"
                for of_case in every if of_case.info["reason"]]
     proved = table(rows, ["against one process in FP64", *ERRORS, "status"], width) if rows else ""
@@ -84,7 +85,7 @@ def _account(every: Sequence[Run], width: int | None) -> str:
             if metric(line) in (MOVED, KEPT):
                 told, counted = extra(line), values(line)[0]
                 what = told.get("kind", account.STATE)
-                rows.append([f"{_words(of_case)}: {what}", str(told.get("calls", "")), f"{counted:,.0f}",
+                rows.append([f"{row_name(of_case)}: {what}", str(told.get("calls", "")), f"{counted:,.0f}",
                              f"{told['formula']:,}"])
     return table(rows, ["a step of one rank", "calls", "bytes", "by formula"], width) if rows else ""
 
@@ -117,7 +118,7 @@ def _peaks(every: Sequence[Run], width: int | None) -> str:
         foreseen, measured = (of_case.value(BOTH, what) for what in (FORESEEN, PEAK))
         if foreseen or measured:
             off = percent(100 * abs(foreseen - measured) / measured) if foreseen and measured else ""
-            rows.append([_words(of_case), *(figures(each / 2**30) if each else NOT_AVAILABLE
+            rows.append([row_name(of_case), *(figures(each / 2**30) if each else NOT_AVAILABLE
                                             for each in (foreseen, measured)), off])
     headers = ["peak memory of a training step, GiB", "foreseen", "on a GPU", "off by %"]
     return f"{table(rows, headers, width)}\n\n{PEAKS}" if rows else ""
@@ -133,10 +134,10 @@ def _times(every: Sequence[Run], width: int | None) -> str:
         told, samples = extra(timed), values(timed)
         seconds = statistics.median(samples) / 1e3
         share = percent(100 * told["flops"] / seconds / told["peak_flops"]) if told["peak_flops"] else NOT_AVAILABLE
-        talked, whole = of_case.find(BOTH, EXPOSED), _efficiency(of_case)
+        talked, whole = of_case.find(BOTH, EXPOSED), efficiency_of(of_case)
         assert talked
         in_kernels = (extra(talked).get(what) for what in ("computation", "computation_alone"))
-        rows.append([_words(of_case), figures(1e3 * seconds), f"{told['tokens'] / seconds:,.0f}", share,
+        rows.append([row_name(of_case), figures(1e3 * seconds), f"{told['tokens'] / seconds:,.0f}", share,
                      ratio(whole) if whole else "n/a: whole they do not fit", figures(extra(talked)["communication"]),
                      figures(values(talked)[0]), *(figures(each) if each else NOT_AVAILABLE for each in in_kernels)])
     headers = ["forward+backward", "ms", "tokens/s a GPU", "MFU %", "efficiency [95 %]", "communication ms",
@@ -148,7 +149,7 @@ def _times(every: Sequence[Run], width: int | None) -> str:
     return NUMERICS if on_cpus else ""
 
 
-def _efficiency(run: Run) -> tuple[float, float, float] | None:
+def efficiency_of(run: Run) -> tuple[float, float, float] | None:
     """(ratio, low, high) of the time of whole blocks to that of spread ones; None where one of them is missing.
 
     Where ranks share a batch it is a share of the time of whole ones.
@@ -190,7 +191,7 @@ def _models(every: Sequence[Run], width: int | None) -> str:
 def _model_row(run: Run, of_it: modelled.Modelled) -> list[str]:
     """Which blocks they are, and the model's milliseconds."""
     parts = of_it.compute, of_it.gather, of_it.reduce, of_it.waits, of_it.step
-    return [_words(run), *(figures(1e3 * part) for part in parts)]
+    return [row_name(run), *(figures(1e3 * part) for part in parts)]
 
 
 def _layer_alone(run: Run) -> tuple[float, float] | None:
@@ -216,7 +217,7 @@ def _stack(run: Run) -> str:
     return f"step {run.step}, {layers} layer{'s' * (layers > 1)}"
 
 
-def _words(run: Run) -> str:
+def row_name(run: Run) -> str:
     """Which blocks they are, and how they are spread."""
     variant = run.variant
     words = [_stack(run), variant["parallel"], _precision(run)]
@@ -248,14 +249,14 @@ def _worst_parameters(every: Sequence[Run]) -> str:
     for run in every:
         line = run.find("check", f"{GRADIENT} error")
         if line and extra(line)["worst"]:
-            where.setdefault(extra(line)["worst"], []).append(_words(run))
+            where.setdefault(extra(line)["worst"], []).append(row_name(run))
     said = [f"the worst parameter gradient is of {name}: {'; '.join(rows)}" for name, rows in where.items()]
     return f"the worst parameter gradient of every row is of {next(iter(where))}" if len(said) == 1 else "\n".join(said)
 
 
 def latest_of_each_row(lines: list[Record]) -> list[Run]:
     """The latest run of each row."""
-    return list({(_words(run), run.shape): run for run in runs(lines)}.values())
+    return list({(row_name(run), run.shape): run for run in runs(lines)}.values())
 
 
 def laid_out(told: str) -> tuple[int, Layout]:
@@ -294,7 +295,7 @@ def answer(lines: list[Record]) -> str:
         return NO_ANSWER
     said = f"in FP64 spread and whole agree to {max(errors):.0e}"
     sharded = [run for run in every if laid_out(run.variant["parallel"])[1].tensor == 1]
-    fast = sorted(efficiency[0] for run in sharded if (efficiency := _efficiency(run)))
+    fast = sorted(efficiency[0] for run in sharded if (efficiency := efficiency_of(run)))
     if not fast:
         return said
     least_and_most = dict.fromkeys(f"{each:.2f}" for each in (fast[0], fast[-1]))

@@ -31,6 +31,7 @@ from benchmarks.studies.distributed import (
     proof,
     published,
     ring,
+    scaling,
     simulate,
     tables,
     timed,
@@ -830,6 +831,21 @@ def test_times_are_shown_beside_those_of_one_gpu_alone():
     of_tensor = of_times(Layout(tensor=2), spread=[100.0] * 6, alone=[160.0] * 6)
     assert "81,920" in (shown := STUDY.told(of_tensor)) and "0.80 [0.80, 0.80]" in shown
     assert "n/a: whole they do not fit" in STUDY.told(of_times(Layout(shard=2), spread=[100.0] * 6))
+
+
+@unit
+def test_what_spreading_loses_is_told_apart_and_by_the_number_of_gpus():
+    in_kernels = {"computation_ms": 97.0, "computation_alone_ms": 94.0}
+    two = of_times(Layout(shard=2), spread=[100.0] * 6, alone=[95.0] * 6, exposed_ms=1.5, **in_kernels)
+    four = of_times(Layout(shard=4), spread=[110.0] * 6, alone=[95.0] * 6, exposed_ms=5.0, **in_kernels)
+    shared = of_times(Layout(tensor=4), spread=[40.0] * 6, alone=[100.0] * 6, exposed_ms=10.0,
+                      computation_ms=29.0, computation_alone_ms=96.0)
+    unknown = of_times(Layout(tensor=2), spread=[40.0] * 6, alone=[100.0] * 6, exposed_ms=10.0)
+    rows = [[cell.strip() for cell in row.strip("|").split("|")]
+            for row in scaling.text([[*two, *shared, *unknown], four]).splitlines()[2:]]
+    assert [row[1:] for row in rows] == [["2", "0.95 [0.95, 0.95]", "5.00", "1.50", "3.00", "0.500"],
+                                         ["4", "0.86 [0.86, 0.86]", "15.0", "5.00", "3.00", "7.00"],
+                                         ["4", "0.62 [0.62, 0.62]", "15.0", "10.0", "5.00", "0"]]
 
 
 @unit
