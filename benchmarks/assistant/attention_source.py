@@ -215,7 +215,10 @@ class _Writer:
         options = [f"scale={_product(found.outside if found.test else found.inside)}"]
         if self.all_causal:
             options.insert(0, f"block_mask=causal_blocks({query}.shape[-2], {query}.device)")
-        given = ", ".join([query, key, found.value, self.score_mod, *options])
+        operands = [query, key, found.value]
+        if self.attention.device.type == "cpu":                # Inductor can't compile it on views of a matmul's output
+            operands = [f"{operand if operand.isidentifier() else f'({operand})'}.contiguous()" for operand in operands]
+        given = ", ".join([*operands, self.score_mod, *options])
         return lines, permuted(f"compiled_flex_attention({given})", self.reader.order)
 
     def _score_mod(self, found: Scores, is_masked: bool, may_be_none: bool) -> list[str]:

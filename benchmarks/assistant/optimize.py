@@ -303,10 +303,17 @@ class _Assistant:
     def _climb(self, tried: Sequence[Technique]) -> None:
         """Measure the ladder: one technique after the other, the one that gains most alone first."""
         gains = {each: gain for each in tried if (gain := self.result.gain_alone(each))}
-        if len(gains) < 2:
-            return
         order = sorted(gains, key=lambda each: -gains[each][0])
-        rungs = [Combination(tuple(order[:count])) for count in range(len(order) + 1)]
+        while len(order) > 1:
+            self._climb_once(order)
+            clashing = self._clashing(order)
+            if clashing is None:
+                return
+            order.remove(clashing)
+            self.result.ladder.clear()
+
+    def _climb_once(self, order: Sequence[Technique]) -> None:
+        rungs = _rungs(order)
         every = rungs[-1]
         others = [] if self.quick else [every.without(each) for each in order]
         measured = self.result.together
@@ -315,6 +322,17 @@ class _Assistant:
         for before, rung, technique in zip(rungs, rungs[1:], order, strict=False):
             left_out = None if self.quick else measured.gain(every, every.without(technique), mode)
             self.result.ladder.append(Added(technique, rung, measured.gain(rung, before, mode), left_out))
+
+    def _clashing(self, order: Sequence[Technique]) -> Technique | None:
+        """The first that fails on top of those before it, where these do not; what all after it fail by, too."""
+        measured, mode = self.result.together, self.result.mode
+        for before, rung, technique in zip(_rungs(order), _rungs(order)[1:], order, strict=False):
+            why_not = measured.why_not(rung, mode)
+            if why_not and not measured.why_not(before, mode):
+                names = " + ".join(each.name for each in before.techniques)
+                self.result.clashes[technique.name] = f"on top of {names} it can't run: {why_not}"
+                return technique
+        return None
 
     def _prove(self) -> None:
         """Paste each piece of advice into a copy of the files: is it right, and do those of a technique gain?"""
@@ -382,6 +400,11 @@ class _Assistant:
             return ""
         result.compilation.uncompiled = base.timing.samples
         return result.compilation.pays_after(row.timing)
+
+
+def _rungs(order: Sequence[Technique]) -> list[Combination]:
+    """The model as it is, and one technique more in each."""
+    return [Combination(tuple(order[:count])) for count in range(len(order) + 1)]
 
 
 def _multiplying_in(plan: Plan, dtype: torch.dtype) -> torch.dtype:

@@ -75,6 +75,7 @@ class Optimized(Shown):
     alone: Measured = field(default_factory=Measured)
     together: Measured = field(default_factory=Measured)
     ladder: list[Added] = field(default_factory=list)
+    clashes: dict[str, str] = field(default_factory=dict)              # technique -> on top of which it fails, and why
     proofs: dict[Advice, str] = field(default_factory=dict)            # code that was pasted -> what is wrong with it
     file_known: bool = False                           # what is to be written can be pasted into a copy of it
     pieces: Measured = field(default_factory=Measured)                 # the code for each technique, as it is written

@@ -85,7 +85,8 @@ class Rewritten:
     def _compiled(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         if any(getattr(node.target, "traced_again", False) for node in module.graph.nodes):
             plain = fx.GraphModule(module, module.graph)           # Dynamo's own has a forward that Dynamo can't read
-            return torch.compile(plain, fullgraph=True, dynamic=False)
+            run = torch.compile(lambda *values: plain(*values), fullgraph=True, dynamic=False)
+            return lambda *values: run(*values)                    # Dynamo takes torch.compile off what a backend gives
         return compile_fx(module, list(example_inputs))
 
 

@@ -45,6 +45,8 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
         return Opportunity(technique.name, found, "not here", result.alone.why_not(rung, result.mode))
     added = next((each for each in result.ladder if each.technique is technique), None)
     verdict, why = _worth(judgement, gain, added)
+    if verdict in TO_WRITE and (clash := result.clashes.get(technique.name)):
+        return Opportunity(technique.name, found, "not here", clash, gain[0], gain[1:], _error(judgement))
     if verdict in TO_WRITE and added and added.left_out and added is _in_the_way(result.ladder):
         why = f"alone it gains, but all together are {number(added.left_out[0], '.2f')} times as fast with it"
         return Opportunity(technique.name, found, "no gain", why, gain[0], gain[1:], _error(judgement))

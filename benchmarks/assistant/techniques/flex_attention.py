@@ -96,8 +96,9 @@ def capped_attention(cap: float, scale: float, blocks: BlockMask | None) -> Call
             if blocks is not None:
                 mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
             return modify(query @ key.mT * scale, mask).softmax(-1) @ value
-        if kind == "cpu":                                  # it refuses what asks for gradients, recorded or not
-            query, key, value = query.detach(), key.detach(), value.detach()
+        if kind == "cpu":                                  # it refuses what asks for gradients, recorded or not,
+            operands = query, key, value                   # and views of a matmul's output
+            query, key, value = (operand.detach().contiguous() for operand in operands)
         if mask is not None:
             mask = mask.expand(*query.shape[:-1], key.size(-2))
 

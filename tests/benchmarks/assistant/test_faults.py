@@ -78,6 +78,30 @@ def test_a_refused_rung_is_no_failure(studies_in_seconds):
     assert result.opportunities[0].verdict == "unsafe" and not result.failures
 
 
+def alone(name):
+    """A technique that changes nothing, and can't stand another such one."""
+    def change(model):
+        if vars(model).get("is_changed"):
+            raise RuntimeError("there is one already")
+        vars(model)["is_changed"] = True
+    return Technique(name, "", lambda program: [FOUND], lambda plan: plan.changes.append(change),
+                     lambda program, found: Advice("model = model"))
+
+
+def test_what_can_not_run_on_top_of_the_others_is_left_out(studies_in_seconds, monkeypatch):
+    monkeypatch.setattr("benchmarks.assistant.verdicts.WORTH_IT", 0.0)
+    result = optimized(alone("one"), alone("another"), fused_qkv.TECHNIQUE)
+    [clashing] = result.clashes
+    assert clashing in ("one", "another") and "there is one already" in result.clashes[clashing]
+    assert {each.technique.name for each in result.ladder} == {"one", "another", "fused-qkv"} - {clashing}
+    assert all(each.gain for each in result.ladder)
+    verdicts = {one.technique: one for one in result.opportunities}
+    said = verdicts.pop(clashing)
+    assert said.verdict == "not here" and said.speedup and said.why == result.clashes[clashing]
+    assert "not here" not in {one.verdict for one in verdicts.values()}
+    assert clashing not in {each.name for each in result.taken().techniques}
+
+
 def test_the_exit_status_says_that_something_failed(assistant, monkeypatch):
     only = "--inference", "--only", "compile"
     assert assistant(SOURCE, *only)[0] == 0

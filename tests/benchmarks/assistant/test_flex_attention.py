@@ -51,9 +51,20 @@ def test_it_is_the_same_function_and_no_softmax_runs(spelling):
 @pytest.mark.integration
 @named("techniques", [[compiled], [autocast, compiled], [autocast]], ids=["compile", "both", "autocast"])
 def test_on_top_of_others_it_is_the_same_function(techniques):
-    model = made(spellings.Padded)
+    """Where the scores are compiled with all the rest, a CPU's kernel can't read a mask that is computed there."""
+    model = made(spellings.Causal if compiled in techniques else spellings.Padded)
     rung = Rung(model, [*(module.TECHNIQUE for module in techniques), FLEX])
     assert validate(rung, model, (X, COUNTS), numerics="bfloat16" if autocast in techniques else None).passed
+
+
+@pytest.mark.integration
+def test_on_top_of_compile_the_rest_is_compiled_as_well():
+    """Dynamo takes torch.compile off what a backend gives to it."""
+    rung = Rung(made(spellings.Causal), [compiled.TECHNIQUE, FLEX])
+    with torch.no_grad():
+        rung(X, COUNTS)
+        names = set(observe(lambda: rung(X, COUNTS), torch.device("cpu")))
+    assert "aten::linear" not in names and "aten::softmax" not in names, names
 
 
 @pytest.mark.unit
@@ -78,6 +89,17 @@ def test_its_lines_are_the_same_function(spelling, tmp_path):
         difference = (other(X, COUNTS) - model(X, COUNTS)).abs().max()
         kinds = {kind_of(name) for name in observe(lambda: other(X, COUNTS), torch.device("cpu"))}
     assert difference < 1e-5 and "softmax" not in kinds, advice.code
+
+
+@pytest.mark.integration
+def test_its_lines_are_compiled_with_what_stands_around_them(tmp_path):
+    """On a CPU Inductor can't take FlexAttention of views of a matmul's output, so it is given copies."""
+    model = made(spellings.Causal)
+    (found,) = found_by(flex_attention, model)
+    advice = FLEX.advice(replace(read(model, Inputs.of((X, COUNTS))), is_inference=True), found)
+    other = torch.compile(made(pasted(advice, spellings, tmp_path / "pasted.py").Causal))
+    with torch.no_grad():
+        assert (other(X, COUNTS) - model(X, COUNTS)).abs().max() < 1e-5
 
 
 @pytest.mark.unit
