@@ -1,0 +1,98 @@
+"""A linear layer by a recipe, its matmuls emulated: operands rounded as the recipe says, products and sums in FP32.
+
+It says what a recipe costs in accuracy, on any machine, and nothing of its speed. Every product of two rounded values
+is exact in FP32. Beside what it computes it can say how large the error should be: see `expected`.
+"""
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.recipes.quantizing import Quantized, Quantizer
+from benchmarks.recipes.recipe import Recipe
+
+
+@dataclass
+class State:
+    """Of delayed scaling: operand -> the largest magnitudes of the calls before."""
+    recipe: Recipe
+    seen: dict[str, deque[Tensor]] = field(default_factory=dict)
+
+    def quantized(self, operand: str, quantizer: Quantizer, matrix: Tensor) -> Quantized:
+        """The operand as it is multiplied. The first call has no history, and takes its own magnitude."""
+        if not self.recipe.history:
+            return quantizer(matrix)
+        amax = matrix.detach().abs().amax().float()
+        history = self.seen.setdefault(operand, deque(maxlen=self.recipe.history))
+        before = torch.stack(list(history)).amax() if history else amax
+        history.append(amax)
+        return quantizer(matrix, before)
+
+
+@dataclass(frozen=True)
+class Product:
+    """left @ right.T of two matrices, as they are and as they are rounded."""
+    left: Tensor
+    right: Tensor
+    left_rounded: Quantized
+    right_rounded: Quantized
+
+    def value(self) -> Tensor:
+        """[rows of left, rows of right], FP32."""
+        return self.left_rounded.dequantized() @ self.right_rounded.dequantized().T
+
+    def expected(self) -> float:
+        """The L2 norm of the error that is to be expected, over that of the product; FP64.
+
+        Rounding errors of different elements are independent and zero on average, so their squares add up.
+        """
+        left, right = self.left.double(), self.right.double()
+        of_left = self.left_rounded.expected_error(left)
+        of_right = self.right_rounded.expected_error(right)
+        squares = of_left @ (right**2).T + (left**2 + of_left) @ of_right.T
+        return float((squares.sum() / (left @ right.T).square().sum()).sqrt())
+
+
+def products(recipe: Recipe, x: Tensor, weight: Tensor, dy: Tensor, state: State | None = None) -> dict[str, Product]:
+    """y, and where the recipe trains dx and dweight; x [tokens, K], weight [N, K], dy [tokens, N]."""
+    state = state or State(recipe)
+    made = {"y": _product(state, ("x", recipe.x, x), ("weight", recipe.weight, weight))}
+    if not recipe.is_inference:
+        made["dx"] = _product(state, ("dy", recipe.dy, dy), ("weight again", recipe.weight, weight.T))
+        of_dy, of_x = recipe.of_weight_gradient or recipe.dy, recipe.of_weight_gradient or recipe.x
+        made["dweight"] = _product(state, ("dy again", of_dy, dy.T), ("x again", of_x, x.T))
+    return made
+
+
+def _product(state: State, left: tuple[str, Quantizer, Tensor], right: tuple[str, Quantizer, Tensor]) -> Product:
+    return Product(left[2], right[2], state.quantized(*left), state.quantized(*right))
+
+
+class _Linear(torch.autograd.Function):
+    """y = x @ weight.T, and its gradients, by a recipe."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, state: State) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.state = state
+        recipe = state.recipe
+        return _product(state, ("x", recipe.x, x), ("weight", recipe.weight, weight)).value()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, weight = ctx.saved_tensors
+        made = products(ctx.state.recipe, x, weight, dy, ctx.state)
+        return made["dx"].value(), made["dweight"].value(), None
+
+
+class Linear(nn.Linear):
+    """In place of nn.Linear, with its parameters: x [..., in] -> [..., out], FP32."""
+
+    def __init__(self, in_features: int, out_features: int, recipe: Recipe, bias: bool = True):
+        super().__init__(in_features, out_features, bias)
+        self.state = State(recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _Linear.apply(x.flatten(0, -2), self.weight, self.state).view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
