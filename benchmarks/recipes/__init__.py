@@ -1,1 +1,1 @@
-"""Linear layers whose operands are in 8 or 4 bits: the recipes, what each costs in accuracy, and how fast it is."""
+"""Linear layers whose operands are in 8 or 4 bits: formats, scales, recipes, and what each costs in accuracy."""
