@@ -21,6 +21,7 @@ class Phase(enum.Enum):
     READING_CLOCKS = "reading clocks"
     CAPTURING = "capturing"
     JUDGING = "judging"
+    TRAINING = "training"
     SHOWING = "showing what was measured"
 
     def said(self, detail: str = "") -> str:

@@ -3,7 +3,6 @@
 It says what a recipe costs in accuracy, on any machine, and nothing of its speed. Every product of two rounded values
 is exact in FP32. Beside what it computes it can say how large the error should be: see `expected`.
 """
-from collections import deque
 from dataclasses import dataclass, field
 
 import torch
@@ -15,18 +14,23 @@ from benchmarks.recipes.recipe import Recipe
 
 @dataclass
 class State:
-    """Of delayed scaling: operand -> the largest magnitudes of the calls before."""
+    """Of delayed scaling: operand -> the largest magnitudes of the calls before, the latest first; 0 for none."""
     recipe: Recipe
-    seen: dict[str, deque[Tensor]] = field(default_factory=dict)
+    seen: dict[str, Tensor] = field(default_factory=dict)
 
     def quantized(self, operand: str, quantizer: Quantizer, matrix: Tensor) -> Quantized:
         """The operand as it is multiplied. The first call has no history, and takes its own magnitude."""
         if not self.recipe.history:
             return quantizer(matrix)
         amax = matrix.detach().abs().amax().float()
-        history = self.seen.setdefault(operand, deque(maxlen=self.recipe.history))
-        before = torch.stack(list(history)).amax() if history else amax
-        history.append(amax)
+        history = self.seen.get(operand)
+        if history is None:
+            history = torch.zeros(self.recipe.history, device=matrix.device)
+            history[0] = amax
+        before = history.amax()
+        history = history.roll(1)
+        history[0] = amax
+        self.seen[operand] = history
         return quantizer(matrix, before)
 
 

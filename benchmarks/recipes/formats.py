@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+EXPONENT = 0x7F800000                  # its bits in an FP32 number
+
 
 @dataclass(frozen=True)
 class Float:
@@ -36,16 +38,19 @@ class Float:
 
     def spacing(self, x: Tensor) -> Tensor:
         """How far apart its values are around each of x."""
-        exponent = (torch.frexp(x.float()).exponent - 1).clamp(min=self.least_exponent)
-        return torch.ldexp(torch.ones_like(x, dtype=torch.float32), exponent - self.mantissa_bits)
+        power = (x.float().view(torch.int32) & EXPONENT).view(torch.float32)       # of two, at or below |x|
+        return power.clamp(min=2.0 ** self.least_exponent) * 2.0 ** -self.mantissa_bits
 
     def round(self, x: Tensor) -> Tensor:
         """The nearest value to each of x, FP32; of two as near the even one."""
         given = x.float()
         clamped = given.clamp(-self.largest, self.largest) if self.saturates else given
         spacing = self.spacing(clamped)
-        rounded = torch.where(clamped.isfinite(), torch.round(clamped / spacing) * spacing, clamped)
-        return rounded if self.saturates else torch.where(rounded.abs() > self.largest, given * math.inf, rounded)
+        rounded = torch.round(clamped / spacing) * spacing
+        if self.saturates:
+            return rounded
+        rounded = torch.where(clamped.isfinite(), rounded, clamped)
+        return torch.where(rounded.abs() > self.largest, given * math.inf, rounded)
 
 
 @dataclass(frozen=True)

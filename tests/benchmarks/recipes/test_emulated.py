@@ -1,12 +1,11 @@
 """Emulated recipes: scales, what shares them, the history, and that an error is as large as was derived; mutants."""
-from collections import deque
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks.recipes import emulated, quantizing, recipe
+from benchmarks.recipes import checking, emulated, quantizing, recipe
 from benchmarks.recipes.emulated import Linear, State, products
 from benchmarks.recipes.formats import E2M1, E4M3, INT8
 from benchmarks.recipes.quantizing import Quantized, Quantizer, Scales, bits_a_value
@@ -15,7 +14,7 @@ from benchmarks.recipes.recipe import EVERY, RECIPES
 pytestmark = pytest.mark.unit
 
 TOKENS, K, N = 128, 256, 256
-RANGE = 0.7, 1.15                      # of the expected error: what a right recipe has, outliers or none
+RANGE = checking.RANGE
 by_name = pytest.mark.parametrize("recipe", EVERY, ids=lambda recipe: recipe.name)
 
 
@@ -185,9 +184,9 @@ def test_what_outgrows_the_history_saturates_and_the_error_is_known():
 def test_a_history_that_is_not_rolled_is_caught():
     """It would keep the first magnitude for good."""
     state = State(replace(RECIPES["FP8 delayed"], history=1))
-    state.seen["x"] = deque([torch.tensor(1.0)], maxlen=1)
-    state.quantized("x", Quantizer(E4M3), torch.full((2, 2), 64.0))
-    assert [each.item() for each in state.seen["x"]] == [64.0]
+    for size in (1.0, 64.0):
+        state.quantized("x", Quantizer(E4M3), torch.full((2, 2), size))
+        assert state.seen["x"].tolist() == [size]
 
 
 # ------------------------------------------------------------------------------------------------------------ the layer

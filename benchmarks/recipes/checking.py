@@ -1,0 +1,54 @@
+"""Whether a linear layer in 8 or 4 bits has the error that rounding explains: not more, and not less."""
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.recipes.emulated import Product, products
+from benchmarks.recipes.recipe import Recipe
+from common.outcome import Failed
+
+# Of the expected error. Fewer than 4,000 values of a block are no large sample, and the largest value of each is nearly
+# exact: NVFP4's blocks of 16 come to 0.78.
+RANGE = 0.7, 1.15
+TOKENS, K, N = 512, 1024, 512          # of the layer that is asked
+OUTLIERS = 4                           # columns of x
+
+
+@dataclass(frozen=True)
+class Error:
+    """Relative L2 against FP64: of a product, and as it is to be expected. Infinite where the product overflows."""
+    found: float
+    expected: float
+
+
+def operands(outliers: float, seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """x [TOKENS, K], weight [N, K], dy [TOKENS, N] of normal numbers.
+
+    OUTLIERS columns of x are so many times as large, and the weights that they meet as much smaller, so that they count
+    no more than others in y.
+    """
+    numbers = torch.Generator().manual_seed(seed)
+    x, weight, dy = (torch.randn(shape, generator=numbers) for shape in ((TOKENS, K), (N, K), (TOKENS, N)))
+    x[:, :OUTLIERS] *= outliers
+    weight[:, :OUTLIERS] /= outliers
+    return x.to(device), weight.to(device), dy.to(device)
+
+
+def error(product: Product) -> Error:
+    """Of what it gives."""
+    value = product.value()
+    if not value.isfinite().all():
+        return Error(float("inf"), float("inf"))
+    exact = product.left.double() @ product.right.double().T
+    return Error(float((value.double() - exact).norm() / exact.norm()), product.expected())
+
+
+def errors(recipe: Recipe, x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Error]:
+    """What -> its error, of y, and where the recipe trains of dx and dweight. Raises Failed beyond RANGE."""
+    found = {what: error(product) for what, product in products(recipe, x, weight, dy).items()}
+    for what, of in found.items():
+        if of.found != float("inf") and not RANGE[0] <= of.found / of.expected <= RANGE[1]:
+            least, most = (share * of.expected for share in RANGE)
+            raise Failed(f"the error of {what} is {of.found:.1e}, and rounding explains {least:.1e} to {most:.1e}")
+    return found

@@ -1,0 +1,138 @@
+"""The study of recipes: what it records, shows and refuses."""
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import studies
+from benchmarks.recipes import checking, emulated, tiny_gpt
+from benchmarks.recipes.emulated import Linear
+from benchmarks.recipes.recipe import RECIPES
+from benchmarks.records.read import read, values
+from benchmarks.studies import recipes
+from benchmarks.studies.recipes import tables
+from common.outcome import Failed
+from common.report.record import record
+from common.report.result import Result
+from tests.helpers.made_records import FACTS
+
+unit, integration = pytest.mark.unit, pytest.mark.integration
+STUDY = studies.load("recipes")
+CPU = torch.device("cpu")
+SHORT = ["--device", "cpu", "--steps", "2", "--seeds", "2"]
+
+
+@integration
+def test_every_recipe_is_looked_at_and_trained_by(study_main, tmp_path, monkeypatch):
+    monkeypatch.setattr(recipes, "OUTLIERS", (1e2, 1e5))
+    path = tmp_path / "records.jsonl"
+    status, out, _ = study_main("recipes", *SHORT, "--json", str(path), "--chart", str(tmp_path / "chart"))
+    assert status == 0, out
+    lines = read(path)
+    assert STUDY.told(lines) in out and (tmp_path / "chart-outliers.png").exists()
+    for recipe in RECIPES.values():
+        rows = re.findall(rf"^{re.escape(recipe.name)}  .*$", out, re.MULTILINE)
+        assert len(rows) == (1 if recipe.is_inference else 3), rows
+    assert "overflows" in next(row for row in out.splitlines() if row.startswith("FP16"))
+    assert "in FP8 with one scale" in STUDY.answer(lines) and "in MXFP4" in STUDY.answer(lines)
+
+
+@integration
+def test_one_recipe_is_asked_for(study_main, tmp_path):
+    status, out, _ = study_main("recipes", *SHORT, "--recipe", "NVFP4")
+    assert status == 0 and "NVFP4" in out and "MXFP8" not in out and "FP32" in out
+
+
+@unit
+def test_an_error_that_rounding_does_not_explain_fails(study_main, monkeypatch):
+    monkeypatch.setattr(emulated.Product, "value", lambda self: self.left @ self.right.T)
+    status, out, _ = study_main("recipes", *SHORT, "--recipe", "BF16")
+    assert status == 1 and re.search(r"BF16, normal: failed: the error of y is .*, and rounding explains", out), out
+
+
+@unit
+@pytest.mark.parametrize("share, fails", [(0.69, True), (0.71, False), (1.14, False), (1.16, True)])
+def test_the_range_of_an_error(share, fails, monkeypatch):
+    monkeypatch.setattr(checking, "error", lambda product: checking.Error(share, 1.0))
+    given = checking.operands(1.0, 0, CPU)
+    if not fails:
+        checking.errors(RECIPES["BF16"], *given)
+        return
+    with pytest.raises(Failed, match=r"rounding explains 7\.0e-01 to 1\.1e"):
+        checking.errors(RECIPES["BF16"], *given)
+
+
+@unit
+def test_a_loss_that_is_not_finite_fails(study_main, monkeypatch):
+    monkeypatch.setattr(recipes, "losses", lambda recipe, *others: [math.nan] if recipe else [1.0])
+    status, out, _ = study_main("recipes", *SHORT, "--recipe", "NVFP4")
+    assert status == 1 and "NVFP4, training: failed: the loss is not finite" in out
+
+
+@unit
+@pytest.mark.parametrize("wrong", [["--recipe", "FP7"], ["--steps", "0"], ["--seeds", "none"]])
+def test_wrong_options_are_told(wrong, study_main):
+    status, _, said = study_main("recipes", *wrong)
+    assert status == 2 and wrong[0] in said
+
+
+def trainings(name, *losses, seed=0):
+    result = Result(name, None, "float32", FACTS, study="recipes",
+                    variant={"data": tables.TRAINING, "seed": seed, "steps": len(losses)})
+    return [record(result, tables.LOSS, "nats", list(losses), "run", entropy=0.5)]
+
+
+@unit
+def test_a_training_is_told_by_its_last_steps_and_beside_fp32_of_its_seed():
+    steps = tables.LAST
+    lines = [*trainings(tables.FP32, 9.0, *[1.0] * steps), *trainings("MXFP8", 9.0, *[1.5] * steps),
+             *trainings(tables.FP32, 9.0, *[2.0] * steps, seed=1), *trainings("MXFP8", 9.0, *[2.1] * steps, seed=1),
+             *trainings("MXFP8", 9.0, *[7.0] * steps, seed=2)]
+    shown = STUDY.told(lines)
+    assert re.search(r"^FP32 +21 +2 +1\.5000 *$", shown, re.MULTILINE), shown
+    assert re.search(r"^MXFP8 +21 +3 +3\.5333 +\+0\.3000 \[\+0\.1000, \+0\.5000\]$", shown, re.MULTILINE), shown
+    assert "The least that is possible is 0.5000." in shown
+
+
+@unit
+def test_data_with_outliers_give_as_much_to_the_result():
+    x, weight, _ = checking.operands(1.0, 0, CPU)
+    other_x, other_weight, _ = checking.operands(1e4, 0, CPU)
+    assert torch.allclose(x @ weight.T, other_x @ other_weight.T, atol=1e-3)
+    assert (other_x.abs().amax(0) > 1e4).sum() == checking.OUTLIERS
+
+
+# ------------------------------------------------------------------------------------------------------------- the GPT
+
+
+@unit
+def test_the_entropy_is_that_of_the_language():
+    batch = torch.cat(list(tiny_gpt.batches(0, 40)))
+    followers, likely = tiny_gpt._chain()
+    places = (followers[batch[:, :-2], batch[:, 1:-1]] == batch[:, 2:, None]).float().argmax(-1)
+    assert (followers[batch[:, :-2], batch[:, 1:-1]] == batch[:, 2:, None]).any(-1).all()
+    assert float(-likely.log()[places].mean()) == pytest.approx(tiny_gpt.entropy(), rel=0.02)
+
+
+@integration
+def test_models_of_a_seed_begin_alike_and_learn():
+    make = (nn.Linear, lambda width, out: Linear(width, out, RECIPES["BF16"]))
+    (_, plain), (_, rounded) = (tiny_gpt.trained(each, 3, 40, CPU) for each in make)
+    assert rounded[0] == pytest.approx(plain[0], rel=1e-3) and plain[-1] < 0.8 * plain[0]
+    assert tiny_gpt.trained(nn.Linear, 3, 40, CPU)[1] == plain
+
+
+@unit
+def test_a_trained_layer_gives_what_it_was_called_with():
+    x, weight, dy = recipes.trained_operands(0, 1, CPU)
+    tokens = tiny_gpt.BATCH * tiny_gpt.LENGTH
+    assert x.shape == (tokens, tiny_gpt.WIDTH) and weight.shape == (4 * tiny_gpt.WIDTH, tiny_gpt.WIDTH)
+    assert dy.shape == (tokens, 4 * tiny_gpt.WIDTH) and dy.abs().max() > 0
+
+
+@unit
+def test_records_of_losses_hold_each_step():
+    [line] = trainings("MXFP8", 3.0, 2.0)
+    assert values(line) == [3.0, 2.0]
