@@ -65,7 +65,7 @@ class Quantizer:
         parts = self.parted(x)
         if amax is None:
             amax = parts.abs().amax((1, 3), keepdim=True).float()
-        scale = self._scale(amax)
+        scale = self.scale_of(amax)
         if not scale.isfinite().all():
             raise ValueError(f"a scale is {scale[~scale.isfinite()][0].item()}: the tensor is not finite")
         values = self.format.round(parts.float() / scale).view(x.shape)
@@ -80,7 +80,7 @@ class Quantizer:
             raise ValueError(f"{x.size(0)} x {x.size(1)} does not divide into blocks of {rows} x {columns}")
         return x.reshape(x.size(0) // rows, rows, x.size(1) // columns, columns)
 
-    def _scale(self, amax: Tensor) -> Tensor:
+    def scale_of(self, amax: Tensor) -> Tensor:
         """By which the values of a part are multiplied back."""
         if self.scales is Scales.NONE:
             return torch.where(amax.isfinite(), torch.ones_like(amax), amax)

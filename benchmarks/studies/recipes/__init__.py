@@ -2,27 +2,34 @@
 
     python -m benchmarks recipes --json recipes.jsonl --chart recipes
     python -m benchmarks recipes --recipe "FP8 current" --recipe "FP8 block 128" --seeds 1
+    python -m benchmarks recipes --part layers --shapes 16384,4096,16384
 
-Numerics only: operands are rounded as a recipe says, and multiplied in FP32, on any machine. First a linear layer's
-three products are held against FP64: on normal numbers, with outliers among the columns of x (and weights as much
-smaller, so that all columns count alike), and on what a small GPT gives to one of its layers once it is trained. Each
-error must be what rounding explains: its square is to be the sum of those of the operands. Then the GPT is trained by
-each recipe, from the same parameters on the same batches.
+Accuracy and training are numerics only, on any machine: operands are rounded as a recipe says, and multiplied in FP32.
+A linear layer's three products are held against FP64: on normal numbers, with outliers among the columns of x (and
+weights as much smaller, so that all columns count alike), and on what a small GPT gives to one of its layers once it is
+trained. Each error must be what rounding explains: its square is to be the sum of those of the operands. Then the GPT
+is trained by each recipe, from the same parameters on the same batches.
+The layers multiply in hardware, by torch and by Transformer Engine, each held against FP64 in the same way. Those of a
+block, or of --shapes, are timed side by side. Without a GPU they run only where they are asked for.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
+import argparse
 import functools
 import math
+import sys
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure.options import count
+from benchmarks.measure.options import count, numbers
 from benchmarks.recipes import checking, tiny_gpt
 from benchmarks.recipes.emulated import Linear
 from benchmarks.recipes.recipe import RECIPES, Recipe
 from benchmarks.show.study import Options, Study, draw, exit_status, open_session, register
-from benchmarks.studies.recipes import tables
-from benchmarks.studies.recipes.tables import EXPECTED, FP32, LOSS, NORMAL, OVERFLOWS, TRAINED, TRAINING, outliers_of
+from benchmarks.studies.recipes import tables, timed
+from benchmarks.studies.recipes.tables import EXPECTED, FP32, LOSS, NORMAL, OVERFLOWS, TRAINED, outliers_of
 from common.command_line import Parser, tell
 from common.measure.session import Session
 from common.outcome import Failed
@@ -34,7 +41,8 @@ from common.runtime import exclusive
 OUTLIERS = (1e2, 1e3, 1e4, 1e5)        # times the other columns of x
 STEPS, QUICK_STEPS = 300, 60
 SEEDS, QUICK_SEEDS = 3, 1
-LAYER = "blocks.1.up"                  # of the GPT: the operands of this one are looked at
+LOOKED_AT = "blocks.1.up"              # the layer of the GPT whose operands are
+PARTS = ACCURACY, LAYERS, TRAINING = ("accuracy", "layers", tables.TRAINING)
 
 
 # -------------------------------------------------------------------------------------------------------- its accuracy
@@ -43,7 +51,7 @@ LAYER = "blocks.1.up"                  # of the GPT: the operands of this one ar
 def trained_operands(seed: int, steps: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """(x, weight, dy) of a layer of a GPT that was trained in FP32."""
     model, _ = tiny_gpt.trained(nn.Linear, seed, steps, device)
-    layer = model.get_submodule(LAYER)
+    layer = model.get_submodule(LOOKED_AT)
     seen: dict[str, Tensor] = {}
 
     def keep(module: nn.Module, given: tuple[Tensor, ...], y: Tensor) -> None:
@@ -90,34 +98,53 @@ def run(study: Study, options: Options) -> int:
     session.progress.clear()
     tell(study.told(session.lines))
     draw(study, options.chart, session.lines)
-    session.finish(options.config)
-    return exit_status(statuses)
+    print(session.finish(options.config), file=sys.stderr)
+    return exit_status([*statuses, *(entry.result.status for entry in session.entries)])
 
 
 def _measured(session: Session, options: Options) -> list[str]:
-    """The status of each row."""
-    device, seed = options.device, options.seed
+    """The status of each row that is not timed."""
     chosen = [RECIPES[name] for name in options.recipe or RECIPES]
     statuses = []
+    if LAYERS in options.part:
+        for shape in options.shapes:
+            session.measure(timed.group(shape, chosen, options.device))
+    if ACCURACY in options.part:
+        statuses += _accuracies(session, options, chosen)
+    if TRAINING in options.part:
+        statuses += _trainings(session, options, chosen)
+    return statuses
 
-    def result_of(name: str, **variant) -> Result:
-        return Result(name, None, "float32", session.facts, study=session.study, run=session.run, emulated=True,
-                      matmul="float32", variant=variant)
-    session.say(Phase.CHECKING, "a trained layer")
+
+def _result(session: Session, name: str, **variant: Any) -> Result:
+    return Result(name, None, "float32", session.facts, study=session.study, run=session.run, emulated=True,
+                  matmul="float32", variant=variant)
+
+
+def _accuracies(session: Session, options: Options, chosen: Sequence[Recipe]) -> list[str]:
+    """The status of each recipe on each kind of data."""
+    device, seed, statuses = options.device, options.seed, []
+    session.say(Phase.TRAINING, "a layer to look at")
     data = {NORMAL: checking.operands(1.0, seed, device)}
     data |= {outliers_of(times): checking.operands(times, seed, device) for times in OUTLIERS}
     data[TRAINED] = trained_operands(seed, options.steps, device)
     for recipe in chosen:
         for name, operands in data.items():
             session.say(Phase.CHECKING, f"{recipe.name}, {name}")
-            result = result_of(recipe.name, data=name)
+            result = _result(session, recipe.name, data=name)
             session.write(accuracy(recipe, name, operands, result))
             statuses.append(result.status)
+    return statuses
+
+
+def _trainings(session: Session, options: Options, chosen: Sequence[Recipe]) -> list[str]:
+    """The status of each training; that in FP32 is the first of each seed."""
+    device, seed, statuses = options.device, options.seed, []
     for number in range(options.seeds):
         for trained in (None, *(recipe for recipe in chosen if not recipe.is_inference)):
             name = trained.name if trained else FP32
             session.say(Phase.TRAINING, f"{name}, {number + 1} of {options.seeds}")
-            result = result_of(name, data=TRAINING, seed=seed + number, steps=options.steps)
+            result = _result(session, name, data=TRAINING, seed=seed + number, steps=options.steps)
             found = losses(trained, seed + number, options.steps, device)
             if all(map(math.isfinite, found)):
                 session.write([record(result, LOSS, "nats", found, "run", entropy=tiny_gpt.entropy())])
@@ -128,16 +155,33 @@ def _measured(session: Session, options: Options) -> list[str]:
     return statuses
 
 
+def shape_of(text: str) -> timed.Shape:
+    """ "16384,4096,4096" -> tokens, K, N. Raises ValueError."""
+    sizes = numbers(text)
+    if len(sizes) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} has {len(sizes)} sizes: give tokens, inputs and outputs as M,K,N")
+    return sizes[0], sizes[1], sizes[2]
+
+
 def add_arguments(parser: Parser) -> None:
     """Which recipes, and how long they train."""
     add = parser.add_argument
     add("--recipe", choices=RECIPES, action="append", help="only this one; may be repeated")
+    add("--part", choices=PARTS, action="append",
+        help="only this one; may be repeated (default: all; without a GPU or --shapes no layers)")
+    add("--shapes", type=shape_of, metavar="M,K,N", action="append",
+        help="tokens, inputs and outputs of a layer; may be repeated (default: the four of a block)")
     add("--steps", type=count, metavar="N", help=f"of training (default: {STEPS}; with --quick {QUICK_STEPS})")
     add("--seeds", type=count, metavar="N", help=f"trainings of each (default: {SEEDS}; with --quick {QUICK_SEEDS})")
 
 
 def refine(options: Options) -> None:
-    """How long, where it was not said."""
+    """What was not said. Raises ValueError for shapes where no layer is asked for."""
+    is_asked = bool(options.shapes) or options.device.type == "cuda"
+    if options.shapes and options.part and LAYERS not in options.part:
+        raise ValueError(f"--shapes are those of --part {LAYERS}, which is left out")
+    options.part = options.part or [part for part in PARTS if part != LAYERS or is_asked]
+    options.shapes = options.shapes or timed.shapes_of(options.config)
     options.steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
     options.seeds = options.seeds or (QUICK_SEEDS if options.quick else SEEDS)
 

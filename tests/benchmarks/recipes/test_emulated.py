@@ -81,8 +81,8 @@ PARTED, QUANTIZED, VALUE = Quantizer.parted, State.quantized, emulated.Product.v
 MUTANTS = {
     "rounded toward zero": ("FP8 current", 1.0, mock.patch.object(type(E4M3), "round", _rounded_toward_zero)),
     "integers rounded toward zero": ("INT8 weights", 1.0, mock.patch.object(type(INT8), "round", _rounded_toward_zero)),
-    "a scale is inverted": ("FP8 current", 1e4, mock.patch.object(Quantizer, "_scale", _inverted)),
-    "a scale is half as large": ("FP8 row", 1.0, mock.patch.object(Quantizer, "_scale", _of_half)),
+    "a scale is inverted": ("FP8 current", 1e4, mock.patch.object(Quantizer, "scale_of", _inverted)),
+    "a scale is half as large": ("FP8 row", 1.0, mock.patch.object(Quantizer, "scale_of", _of_half)),
     "another tensor's magnitude": ("FP8 current", 1.0, mock.patch.object(
         State, "quantized", lambda self, operand, quantizer, matrix: quantizer(matrix, torch.tensor(0.5)))),
     "rows for columns": ("FP8 row", 1e5, mock.patch.object(Quantizer, "parted", _along_the_other_axis)),

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from benchmarks import studies
-from benchmarks.recipes import checking, emulated, tiny_gpt
+from benchmarks.recipes import checking, emulated, layers, tiny_gpt
 from benchmarks.recipes.emulated import Linear
 from benchmarks.recipes.recipe import RECIPES
-from benchmarks.records.read import read, values
+from benchmarks.records.read import read, runs, values
 from benchmarks.studies import recipes
-from benchmarks.studies.recipes import tables
+from benchmarks.studies.recipes import tables, timed
+from common.block.config import PRESETS
 from common.outcome import Failed
 from common.report.record import record
 from common.report.result import Result
@@ -71,8 +72,42 @@ def test_a_loss_that_is_not_finite_fails(study_main, monkeypatch):
     assert status == 1 and "NVFP4, training: failed: the loss is not finite" in out
 
 
+@integration
+def test_layers_are_timed_beside_16_bits(study_main, tmp_path):
+    path = tmp_path / "records.jsonl"
+    words = ["--device", "cpu", "--part", "layers", "--shapes", "32,64,48", "--rounds", "6", "--recipe", "FP8 row"]
+    status, out, _ = study_main("recipes", *words, "--json", str(path))
+    assert status == 0, out
+    assert {run.status for run in runs(read(path)) if run.variant.get("by") == layers.TE} == {"skipped"}
+    assert re.search(r"^a layer, tokens x K x N: 32 x 64 x 48 ", out, re.MULTILINE)
+    rows = re.findall(r"^(BF16|FP16|FP8 row) +(16 bits|torch) .*$", out, re.MULTILINE)
+    assert rows == [("BF16", "16 bits"), ("FP16", "16 bits"), ("FP8 row", "torch")]
+    assert "normal" not in out and "trained" not in out
+
+
+@integration
+def test_a_layer_that_is_wrong_is_not_timed(study_main, monkeypatch):
+    monkeypatch.setattr(layers.Plain, "forward", lambda self, x: x @ self.weight.t() * 1.01)
+    words = ["--device", "cpu", "--part", "layers", "--shapes", "32,64,48", "--rounds", "6", "--recipe", "FP8 row"]
+    status, out, _ = study_main("recipes", *words)
+    assert status == 1 and re.search(r"BF16, 16 bits: failed: the error of y is .*, and rounding explains", out), out
+
+
 @unit
-@pytest.mark.parametrize("wrong", [["--recipe", "FP7"], ["--steps", "0"], ["--seeds", "none"]])
+def test_the_layers_of_a_block_and_their_work():
+    config = PRESETS["te-tutorial"]
+    shapes = timed.shapes_of(config)
+    assert shapes == [(16384, 4096, 12288), (16384, 4096, 4096), (16384, 4096, 16384), (16384, 16384, 4096)]
+    of_it = timed.workload(shapes[2], RECIPES["FP8 row"], torch.device("cuda"))
+    assert of_it.flops("forward") == 2 * 16384 * 4096 * 16384 and of_it.flops("forward+backward") == 6 * 16384**2 * 4096
+    assert of_it.matmul == "float8" and {each.arithmetic for each in of_it.backward} == {"float8"}
+    assert [each.shape for each in of_it.backward] == [(16384, 16384, 4096), (16384, 16384, 4096)]
+
+
+@unit
+@pytest.mark.parametrize("wrong", [
+    ["--recipe", "FP7"], ["--steps", "0"], ["--seeds", "none"], ["--shapes", "16,16"], ["--part", "speed"],
+    ["--shapes", "16,16,16", "--part", "accuracy"]])
 def test_wrong_options_are_told(wrong, study_main):
     status, _, said = study_main("recipes", *wrong)
     assert status == 2 and wrong[0] in said

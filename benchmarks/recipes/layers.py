@@ -1,0 +1,118 @@
+"""The ways to have a linear layer by a recipe that multiplies in hardware, and whether one computes what it should.
+
+y = x @ weight.T without a bias; x [tokens, K], weight [N, K] and dy [tokens, N] are of 16 bits, y and gradients too.
+"""
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.recipes.checking import RANGE, Error
+from benchmarks.recipes.emulated import Product, products
+from benchmarks.recipes.formats import BF16, FP16
+from benchmarks.recipes.quantizing import Quantizer, Scales
+from benchmarks.recipes.recipe import RECIPES, Recipe
+from benchmarks.recipes.scaled import Scaled
+from common.outcome import Failed
+from common.runtime import engine
+
+PLAIN, TORCH, TE = "16 bits", "torch", "Transformer Engine"
+IN_TRANSFORMER_ENGINE = {"FP8 delayed": "DelayedScaling", "FP8 current": "Float8CurrentScaling",
+                         "FP8 block 128": "Float8BlockScaling", "MXFP8": "MXFP8BlockScaling",
+                         "NVFP4": "NVFP4BlockScaling"}
+DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
+_OF_OUTPUT = {torch.bfloat16: Quantizer(BF16, scales=Scales.NONE), torch.float16: Quantizer(FP16, scales=Scales.NONE)}
+
+
+class Plain(nn.Module):
+    """In 16 bits, as nn.Linear has it."""
+
+    def __init__(self, weight: Tensor, recipe: Recipe):
+        super().__init__()
+        if recipe.name not in DTYPES:
+            raise NotImplementedError("it is no recipe of 16 bits")
+        self.weight = nn.Parameter(weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class OfTransformerEngine(nn.Module):
+    """Its Linear, under its autocast. Raises NotImplementedError where it can't be had."""
+
+    def __init__(self, weight: Tensor, recipe: Recipe):
+        super().__init__()
+        if recipe.name not in IN_TRANSFORMER_ENGINE:
+            raise NotImplementedError("Transformer Engine has no such recipe")
+        if weight.device.type != "cuda":
+            raise NotImplementedError("its kernels run on a GPU alone")
+        if recipe.hardware and torch.cuda.get_device_capability(weight.device) < (10, 0):
+            raise NotImplementedError(f"it needs {recipe.hardware}")
+        try:
+            te = engine.transformer_engine()
+            kind = getattr(te.quantization, IN_TRANSFORMER_ENGINE[recipe.name])
+        except (ImportError, AttributeError) as error:
+            raise NotImplementedError(str(error)) from None
+        self.recipe, self.autocast = kind(), te.autocast
+        self.linear = te.Linear(weight.size(1), weight.size(0), bias=False, params_dtype=weight.dtype)
+        with torch.no_grad():
+            self.linear.weight.copy_(weight)
+
+    @property
+    def weight(self) -> Any:
+        return self.linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.autocast(enabled=True, recipe=self.recipe):
+            return self.linear(x)
+
+
+WAYS: dict[str, Callable[[Tensor, Recipe], nn.Module]] = {PLAIN: Plain, TORCH: Scaled, TE: OfTransformerEngine}
+
+
+def dtype_of(recipe: Recipe) -> torch.dtype:
+    """Of x, weight and dy."""
+    return DTYPES.get(recipe.name, torch.bfloat16)
+
+
+def recipes_of(way: str) -> list[Recipe]:
+    """Those that it has on some machine."""
+    if way == PLAIN:
+        return [RECIPES[name] for name in DTYPES]
+    if way == TE:
+        return [RECIPES[name] for name in IN_TRANSFORMER_ENGINE]
+    return [RECIPES[name] for name in ("FP8 current", "FP8 current, dweight in BF16", "FP8 row", "FP8 block 128")]
+
+
+# -------------------------------------------------------------------------------------------------------- its check
+
+
+def errors(layer: nn.Module, recipe: Recipe, x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Error]:
+    """What -> its error, of y, dx and dweight, each beside the one that rounding explains. Raises Failed beyond RANGE.
+
+    The operands are exact as they are given, in 16 bits; y and gradients are rounded to these once more.
+    """
+    given = x.detach().clone().requires_grad_()
+    y = layer(given)
+    [dx, dweight] = torch.autograd.grad(y, [given, layer.weight], dy)          # type: ignore[arg-type]
+    found = {}
+    made = products(recipe, x.float(), weight.float(), dy.float())
+    for what, value in (("y", y.detach()), ("dx", dx), ("dweight", dweight)):
+        found[what] = _error(value, made[what])
+    for what, of in found.items():
+        least, most = (share * of.expected for share in RANGE)
+        if not least <= of.found <= most:
+            raise Failed(f"the error of {what} is {of.found:.1e}, and rounding explains {least:.1e} to {most:.1e}")
+    return found
+
+
+def _error(value: Tensor, product: Product) -> Error:
+    exact = product.left.double() @ product.right.double().T
+    size = exact.norm()
+    of_output = float(_OF_OUTPUT[value.dtype](exact.float()).expected_error(exact).sum().sqrt() / size)
+    is_exact = product.left_rounded.format in (BF16, FP16)                     # then its operands are what was given
+    of_operands = 0.0 if is_exact else product.expected()
+    return Error(float((value.double() - exact).norm() / size), math.hypot(of_output, of_operands))

@@ -1,0 +1,123 @@
+"""A linear layer by a recipe on hardware that multiplies in it: operands packed in FP8, torch's own matmul of them.
+
+torch hands `scaled_mm` to cuBLASLt on a GPU. Hopper multiplies two operands in FP8 that both lie along what is summed
+over, so each backward needs transposed copies of them: they are part of what FP8 costs.
+"""
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.recipes.formats import E4M3, E5M2, Format
+from benchmarks.recipes.quantizing import Quantizer
+from benchmarks.recipes.recipe import Recipe
+
+DTYPES: dict[Format, torch.dtype] = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+KINDS = {(0, 0): "TensorWise", (1, 0): "RowWise", (1, 128): "BlockWise1x128", (128, 128): "BlockWise128x128"}
+
+
+def why_not(recipe: Recipe, device: torch.device) -> str:
+    """Why torch can't multiply in it there; "" where it can."""
+    if not hasattr(F, "scaled_mm"):
+        return f"torch {torch.__version__} has no scaled_mm"
+    operands = recipe.x, recipe.weight, recipe.dy
+    if recipe.history:
+        return "torch has no delayed scaling"
+    if recipe.hardware:
+        return f"it needs {recipe.hardware}"
+    if any(each.format not in DTYPES or each.block not in KINDS for each in operands):
+        return "torch has no matmul of such operands"
+    if device.type != "cuda" and any(each.block not in ((0, 0), (1, 0)) for each in operands):
+        return "its blocks need a GPU"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return "FP8 needs an Ada, Hopper or Blackwell GPU"
+    return ""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """values: FP8 [rows, columns], whose last axis a matmul sums over; scale: FP32, as `scaled_mm` takes it."""
+    values: Tensor
+    scale: Tensor
+    kind: Any
+
+
+def _scaled(matrix: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(FP8 values, the scale of each part, [rows of parts, columns of parts]): two passes, one for the magnitudes."""
+    parts = quantizer.parted(matrix)
+    scale = quantizer.scale_of(parts.abs().amax((1, 3), keepdim=True).float())
+    largest = quantizer.format.largest
+    values = (parts.float() / scale).clamp(-largest, largest).to(dtype)
+    return values.view(matrix.shape), scale[:, 0, :, 0]
+
+
+_compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_scaled, dynamic=False)
+
+
+def packed(quantizer: Quantizer, matrix: Tensor) -> Packed:
+    """In the format, with the scales of its parts."""
+    scaled = _compiled if matrix.is_cuda else _scaled
+    values, scale = scaled(matrix, quantizer, DTYPES[quantizer.format])
+    if quantizer.block == (0, 0):
+        scale = scale.view(())
+    elif quantizer.block == (1, 128):                      # what cuBLASLt reads: the scales of a column side by side
+        scale = scale.t().contiguous().t()
+    return Packed(values, scale, getattr(F.ScalingType, KINDS[quantizer.block]))
+
+
+def transposed(quantizer: Quantizer, matrix: Tensor, known: Packed) -> Packed:
+    """The transposed matrix packed, of which the one that is not is known: with one scale only its values move."""
+    if quantizer.block == (0, 0):
+        return Packed(known.values.t().contiguous(), known.scale, known.kind)
+    return packed(quantizer, matrix.t().contiguous())
+
+
+def matmul(left: Packed, right: Packed, dtype: torch.dtype, fast: bool) -> Tensor:
+    """left @ right.T in `dtype`. `fast`: sums are kept in fewer bits, as it is usual in a forward."""
+    of_right = right.scale.t() if right.scale.dim() else right.scale
+    return F.scaled_mm(left.values, right.values.t(), left.scale, left.kind, of_right, right.kind, output_dtype=dtype,
+                       use_fast_accum=fast)
+
+
+class _Linear(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+        of_x, of_weight = packed(recipe.x, x), packed(recipe.weight, weight)
+        ctx.save_for_backward(x, weight)
+        ctx.recipe, ctx.of_x, ctx.of_weight = recipe, of_x, of_weight
+        return matmul(of_x, of_weight, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, weight = ctx.saved_tensors
+        recipe = ctx.recipe
+        of_dy = packed(recipe.dy, dy)
+        dx = matmul(of_dy, transposed(recipe.weight, weight, ctx.of_weight), dy.dtype, fast=False)
+        if recipe.of_weight_gradient is not None:
+            return dx, dy.t() @ x, None
+        of_dy_again, of_x_again = transposed(recipe.dy, dy, of_dy), transposed(recipe.x, x, ctx.of_x)
+        return dx, matmul(of_dy_again, of_x_again, dy.dtype, fast=False), None
+
+
+class Scaled(nn.Module):
+    """y = x @ weight.T by a recipe, [tokens, K] -> [tokens, N], in the dtype of x, which is of 16 bits.
+
+    Raises NotImplementedError where torch can't multiply so, and ValueError for dimensions that 16 does not divide.
+    """
+
+    def __init__(self, weight: Tensor, recipe: Recipe):
+        super().__init__()
+        if reason := why_not(recipe, weight.device):
+            raise NotImplementedError(reason)
+        if any(size % 16 for size in weight.shape):
+            raise ValueError(f"the weight is {weight.size(0)} x {weight.size(1)}: FP8 takes multiples of 16")
+        self.weight, self.recipe = nn.Parameter(weight.detach().clone()), recipe
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.size(0) % 16:
+            raise ValueError(f"x has {x.size(0)} rows: FP8 takes multiples of 16")
+        return _Linear.apply(x, self.weight, self.recipe)

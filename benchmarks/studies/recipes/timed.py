@@ -1,0 +1,88 @@
+"""The layers that multiply in hardware, side by side: each recipe by each way to have it, at a shape."""
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.recipes import layers
+from benchmarks.recipes.checking import RANGE
+from benchmarks.recipes.recipe import Recipe
+from benchmarks.studies.recipes.tables import LAYER, in_words
+from common.block.config import BlockConfig, dtype_name
+from common.block.workload import MATMUL, Operation, Workload
+from common.measure.cases import Case, Group, Setting
+from common.measure.subject import Subject
+from common.phases import Phase
+from common.report.result import Result
+
+GATES = 1e-2, 1e-2                     # of a replay, against the same layer called as usual: output, gradient
+WARM = 2                               # calls before it is checked: delayed scaling takes its scales from calls before
+PROFILED = 5                           # rounds: of fewer, a disturbed one would tell most
+Shape = tuple[int, int, int]           # tokens, K, N
+
+
+def shapes_of(config: BlockConfig) -> list[Shape]:
+    """Of the four linear layers of a block."""
+    width, inner = config.hidden_size, config.ffn_hidden_size
+    return [(config.tokens, k, n) for k, n in ((width, 3 * width), (width, width), (width, inner), (inner, width))]
+
+
+def workload(shape: Shape, recipe: Recipe, device: torch.device) -> Workload:
+    """Three matmuls, in FP8 where the recipe is; on a CPU without a limit."""
+    arithmetic = "float8" if recipe.name not in layers.DTYPES else dtype_name(layers.dtype_of(recipe))
+    if device.type != "cuda":
+        return Workload(arithmetic, tokens=shape[0])
+    tokens, k, n = shape
+
+    def product(layout: str, rows: int, summed: int, columns: int) -> Operation:
+        moved = 2.0 * (rows * summed + summed * columns + rows * columns)      # operands and result have 16 bits
+        flops = 2.0 * rows * summed * columns
+        return Operation(layout, MATMUL, flops, moved, arithmetic, (rows, summed, columns), layout)
+    backward = product("input gradient", tokens, n, k), product("weight gradient", n, tokens, k)
+    needed = 8 * (tokens * k + n * k + tokens * n) * 8         # the check is in FP64, with some copies
+    return Workload(arithmetic, (product("forward", tokens, k, n),), backward, tokens, needed)
+
+
+def operands(shape: Shape, dtype: torch.dtype, seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """(x, weight, dy) of normal numbers."""
+    tokens, k, n = shape
+    numbers = torch.Generator(device).manual_seed(seed)
+    x, weight, dy = (torch.randn(size, generator=numbers, device=device).to(dtype)
+                     for size in ((tokens, k), (n, k), (tokens, n)))
+    return x, weight, dy
+
+
+def case(shape: Shape, recipe: Recipe, way: str, device: torch.device) -> Case:
+    """One of them."""
+    def prepare(setting: Setting, result: Result) -> Subject:
+        setting.say(Phase.BUILDING)
+        x, weight, dy = operands(shape, layers.dtype_of(recipe), setting.seed, setting.device)
+        layer = layers.WAYS[way](weight, recipe)
+        setting.say(Phase.COMPILING)
+        for _ in range(WARM):
+            _step(layer, x, dy)
+        setting.say(Phase.CHECKING)
+        found = layers.errors(layer, recipe, x, weight, dy)
+        result.errors = {what: (of.found, RANGE[1] * of.expected) for what, of in found.items()}
+        result.matmul = of_it.matmul
+        return Subject(layer, [x], [dy], dict(layer.named_parameters()), GATES, of_it)
+    of_it, dtype = workload(shape, recipe, device), layers.dtype_of(recipe)
+    tokens, k, n = shape
+    work = {"x": f"{dtype_name(dtype)} [{tokens}, {k}]", "weight": f"{dtype_name(dtype)} [{n}, {k}]"}
+    variant = {"data": LAYER, "by": way, "shape": in_words(shape)}
+    return Case(recipe.name, prepare, parameter_dtype=dtype, variant=variant, work=work,
+                workload=of_it, that_fits=lambda total: "give a smaller one by --shapes")
+
+
+def _step(layer: nn.Module, x: Tensor, dy: Tensor) -> None:
+    layer(x.detach().requires_grad_()).backward(dy)
+    layer.zero_grad()
+
+
+def group(shape: Shape, chosen: Sequence[Recipe], device: torch.device) -> Group:
+    """All recipes by all ways, and 16 bits beside them."""
+    cases = [case(shape, recipe, way, device) for way in layers.WAYS for recipe in layers.recipes_of(way)
+             if way == layers.PLAIN or recipe in chosen]
+    on_gpu = device.type == "cuda"
+    return Group(cases, calibrated=False, watched=on_gpu, profiled=PROFILED if on_gpu else 0, metered=on_gpu,
+                 may_not_fit=True)

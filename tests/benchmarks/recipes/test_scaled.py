@@ -1,0 +1,146 @@
+"""A linear layer that multiplies in FP8 is the emulated one, and each way to have one has the error that is derived."""
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.recipes import layers, scaled
+from benchmarks.recipes.checking import operands
+from benchmarks.recipes.emulated import products
+from benchmarks.recipes.recipe import EVERY, RECIPES
+from benchmarks.recipes.scaled import Scaled, why_not
+from common.outcome import Failed
+
+unit = pytest.mark.unit
+CPU = torch.device("cpu")
+RUNS = [name for name in RECIPES if not why_not(RECIPES[name], CPU)]
+ROUNDED = 3e-3                         # relative L2, of an output in BF16: 2**-9 at the most for each value
+
+
+def apart(found, expected):
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def checked(recipe, device, outliers=1.0):
+    """Its output and gradients beside those that are emulated."""
+    x, weight, dy = (each.bfloat16() for each in operands(outliers, 0, device))
+    layer, given = Scaled(weight, recipe), x.clone().requires_grad_()
+    y = layer(given)
+    y.backward(dy)
+    made = products(recipe, x.float(), weight.float(), dy.float())
+    found = {"y": y, "dx": given.grad, "dweight": layer.weight.grad}
+    return {what: apart(found[what], made[what].value()) for what in found}
+
+
+@unit
+@pytest.mark.parametrize("outliers", [1.0, 1e4])
+@pytest.mark.parametrize("name", RUNS)
+def test_it_computes_what_is_emulated(name, outliers):
+    found = checked(RECIPES[name], CPU, outliers)
+    assert max(found.values()) < ROUNDED, found
+
+
+@pytest.mark.gpu
+@pytest.mark.integration
+@pytest.mark.parametrize("outliers", [1.0, 1e4])
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_computes_what_is_emulated_on_a_gpu(name, outliers):
+    device = torch.device("cuda")
+    if reason := why_not(RECIPES[name], device):
+        pytest.skip(reason)
+    found = checked(RECIPES[name], device, outliers)
+    assert max(found.values()) < ROUNDED, found
+
+
+BY_WAY = [(way, each.name) for way in layers.WAYS for each in layers.recipes_of(way)]
+
+
+def errors_of(way, name, device, outliers):
+    recipe = RECIPES[name]
+    x, weight, dy = (each.to(layers.dtype_of(recipe)) for each in operands(outliers, 0, device))
+    layer = layers.WAYS[way](weight, recipe)
+    for _ in range(2):                                     # delayed scaling: the first call finds no history
+        layer(x.requires_grad_()).backward(dy)
+    layer.zero_grad()
+    return layers.errors(layer, recipe, x.detach(), weight, dy)
+
+
+@unit
+@pytest.mark.parametrize("way, name", [(way, name) for way, name in BY_WAY if way == layers.PLAIN or name in RUNS])
+def test_each_way_has_the_error_that_is_derived(way, name):
+    if way == layers.TE:
+        pytest.skip("its kernels run on a GPU alone")
+    assert set(errors_of(way, name, CPU, 1.0)) == {"y", "dx", "dweight"}
+
+
+@pytest.mark.gpu
+@pytest.mark.integration
+@pytest.mark.parametrize("outliers", [1.0, 1e4])
+@pytest.mark.parametrize("way, name", BY_WAY)
+def test_each_way_has_the_error_that_is_derived_on_a_gpu(way, name, outliers):
+    if (name, outliers) == ("FP16", 1e4):
+        pytest.skip("its dweight overflows")
+    try:
+        errors_of(way, name, torch.device("cuda"), outliers)
+    except NotImplementedError as reason:
+        pytest.skip(str(reason))
+
+
+@unit
+def test_a_way_that_rounds_nothing_or_more_fails(monkeypatch):
+    given = [each.bfloat16() for each in operands(1.0, 0, CPU)]
+    plain, recipe = layers.Plain(given[1], RECIPES["BF16"]), RECIPES["FP8 current"]
+    with pytest.raises(Failed, match=r"of y is 1\.7e-03, and rounding explains 2\.6e-02 to 4\.3e-02"):
+        layers.errors(plain, recipe, *given)
+    with pytest.raises(Failed, match=r"and rounding explains 1\.2e-03 to 1\.9e-03"):
+        layers.errors(Scaled(given[1], recipe), RECIPES["BF16"], *given)
+
+
+@unit
+@pytest.mark.parametrize("way, name, why", [
+    (layers.PLAIN, "FP8 row", "it is no recipe of 16 bits"), (layers.TE, "FP8 row", "has no such recipe"),
+    (layers.TE, "FP8 current", "its kernels run on a GPU alone"), (layers.TORCH, "MXFP8", "a Blackwell GPU")])
+def test_what_a_way_can_not_do_is_a_line(way, name, why):
+    with pytest.raises(NotImplementedError, match=why):
+        layers.WAYS[way](torch.zeros(32, 32), RECIPES[name])
+
+
+@unit
+def test_which_recipes_torch_multiplies_in(monkeypatch):
+    assert RUNS == ["FP8 current", "FP8 current, dweight in BF16", "FP8 row"]
+    why = {each.name: why_not(each, CPU) for each in EVERY}
+    assert why["FP8 delayed"] == "torch has no delayed scaling" and why["MXFP8"] == "it needs a Blackwell GPU"
+    assert why["FP8 block 128"] == "its blocks need a GPU"
+    assert why["BF16"] == why["INT8 weights"] == "torch has no matmul of such operands"
+    monkeypatch.delattr(scaled.F, "scaled_mm")
+    assert "has no scaled_mm" in why_not(RECIPES["FP8 row"], CPU)
+
+
+@unit
+def test_what_it_can_not_take_is_a_line():
+    recipe = RECIPES["FP8 row"]
+    with pytest.raises(ValueError, match="the weight is 24 x 32: FP8 takes multiples of 16"):
+        Scaled(torch.zeros(24, 32), recipe)
+    with pytest.raises(ValueError, match="x has 8 rows: FP8 takes multiples of 16"):
+        Scaled(torch.zeros(32, 32), recipe)(torch.zeros(8, 32))
+    with pytest.raises(NotImplementedError, match="torch has no delayed scaling"):
+        Scaled(torch.zeros(32, 32), RECIPES["FP8 delayed"])
+
+
+MUTANTS = {
+    "dx of the weight that is not transposed": ("transposed", lambda quantizer, matrix, known: known),
+    "a scale of another operand": ("matmul", lambda left, right, dtype, fast: MATMUL(
+        replace(left, scale=right.scale.flatten()[0].expand_as(left.scale).contiguous()), right, dtype, fast)),
+}
+MATMUL = scaled.matmul
+
+
+@unit
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_each_mutant_is_caught(mutant, monkeypatch):
+    monkeypatch.setattr(scaled, *MUTANTS[mutant])
+    try:
+        found = checked(RECIPES["FP8 current"], CPU)
+    except (RuntimeError, ValueError):
+        return
+    assert max(found.values()) > ROUNDED
