@@ -75,13 +75,13 @@ def test_a_loss_that_is_not_finite_fails(study_main, monkeypatch):
 @integration
 def test_layers_are_timed_beside_16_bits(study_main, tmp_path):
     path = tmp_path / "records.jsonl"
-    words = ["--device", "cpu", "--part", "layers", "--shapes", "32,64,48", "--rounds", "6", "--recipe", "FP8 row"]
+    words = ["--device", "cpu", "--part", "layers", "--shapes", "32,64,48", "--rounds", "6", "--recipe", "FP8 current"]
     status, out, _ = study_main("recipes", *words, "--json", str(path))
     assert status == 0, out
     assert {run.status for run in runs(read(path)) if run.variant.get("by") == layers.TE} == {"skipped"}
     assert re.search(r"^a layer, tokens x K x N: 32 x 64 x 48 ", out, re.MULTILINE)
-    rows = re.findall(r"^(BF16|FP16|FP8 row) +(16 bits|torch) .*$", out, re.MULTILINE)
-    assert rows == [("BF16", "16 bits"), ("FP16", "16 bits"), ("FP8 row", "torch")]
+    rows = re.findall(r"^(BF16|FP16|FP8 current) +(16 bits|torch) .*$", out, re.MULTILINE)
+    assert rows == [("BF16", "16 bits"), ("FP16", "16 bits"), ("FP8 current", "torch")]
     assert "normal" not in out and "trained" not in out
 
 
