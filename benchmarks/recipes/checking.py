@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.recipes.emulated import Product, products
+from benchmarks.recipes.emulated import Product, State, products
 from benchmarks.recipes.recipe import Recipe
 from common.outcome import Failed
 
@@ -14,6 +14,8 @@ RANGE = 0.7, 1.15
 TOKENS, K, N = 512, 1024, 512          # of the layer that is asked
 OUTLIERS = 4                           # columns of x
 
+Operands = tuple[Tensor, Tensor, Tensor]                   # x [tokens, K], weight [N, K], dy [tokens, N]
+
 
 @dataclass(frozen=True)
 class Error:
@@ -22,7 +24,7 @@ class Error:
     expected: float
 
 
-def operands(outliers: float, seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def operands(outliers: float, seed: int, device: torch.device) -> Operands:
     """x [TOKENS, K], weight [N, K], dy [TOKENS, N] of normal numbers.
 
     OUTLIERS columns of x are so many times as large, and the weights that they meet as much smaller, so that they count
@@ -44,9 +46,15 @@ def error(product: Product) -> Error:
     return Error(float((value.double() - exact).norm() / exact.norm()), product.expected())
 
 
-def errors(recipe: Recipe, x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Error]:
-    """What -> its error, of y, and where the recipe trains of dx and dweight. Raises Failed beyond RANGE."""
-    found = {what: error(product) for what, product in products(recipe, x, weight, dy).items()}
+def errors(recipe: Recipe, given: Operands, before: Operands | None = None) -> dict[str, Error]:
+    """What -> its error, of y, and where the recipe trains of dx and dweight. Raises Failed beyond RANGE.
+
+    `before` are the operands of an earlier call, from which delayed scaling takes its scales.
+    """
+    state = State(recipe)
+    if before is not None:
+        products(recipe, *before, state)
+    found = {what: error(product) for what, product in products(recipe, *given, state).items()}
     for what, of in found.items():
         if of.found != float("inf") and not RANGE[0] <= of.found / of.expected <= RANGE[1]:
             least, most = (share * of.expected for share in RANGE)

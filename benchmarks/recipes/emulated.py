@@ -61,12 +61,21 @@ class Product:
 def products(recipe: Recipe, x: Tensor, weight: Tensor, dy: Tensor, state: State | None = None) -> dict[str, Product]:
     """y, and where the recipe trains dx and dweight; x [tokens, K], weight [N, K], dy [tokens, N]."""
     state = state or State(recipe)
-    made = {"y": _product(state, ("x", recipe.x, x), ("weight", recipe.weight, weight))}
-    if not recipe.is_inference:
-        made["dx"] = _product(state, ("dy", recipe.dy, dy), ("weight again", recipe.weight, weight.T))
-        of_dy, of_x = recipe.of_weight_gradient or recipe.dy, recipe.of_weight_gradient or recipe.x
-        made["dweight"] = _product(state, ("dy again", of_dy, dy.T), ("x again", of_x, x.T))
-    return made
+    made = {"y": output(state, x, weight)}
+    return made if recipe.is_inference else made | gradients(state, x, weight, dy)
+
+
+def output(state: State, x: Tensor, weight: Tensor) -> Product:
+    """y."""
+    return _product(state, ("x", state.recipe.x, x), ("weight", state.recipe.weight, weight))
+
+
+def gradients(state: State, x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Product]:
+    """dx and dweight."""
+    recipe = state.recipe
+    of_dy, of_x = recipe.of_weight_gradient or recipe.dy, recipe.of_weight_gradient or recipe.x
+    return {"dx": _product(state, ("dy", recipe.dy, dy), ("weight again", recipe.weight, weight.T)),
+            "dweight": _product(state, ("dy again", of_dy, dy.T), ("x again", of_x, x.T))}
 
 
 def _product(state: State, left: tuple[str, Quantizer, Tensor], right: tuple[str, Quantizer, Tensor]) -> Product:
@@ -80,13 +89,12 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, state: State) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.state = state
-        recipe = state.recipe
-        return _product(state, ("x", recipe.x, x), ("weight", recipe.weight, weight)).value()
+        return output(state, x, weight).value()
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         x, weight = ctx.saved_tensors
-        made = products(ctx.state.recipe, x, weight, dy, ctx.state)
+        made = gradients(ctx.state, x, weight, dy)
         return made["dx"].value(), made["dweight"].value(), None
 
 

@@ -45,6 +45,7 @@ EVERY = (
     _alike("MXFP8", Quantizer(E4M3, (1, 32), Scales.POWER_OF_TWO), BLACKWELL),
     _alike("MXFP4", Quantizer(E2M1, (1, 32), Scales.POWER_OF_TWO), BLACKWELL),
     _alike("NVFP4", Quantizer(E2M1, (1, 16), Scales.E4M3), BLACKWELL),
+    Recipe("BF16, weights 2:4", _BF16, replace(_BF16, is_sparse=True), _BF16, is_inference=True),
     Recipe("INT8 weights", _BF16, Quantizer(INT8, (1, 0)), _BF16, is_inference=True),
     Recipe("INT4 weights", _BF16, Quantizer(INT4, (1, 128)), _BF16, is_inference=True),
 )

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks.measure.options import count, numbers
 from benchmarks.recipes import checking, tiny_gpt
+from benchmarks.recipes.checking import Operands
 from benchmarks.recipes.emulated import Linear
 from benchmarks.recipes.recipe import RECIPES, Recipe
 from benchmarks.show.study import Options, Study, draw, exit_status, open_session, register
@@ -48,8 +49,8 @@ PARTS = ACCURACY, LAYERS, TRAINING = ("accuracy", "layers", tables.TRAINING)
 # -------------------------------------------------------------------------------------------------------- its accuracy
 
 
-def trained_operands(seed: int, steps: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(x, weight, dy) of a layer of a GPT that was trained in FP32."""
+def trained_operands(seed: int, steps: int, device: torch.device) -> tuple[Operands, Operands]:
+    """What a layer of a GPT that was trained in FP32 multiplies, on two batches."""
     model, _ = tiny_gpt.trained(nn.Linear, seed, steps, device)
     layer = model.get_submodule(LOOKED_AT)
     seen: dict[str, Tensor] = {}
@@ -57,16 +58,19 @@ def trained_operands(seed: int, steps: int, device: torch.device) -> tuple[Tenso
     def keep(module: nn.Module, given: tuple[Tensor, ...], y: Tensor) -> None:
         seen["x"] = given[0].detach()
         y.register_hook(lambda dy: seen.update(dy=dy.detach()))
+    found = []
     with layer.register_forward_hook(keep):
-        [batch] = tiny_gpt.batches(seed + 1, 1)
-        model.loss(batch.to(device)).backward()
-    return seen["x"].flatten(0, -2), layer.get_parameter("weight").detach(), seen["dy"].flatten(0, -2)
+        for batch in tiny_gpt.batches(seed + 1, 2):
+            model.loss(batch.to(device)).backward()
+            weight = layer.get_parameter("weight").detach()
+            found.append((seen["x"].flatten(0, -2), weight, seen["dy"].flatten(0, -2)))
+    return found[0], found[1]
 
 
-def accuracy(recipe: Recipe, data: str, operands: tuple[Tensor, Tensor, Tensor], result: Result) -> list[Record]:
+def accuracy(recipe: Recipe, before: Operands, given: Operands, result: Result) -> list[Record]:
     """The records of one recipe on some data."""
     try:
-        found = checking.errors(recipe, *operands)
+        found = checking.errors(recipe, given, before)
     except Failed as failure:
         result.status, result.reason = "failed", str(failure)
         return check_records(result)
@@ -125,14 +129,15 @@ def _accuracies(session: Session, options: Options, chosen: Sequence[Recipe]) ->
     """The status of each recipe on each kind of data."""
     device, seed, statuses = options.device, options.seed, []
     session.say(Phase.TRAINING, "a layer to look at")
-    data = {NORMAL: checking.operands(1.0, seed, device)}
-    data |= {outliers_of(times): checking.operands(times, seed, device) for times in OUTLIERS}
+    sizes = {NORMAL: 1.0} | {outliers_of(times): times for times in OUTLIERS}
+    data = {name: (checking.operands(times, seed + 1, device), checking.operands(times, seed, device))
+            for name, times in sizes.items()}
     data[TRAINED] = trained_operands(seed, options.steps, device)
     for recipe in chosen:
-        for name, operands in data.items():
+        for name, (before, given) in data.items():
             session.say(Phase.CHECKING, f"{recipe.name}, {name}")
             result = _result(session, recipe.name, data=name)
-            session.write(accuracy(recipe, name, operands, result))
+            session.write(accuracy(recipe, before, given, result))
             statuses.append(result.status)
     return statuses
 

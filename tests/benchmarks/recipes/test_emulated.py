@@ -77,7 +77,7 @@ def _of_all(self, x):
     return PARTED(replace(self, block=(0, 0)), x)
 
 
-PARTED, QUANTIZED, VALUE = Quantizer.parted, State.quantized, emulated.Product.value
+PARTED, QUANTIZED, TWO_OF_FOUR = Quantizer.parted, State.quantized, quantizing.two_of_four
 MUTANTS = {
     "rounded toward zero": ("FP8 current", 1.0, mock.patch.object(type(E4M3), "round", _rounded_toward_zero)),
     "integers rounded toward zero": ("INT8 weights", 1.0, mock.patch.object(type(INT8), "round", _rounded_toward_zero)),
@@ -95,6 +95,8 @@ MUTANTS = {
         quantizing, "power_of_two", lambda x: torch.exp2(torch.log2(x).floor()))),
     "an operand stays as it was": ("FP8 current", 1.0, mock.patch.object(
         emulated.Product, "value", lambda self: self.left @ self.right_rounded.dequantized().T)),
+    "another two of four": ("BF16, weights 2:4", 1.0, mock.patch.object(
+        quantizing, "two_of_four", lambda x: ~TWO_OF_FOUR(x))),
     "E5M2 in the forward": ("FP8 current", 1.0, mock.patch.object(
         State, "quantized", lambda self, operand, quantizer, matrix: QUANTIZED(
             self, operand, self.recipe.dy if operand == "x" else quantizer, matrix))),
@@ -135,8 +137,16 @@ def test_scales_of_nvfp4_are_e4m3_numbers_times_one_for_all():
     assert torch.allclose(E4M3.round(in_e4m3), in_e4m3, rtol=1e-6) and in_e4m3.max().item() == pytest.approx(448)
 
 
+def test_a_part_of_zeros_does_not_coarsen_the_scales_of_nvfp4():
+    x = 1e-5 * torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    padded = torch.cat([x, torch.zeros(4, 64)])
+    quantizer = RECIPES["NVFP4"].x
+    assert torch.equal(quantizer(padded).dequantized()[:4], quantizer(x).dequantized())
+
+
 @pytest.mark.parametrize("recipe, bits", [("BF16", 16), ("FP8 row", 8 + 32 / 4096), ("MXFP8", 8.25), ("NVFP4", 4.5),
-                                          ("FP8 block 128", 8 + 8 / 128**2), ("INT4 weights", 4.25)])
+                                          ("FP8 block 128", 8 + 8 / 128**2), ("INT4 weights", 4.25),
+                                          ("BF16, weights 2:4", 9)])
 def test_what_a_value_takes(recipe, bits):
     assert bits_a_value(RECIPES[recipe].weight, 4096, 4096) == bits
 
@@ -150,6 +160,13 @@ def test_what_can_not_be_quantized_is_a_line(x, said):
     quantizer = Quantizer(E4M3, (1, 32) if x.size(-1) == 48 else (0, 0))
     with pytest.raises(ValueError, match=said):
         quantizer(x)
+
+
+def test_of_four_neighbours_the_two_largest_are_kept():
+    x = torch.tensor([[1.0, -4.0, 3.0, 2.0, 0.0, 0.0, -1.0, 5.0]])
+    assert RECIPES["BF16, weights 2:4"].weight(x).values.tolist() == [[0.0, -4.0, 3.0, 0.0, 0.0, 0.0, -1.0, 5.0]]
+    with pytest.raises(ValueError, match="rows of 6 do not divide into fours"):
+        quantizing.two_of_four(torch.zeros(2, 6))
 
 
 def test_zeros_stay_zeros():
@@ -169,6 +186,15 @@ def test_a_delayed_scale_is_of_the_calls_before():
     assert largest == pytest.approx([1.0, 1.0, 4.0, 4.0, 2.0])
     other = state.quantized("weight", Quantizer(E4M3), torch.full((2, 2), 9.0))
     assert other.scale[0, 0].item() * 448 == pytest.approx(9.0)
+
+
+def test_a_step_is_a_call_of_each_operand():
+    """As many magnitudes in the history as there were forwards and backwards."""
+    layer = Linear(K, N, RECIPES["FP8 delayed"])
+    for _ in range(3):
+        layer(torch.randn(16, K, requires_grad=True)).sum().backward()
+    assert {name: int((seen > 0).sum()) for name, seen in layer.state.seen.items()} == {
+        "x": 4, "weight": 4, "dy": 4, "weight again": 4, "dy again": 4, "x again": 4}
 
 
 def test_what_outgrows_the_history_saturates_and_the_error_is_known():

@@ -59,10 +59,10 @@ def test_the_range_of_an_error(share, fails, monkeypatch):
     monkeypatch.setattr(checking, "error", lambda product: checking.Error(share, 1.0))
     given = checking.operands(1.0, 0, CPU)
     if not fails:
-        checking.errors(RECIPES["BF16"], *given)
+        checking.errors(RECIPES["BF16"], given)
         return
     with pytest.raises(Failed, match=r"rounding explains 7\.0e-01 to 1\.1e"):
-        checking.errors(RECIPES["BF16"], *given)
+        checking.errors(RECIPES["BF16"], given)
 
 
 @unit
@@ -161,7 +161,8 @@ def test_models_of_a_seed_begin_alike_and_learn():
 
 @unit
 def test_a_trained_layer_gives_what_it_was_called_with():
-    x, weight, dy = recipes.trained_operands(0, 1, CPU)
+    before, (x, weight, dy) = recipes.trained_operands(0, 1, CPU)
+    assert not torch.equal(before[0], x) and torch.equal(before[1], weight)
     tokens = tiny_gpt.BATCH * tiny_gpt.LENGTH
     assert x.shape == (tokens, tiny_gpt.WIDTH) and weight.shape == (4 * tiny_gpt.WIDTH, tiny_gpt.WIDTH)
     assert dy.shape == (tokens, 4 * tiny_gpt.WIDTH) and dy.abs().max() > 0
