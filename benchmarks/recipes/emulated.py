@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from benchmarks.recipes.formats import Format
 from benchmarks.recipes.quantizing import Quantized, Quantizer
 from benchmarks.recipes.recipe import Recipe
 
@@ -46,14 +47,15 @@ class Product:
         """[rows of left, rows of right], FP32."""
         return self.left_rounded.dequantized() @ self.right_rounded.dequantized().T
 
-    def expected(self) -> float:
+    def expected(self, given_in: Format | None = None) -> float:
         """The L2 norm of the error that is to be expected, over that of the product; FP64.
 
-        Rounding errors of different elements are independent and zero on average, so their squares add up.
+        `given_in`: the format that the operands already are in. Rounding errors of different elements are independent
+        and zero on average, so their squares add up.
         """
         left, right = self.left.double(), self.right.double()
-        of_left = self.left_rounded.expected_error(left)
-        of_right = self.right_rounded.expected_error(right)
+        of_left, of_right = (rounded.expected_error(operand, is_exact=rounded.format == given_in)
+                             for operand, rounded in ((left, self.left_rounded), (right, self.right_rounded)))
         squares = of_left @ (right**2).T + (left**2 + of_left) @ of_right.T
         return float((squares.sum() / (left @ right.T).square().sum()).sqrt())
 

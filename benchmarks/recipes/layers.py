@@ -3,8 +3,7 @@
 y = x @ weight.T without a bias; x [tokens, K], weight [N, K] and dy [tokens, N] are of 16 bits, y and gradients too.
 """
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 from benchmarks.recipes.checking import RANGE, Error
 from benchmarks.recipes.emulated import Product, products
 from benchmarks.recipes.formats import BF16, FP16
+from benchmarks.recipes.inference import SemiStructured, WeightOnly
 from benchmarks.recipes.quantizing import Quantizer, Scales
 from benchmarks.recipes.recipe import RECIPES, Recipe
 from benchmarks.recipes.scaled import Scaled
@@ -20,11 +20,12 @@ from common.outcome import Failed
 from common.runtime import engine
 
 PLAIN, TORCH, TE = "16 bits", "torch", "Transformer Engine"
+WEIGHTS, SPARSE = "torch, weights alone", "torch, sparse"
 IN_TRANSFORMER_ENGINE = {"FP8 delayed": "DelayedScaling", "FP8 current": "Float8CurrentScaling",
                          "FP8 block 128": "Float8BlockScaling", "MXFP8": "MXFP8BlockScaling",
                          "NVFP4": "NVFP4BlockScaling"}
 DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
-_OF_OUTPUT = {torch.bfloat16: Quantizer(BF16, scales=Scales.NONE), torch.float16: Quantizer(FP16, scales=Scales.NONE)}
+FORMATS = {torch.bfloat16: BF16, torch.float16: FP16}
 
 
 class Plain(nn.Module):
@@ -61,16 +62,13 @@ class OfTransformerEngine(nn.Module):
         with torch.no_grad():
             self.linear.weight.copy_(weight)
 
-    @property
-    def weight(self) -> Any:
-        return self.linear.weight
-
     def forward(self, x: Tensor) -> Tensor:
         with self.autocast(enabled=True, recipe=self.recipe):
             return self.linear(x)
 
 
-WAYS: dict[str, Callable[[Tensor, Recipe], nn.Module]] = {PLAIN: Plain, TORCH: Scaled, TE: OfTransformerEngine}
+WAYS: dict[str, Callable[[Tensor, Recipe], nn.Module]] = {
+    PLAIN: Plain, TORCH: Scaled, TE: OfTransformerEngine, WEIGHTS: WeightOnly, SPARSE: SemiStructured}
 
 
 def dtype_of(recipe: Recipe) -> torch.dtype:
@@ -80,28 +78,25 @@ def dtype_of(recipe: Recipe) -> torch.dtype:
 
 def recipes_of(way: str) -> list[Recipe]:
     """Those that it has on some machine."""
-    if way == PLAIN:
-        return [RECIPES[name] for name in DTYPES]
-    if way == TE:
-        return [RECIPES[name] for name in IN_TRANSFORMER_ENGINE]
-    return [RECIPES[name] for name in ("FP8 current", "FP8 current, dweight in BF16", "FP8 row", "FP8 block 128")]
+    names: dict[str, Iterable[str]] = {
+        PLAIN: DTYPES, TE: IN_TRANSFORMER_ENGINE, SPARSE: ("BF16, weights 2:4",),
+        TORCH: ("FP8 current", "FP8 current, dweight in BF16", "FP8 row", "FP8 block 128"),
+        WEIGHTS: ("INT8 weights", "INT4 weights")}
+    return [RECIPES[name] for name in names[way]]
 
 
 # -------------------------------------------------------------------------------------------------------- its check
 
 
 def errors(layer: nn.Module, recipe: Recipe, x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Error]:
-    """What -> its error, of y, dx and dweight, each beside the one that rounding explains. Raises Failed beyond RANGE.
+    """What -> its error, of y, and where it trains of dx and dweight, each beside the one that rounding explains.
 
-    The operands are exact as they are given, in 16 bits; y and gradients are rounded to these once more.
+    The operands are exact as they are given, in 16 bits; y and gradients are rounded to these once more. Raises Failed
+    beyond RANGE.
     """
-    given = x.detach().clone().requires_grad_()
-    y = layer(given)
-    [dx, dweight] = torch.autograd.grad(y, [given, layer.weight], dy)          # type: ignore[arg-type]
-    found = {}
+    values = _values(layer, recipe, x, dy)
     made = products(recipe, x.float(), weight.float(), dy.float())
-    for what, value in (("y", y.detach()), ("dx", dx), ("dweight", dweight)):
-        found[what] = _error(value, made[what])
+    found = {what: _error(value, made[what]) for what, value in values.items()}
     for what, of in found.items():
         least, most = (share * of.expected for share in RANGE)
         if not least <= of.found <= most:
@@ -109,10 +104,28 @@ def errors(layer: nn.Module, recipe: Recipe, x: Tensor, weight: Tensor, dy: Tens
     return found
 
 
+def _values(layer: nn.Module, recipe: Recipe, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """What it gives."""
+    if recipe.is_inference:
+        with torch.no_grad():
+            return {"y": layer(x)}
+    given = x.detach().clone().requires_grad_()
+    y = layer(given)
+    [dx, dweight] = torch.autograd.grad(y, [given, layer.get_parameter(_weight_of(layer))], dy)
+    return {"y": y.detach(), "dx": dx, "dweight": dweight}
+
+
+def _weight_of(layer: nn.Module) -> str:
+    """The name of its one parameter."""
+    [name] = (name for name, _ in layer.named_parameters())
+    return name
+
+
 def _error(value: Tensor, product: Product) -> Error:
     exact = product.left.double() @ product.right.double().T
     size = exact.norm()
-    of_output = float(_OF_OUTPUT[value.dtype](exact.float()).expected_error(exact).sum().sqrt() / size)
-    is_exact = product.left_rounded.format in (BF16, FP16)                     # then its operands are what was given
-    of_operands = 0.0 if is_exact else product.expected()
+    form = FORMATS[value.dtype]
+    rounded = Quantizer(form, scales=Scales.NONE)(exact.float())
+    of_output = float(rounded.expected_error(exact).sum().sqrt() / size)
+    of_operands = product.expected(given_in=form)
     return Error(float((value.double() - exact).norm() / size), math.hypot(of_output, of_operands))

@@ -33,15 +33,17 @@ class Quantized:
         """What the values stand for, FP32."""
         return self.values * self.scale
 
-    def expected_error(self, x: Tensor) -> Tensor:
+    def expected_error(self, x: Tensor, is_exact: bool = False) -> Tensor:
         """The square of each error of rounding x to this, as it is to be expected; FP64.
 
+        `is_exact`: x was given in this format, so that no number lies between two of its values.
         Between two values q apart a number is off by up to q/2, and squared by q**2/12 on average. Of one beyond the
         largest value, and of one that became 0, it is known how far off it is.
         """
         scaled = x.double() / self.scale.double()
         size, largest = scaled.abs(), self.format.largest
         spread = self.format.spacing(scaled.clamp(-largest, largest)).double() ** 2 / 12
+        spread = spread * (not is_exact)
         known = torch.where(size > largest, size - largest, size) ** 2
         is_known = (size > largest) | (self.values == 0)
         return torch.where(is_known, known, spread) * self.scale.double() ** 2

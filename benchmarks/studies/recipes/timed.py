@@ -1,5 +1,6 @@
 """The layers that multiply in hardware, side by side: each recipe by each way to have it, at a shape."""
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,21 @@ from common.measure.cases import Case, Group, Setting
 from common.measure.subject import Subject
 from common.phases import Phase
 from common.report.result import Result
+from common.runtime.iteration import FORWARD
 
 GATES = 1e-2, 1e-2                     # of a replay, against the same layer called as usual: output, gradient
 WARM = 2                               # calls before it is checked: delayed scaling takes its scales from calls before
 PROFILED = 5                           # rounds: of fewer, a disturbed one would tell most
 Shape = tuple[int, int, int]           # tokens, K, N
+
+
+@dataclass
+class LayerSubject(Subject):
+    """A layer, which may be for inference alone."""
+    is_inference: bool = field(kw_only=True)
+
+    def has(self, mode: str) -> bool:
+        return mode == FORWARD or not self.is_inference
 
 
 def shapes_of(config: BlockConfig) -> list[Shape]:
@@ -28,8 +39,9 @@ def shapes_of(config: BlockConfig) -> list[Shape]:
 
 
 def workload(shape: Shape, recipe: Recipe, device: torch.device) -> Workload:
-    """Three matmuls, in FP8 where the recipe is; on a CPU without a limit."""
-    arithmetic = "float8" if recipe.name not in layers.DTYPES else dtype_name(layers.dtype_of(recipe))
+    """Three matmuls, in FP8 where both operands are; one for inference alone. On a CPU without a limit."""
+    in_8_bits = recipe.x.format.bits <= 8
+    arithmetic = "float8" if in_8_bits else dtype_name(layers.dtype_of(recipe))
     if device.type != "cuda":
         return Workload(arithmetic, tokens=shape[0])
     tokens, k, n = shape
@@ -38,8 +50,10 @@ def workload(shape: Shape, recipe: Recipe, device: torch.device) -> Workload:
         moved = 2.0 * (rows * summed + summed * columns + rows * columns)      # operands and result have 16 bits
         flops = 2.0 * rows * summed * columns
         return Operation(layout, MATMUL, flops, moved, arithmetic, (rows, summed, columns), layout)
-    backward = product("input gradient", tokens, n, k), product("weight gradient", n, tokens, k)
+    backward: tuple[Operation, ...] = product("input gradient", tokens, n, k), product("weight gradient", n, tokens, k)
     needed = 8 * (tokens * k + n * k + tokens * n) * 8         # the check is in FP64, with some copies
+    if recipe.is_inference:
+        backward = ()
     return Workload(arithmetic, (product("forward", tokens, k, n),), backward, tokens, needed)
 
 
@@ -60,12 +74,13 @@ def case(shape: Shape, recipe: Recipe, way: str, device: torch.device) -> Case:
         layer = layers.WAYS[way](weight, recipe)
         setting.say(Phase.COMPILING)
         for _ in range(WARM):
-            _step(layer, x, dy)
+            _step(layer, recipe, x, dy)
         setting.say(Phase.CHECKING)
         found = layers.errors(layer, recipe, x, weight, dy)
         result.errors = {what: (of.found, RANGE[1] * of.expected) for what, of in found.items()}
         result.matmul = of_it.matmul
-        return Subject(layer, [x], [dy], dict(layer.named_parameters()), GATES, of_it)
+        parameters = dict(layer.named_parameters())
+        return LayerSubject(layer, [x], [dy], parameters, GATES, of_it, is_inference=recipe.is_inference)
     of_it, dtype = workload(shape, recipe, device), layers.dtype_of(recipe)
     tokens, k, n = shape
     work = {"x": f"{dtype_name(dtype)} [{tokens}, {k}]", "weight": f"{dtype_name(dtype)} [{n}, {k}]"}
@@ -74,8 +89,15 @@ def case(shape: Shape, recipe: Recipe, way: str, device: torch.device) -> Case:
                 workload=of_it, that_fits=lambda total: "give a smaller one by --shapes")
 
 
-def _step(layer: nn.Module, x: Tensor, dy: Tensor) -> None:
-    layer(x.detach().requires_grad_()).backward(dy)
+def _step(layer: nn.Module, recipe: Recipe, x: Tensor, dy: Tensor) -> None:
+    """A call, and its backward where it has one. Raises NotImplementedError for sizes that it does not take."""
+    try:
+        with torch.set_grad_enabled(not recipe.is_inference):
+            y = layer(x.detach().requires_grad_())
+        if not recipe.is_inference:
+            y.backward(dy)
+    except (AssertionError, ValueError) as error:          # Transformer Engine's and ours
+        raise NotImplementedError(str(error).strip().splitlines()[0]) from None
     layer.zero_grad()
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.recipes import layers, scaled
+from benchmarks.recipes import inference, layers, scaled
 from benchmarks.recipes.checking import operands
 from benchmarks.recipes.emulated import products
 from benchmarks.recipes.recipe import EVERY, RECIPES
@@ -59,18 +59,37 @@ def errors_of(way, name, device, outliers):
     recipe = RECIPES[name]
     x, weight, dy = (each.to(layers.dtype_of(recipe)) for each in operands(outliers, 0, device))
     layer = layers.WAYS[way](weight, recipe)
-    for _ in range(2):                                     # delayed scaling: the first call finds no history
+    for _ in range(0 if recipe.is_inference else 2):       # delayed scaling: the first call finds no history
         layer(x.requires_grad_()).backward(dy)
     layer.zero_grad()
     return layers.errors(layer, recipe, x.detach(), weight, dy)
 
 
 @unit
-@pytest.mark.parametrize("way, name", [(way, name) for way, name in BY_WAY if way == layers.PLAIN or name in RUNS])
+@pytest.mark.parametrize("way, name", [
+    (way, name) for way, name in BY_WAY
+    if way in (layers.PLAIN, layers.WEIGHTS) or (way == layers.TORCH and name in RUNS)])
 def test_each_way_has_the_error_that_is_derived(way, name):
-    if way == layers.TE:
-        pytest.skip("its kernels run on a GPU alone")
-    assert set(errors_of(way, name, CPU, 1.0)) == {"y", "dx", "dweight"}
+    gradients = set() if RECIPES[name].is_inference else {"dx", "dweight"}
+    assert set(errors_of(way, name, CPU, 1.0)) == {"y"} | gradients
+
+
+@unit
+def test_numbers_of_4_bits_are_packed_in_pairs():
+    values = torch.arange(-7, 8).repeat(2)[None].float()
+    pairs = inference.packed_in_pairs(values)
+    assert pairs.shape == (1, 15) and pairs.dtype == torch.uint8
+    assert inference.unpacked(pairs).tolist() == values.int().tolist()
+
+
+@unit
+def test_weights_alone_are_what_they_stand_for():
+    weight, x = torch.randn(32, 256), torch.randn(5, 256)
+    for name in ("INT8 weights", "INT4 weights"):
+        layer = inference.WeightOnly(weight, RECIPES[name])
+        expected = x @ RECIPES[name].weight(weight).dequantized().T
+        assert torch.allclose(layer(x), expected, atol=1e-4)
+        assert layer.values.nbytes * 8 == weight.numel() * RECIPES[name].weight.format.bits
 
 
 @pytest.mark.gpu
@@ -99,7 +118,9 @@ def test_a_way_that_rounds_nothing_or_more_fails(monkeypatch):
 @unit
 @pytest.mark.parametrize("way, name, why", [
     (layers.PLAIN, "FP8 row", "it is no recipe of 16 bits"), (layers.TE, "FP8 row", "has no such recipe"),
-    (layers.TE, "FP8 current", "its kernels run on a GPU alone"), (layers.TORCH, "MXFP8", "a Blackwell GPU")])
+    (layers.TE, "FP8 current", "its kernels run on a GPU alone"), (layers.TORCH, "MXFP8", "a Blackwell GPU"),
+    (layers.WEIGHTS, "BF16", "no whole numbers"), (layers.SPARSE, "BF16", "are not sparse"),
+    (layers.SPARSE, "BF16, weights 2:4", "run on a GPU alone")])
 def test_what_a_way_can_not_do_is_a_line(way, name, why):
     with pytest.raises(NotImplementedError, match=why):
         layers.WAYS[way](torch.zeros(32, 32), RECIPES[name])

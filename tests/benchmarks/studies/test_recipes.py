@@ -86,6 +86,14 @@ def test_layers_are_timed_beside_16_bits(study_main, tmp_path):
 
 
 @integration
+def test_sizes_that_8_bits_can_not_take_are_a_line(study_main):
+    words = ["--device", "cpu", "--part", "layers", "--shapes", "1,256,256", "--rounds", "6"]
+    status, out, _ = study_main("recipes", *words, "--recipe", "FP8 row", "--recipe", "INT8 weights")
+    assert status == 0 and "FP8 row, torch: skipped: x has 1 rows: FP8 takes multiples of 16" in out, out
+    assert re.search(r"^INT8 weights +torch, weights alone ", out, re.MULTILINE), out
+
+
+@integration
 def test_a_layer_that_is_wrong_is_not_timed(study_main, monkeypatch):
     monkeypatch.setattr(layers.Plain, "forward", lambda self, x: x @ self.weight.t() * 1.01)
     words = ["--device", "cpu", "--part", "layers", "--shapes", "32,64,48", "--rounds", "6", "--recipe", "FP8 row"]
