@@ -1,7 +1,7 @@
 """A linear layer by a recipe, its matmuls emulated: operands rounded as the recipe says, products and sums in FP32.
 
-It says what a recipe costs in accuracy, on any machine, and nothing of its speed. What FP32 rounds off is far below what
-the formats do. Beside what it computes it can say how large the error should be: see `expected`.
+It says what a recipe costs in accuracy, on any machine, and nothing of its speed. FP32 rounds off far less than the
+formats do. Beside what it computes it can say how large the error should be: see `expected`.
 """
 from dataclasses import dataclass, field
 

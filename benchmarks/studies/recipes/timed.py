@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from benchmarks.recipes import layers
 from benchmarks.recipes.checking import RANGE
+from benchmarks.recipes.quantizing import bits_a_value
 from benchmarks.recipes.recipe import Recipe
 from benchmarks.studies.recipes.tables import LAYER, in_words
 from common.block.config import BlockConfig, dtype_name
@@ -47,9 +48,10 @@ def workload(shape: Shape, recipe: Recipe, device: torch.device) -> Workload:
     tokens, k, n = shape
 
     def product(layout: str, rows: int, summed: int, columns: int) -> Operation:
-        moved = 2.0 * (rows * summed + summed * columns + rows * columns)      # operands and result have 16 bits
-        flops = 2.0 * rows * summed * columns
+        flops = 2.0 * rows * summed * columns * (0.5 if recipe.weight.is_sparse else 1.0)
+        moved = 2.0 * (rows * summed + rows * columns) + of_weight / 8 * summed * columns       # else of 16 bits
         return Operation(layout, MATMUL, flops, moved, arithmetic, (rows, summed, columns), layout)
+    of_weight = bits_a_value(recipe.weight, n, k) if recipe.is_inference else 16
     backward: tuple[Operation, ...] = product("input gradient", tokens, n, k), product("weight gradient", n, tokens, k)
     needed = 8 * (tokens * k + n * k + tokens * n) * 8         # the check is in FP64, with some copies
     if recipe.is_inference:
@@ -97,7 +99,8 @@ def _step(layer: nn.Module, recipe: Recipe, x: Tensor, dy: Tensor) -> None:
         if not recipe.is_inference:
             y.backward(dy)
     except (AssertionError, ValueError) as error:          # Transformer Engine's and ours
-        raise NotImplementedError(str(error).strip().splitlines()[0]) from None
+        said = str(error).strip() or type(error).__name__
+        raise NotImplementedError(said.splitlines()[0]) from None
     layer.zero_grad()
 
 

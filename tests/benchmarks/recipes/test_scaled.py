@@ -105,6 +105,20 @@ def test_each_way_has_the_error_that_is_derived_on_a_gpu(way, name, outliers):
         pytest.skip(str(reason))
 
 
+@pytest.mark.integration
+def test_what_a_gpu_gets_compiled_is_the_same():
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for name in ("FP8 current", "FP8 row", "FP8 block 128"):
+        for quantizer in {RECIPES[name].x, RECIPES[name].weight}:
+            given = x, quantizer, torch.float8_e4m3fn
+            plain, compiled = scaled._scaled(*given), scaled._compiled(*given)
+            assert torch.equal(plain[1], compiled[1])
+            assert (plain[0].float() != compiled[0].float()).float().mean() < 1e-3       # a division rounds otherwise
+    layer = inference.WeightOnly(x, RECIPES["INT4 weights"])
+    given = x[:3], layer.values, layer.scale, layer.is_paired
+    assert apart(inference._compiled(*given), inference._multiplied(*given)) < 1e-2
+
+
 @unit
 def test_a_way_that_rounds_nothing_or_more_fails(monkeypatch):
     given = [each.bfloat16() for each in operands(1.0, 0, CPU)]

@@ -109,6 +109,10 @@ def test_the_layers_of_a_block_and_their_work():
     of_it = timed.workload(shapes[2], RECIPES["FP8 row"], torch.device("cuda"))
     assert of_it.flops("forward") == 2 * 16384 * 4096 * 16384 and of_it.flops("forward+backward") == 6 * 16384**2 * 4096
     assert of_it.matmul == "float8" and {each.arithmetic for each in of_it.backward} == {"float8"}
+    sparse, whole = (timed.workload((16, 4096, 4096), RECIPES[name], torch.device("cuda"))
+                     for name in ("BF16, weights 2:4", "INT4 weights"))
+    assert sparse.flops("forward+backward") == 16 * 4096**2 and not sparse.backward
+    assert whole.forward[0].bytes == 4096**2 * 4.25 / 8 + 2 * 2 * 16 * 4096
     assert [each.shape for each in of_it.backward] == [(16384, 16384, 4096), (16384, 16384, 4096)]
 
 
