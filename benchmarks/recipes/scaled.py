@@ -3,6 +3,7 @@
 torch hands `scaled_mm` to cuBLASLt on a GPU. Hopper multiplies two operands in FP8 that both lie along what is summed
 over, so each backward needs transposed copies of them: they are part of what FP8 costs.
 """
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,18 @@ DTYPES: dict[Format, torch.dtype] = {E4M3: torch.float8_e4m3fn, E5M2: torch.floa
 KINDS = {(0, 0): "TensorWise", (1, 0): "RowWise", (1, 128): "BlockWise1x128", (128, 128): "BlockWise128x128"}
 
 
+@functools.cache
+def on_a_cpu() -> bool:
+    """Whether this torch multiplies FP8 there, too."""
+    values, one = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
+    kind = F.ScalingType.TensorWise
+    try:
+        F.scaled_mm(values, values.t(), one, kind, one, kind)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
 def why_not(recipe: Recipe, device: torch.device) -> str:
     """Why torch can't multiply in it there; "" where it can."""
     if not hasattr(F, "scaled_mm"):
@@ -30,6 +43,8 @@ def why_not(recipe: Recipe, device: torch.device) -> str:
         return f"it needs {recipe.hardware}"
     if any(each.format not in DTYPES or each.block not in KINDS for each in operands):
         return "torch has no matmul of such operands"
+    if device.type != "cuda" and not on_a_cpu():
+        return f"torch {torch.__version__} multiplies FP8 on a GPU alone"
     if device.type != "cuda" and any(each.block not in ((0, 0), (1, 0)) for each in operands):
         return "its blocks need a GPU"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):

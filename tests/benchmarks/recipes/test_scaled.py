@@ -14,6 +14,7 @@ from common.outcome import Failed
 unit = pytest.mark.unit
 CPU = torch.device("cpu")
 RUNS = [name for name in RECIPES if not why_not(RECIPES[name], CPU)]
+needs_fp8 = pytest.mark.skipif(not RUNS, reason="this torch multiplies FP8 on a GPU alone")
 ROUNDED = 3e-3                         # relative L2, of an output in BF16: 2**-9 at the most for each value
 
 
@@ -119,6 +120,7 @@ def test_what_a_gpu_gets_compiled_is_the_same():
     assert apart(inference._compiled(*given), inference._multiplied(*given)) < 1e-2
 
 
+@needs_fp8
 @unit
 def test_a_way_that_rounds_nothing_or_more_fails(monkeypatch):
     given = [each.bfloat16() for each in operands(1.0, 0, CPU)]
@@ -140,6 +142,7 @@ def test_what_a_way_can_not_do_is_a_line(way, name, why):
         layers.WAYS[way](torch.zeros(32, 32), RECIPES[name])
 
 
+@needs_fp8
 @unit
 def test_which_recipes_torch_multiplies_in(monkeypatch):
     assert RUNS == ["FP8 current", "FP8 current, dweight in BF16", "FP8 row"]
@@ -151,6 +154,13 @@ def test_which_recipes_torch_multiplies_in(monkeypatch):
     assert "has no scaled_mm" in why_not(RECIPES["FP8 row"], CPU)
 
 
+@unit
+def test_a_torch_without_it_is_told(monkeypatch):
+    monkeypatch.setattr(scaled, "on_a_cpu", lambda: False)
+    assert why_not(RECIPES["FP8 row"], CPU) == f"torch {torch.__version__} multiplies FP8 on a GPU alone"
+
+
+@needs_fp8
 @unit
 def test_what_it_can_not_take_is_a_line():
     recipe = RECIPES["FP8 row"]
@@ -170,6 +180,7 @@ MUTANTS = {
 MATMUL = scaled.matmul
 
 
+@needs_fp8
 @unit
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_each_mutant_is_caught(mutant, monkeypatch):
