@@ -188,7 +188,7 @@ def _trainings(every: Sequence[Run], width: int | None) -> str:
 
 def charts(lines: list[Record]) -> Charts:
     """The error of y by the size of outliers, a curve a recipe; 8 bits and 4 apart."""
-    different = {(recipe.x, recipe.weight): recipe.name for recipe in reversed(EVERY)}
+    different = {(recipe.x, recipe.weight): recipe.name for recipe in reversed(EVERY) if not recipe.history}
     panels: dict[str, dict[str, Points]] = {}
     for run in runs(lines):
         name, times, found = run.case["name"], _times(run.variant["data"]), error_of(run, "y")
