@@ -1,5 +1,6 @@
 """The layers that multiply in hardware, side by side: each recipe by each way to have it, at a shape."""
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -73,10 +74,11 @@ def case(shape: Shape, recipe: Recipe, way: str, device: torch.device) -> Case:
     def prepare(setting: Setting, result: Result) -> Subject:
         setting.say(Phase.BUILDING)
         x, weight, dy = operands(shape, layers.dtype_of(recipe), setting.seed, setting.device)
-        layer = layers.WAYS[way](weight, recipe)
-        setting.say(Phase.COMPILING)
-        for _ in range(WARM):
-            _step(layer, recipe, x, dy)
+        with _sizes_told():
+            layer = layers.WAYS[way](weight, recipe)
+            setting.say(Phase.COMPILING)
+            for _ in range(WARM):
+                _step(layer, recipe, x, dy)
         setting.say(Phase.CHECKING)
         found = layers.errors(layer, recipe, x, weight, dy)
         result.errors = {what: (of.found, RANGE[1] * of.expected) for what, of in found.items()}
@@ -91,16 +93,22 @@ def case(shape: Shape, recipe: Recipe, way: str, device: torch.device) -> Case:
                 workload=of_it, that_fits=lambda total: "give a smaller one by --shapes")
 
 
-def _step(layer: nn.Module, recipe: Recipe, x: Tensor, dy: Tensor) -> None:
-    """A call, and its backward where it has one. Raises NotImplementedError for sizes that it does not take."""
+@contextlib.contextmanager
+def _sizes_told() -> Iterator[None]:
+    """Raises NotImplementedError for sizes that a layer does not take, with the reason."""
     try:
-        with torch.set_grad_enabled(not recipe.is_inference):
-            y = layer(x.detach().requires_grad_())
-        if not recipe.is_inference:
-            y.backward(dy)
+        yield
     except (AssertionError, ValueError) as error:          # Transformer Engine's and ours
         said = str(error).strip() or type(error).__name__
         raise NotImplementedError(said.splitlines()[0]) from None
+
+
+def _step(layer: nn.Module, recipe: Recipe, x: Tensor, dy: Tensor) -> None:
+    """A call, and its backward where it has one."""
+    with torch.set_grad_enabled(not recipe.is_inference):
+        y = layer(x.detach().requires_grad_())
+    if not recipe.is_inference:
+        y.backward(dy)
     layer.zero_grad()
 
 

@@ -93,6 +93,9 @@ def test_sizes_that_8_bits_can_not_take_are_a_line(study_main):
     why = "x has 1 rows: FP8 takes multiples of 16" if scaled.on_a_cpu() else "torch "
     assert status == 0 and f"FP8 row, torch: skipped: {why}" in out, out
     assert re.search(r"^INT8 weights +torch, weights alone ", out, re.MULTILINE), out
+    words = ["--device", "cpu", "--part", "layers", "--shapes", "16,64,48", "--rounds", "6", "--recipe", "INT4 weights"]
+    status, out, _ = study_main("recipes", *words)
+    assert status == 0 and "weights alone: skipped: 48 x 64 does not divide into blocks of 1 x 128" in out, out
 
 
 @integration
