@@ -313,6 +313,7 @@ class _Assistant:
             self.result.ladder.clear()
 
     def _climb_once(self, order: Sequence[Technique]) -> None:
+        """Measure one ladder, whatever fails on it."""
         rungs = _rungs(order)
         every = rungs[-1]
         others = [] if self.quick else [every.without(each) for each in order]
@@ -324,12 +325,12 @@ class _Assistant:
             self.result.ladder.append(Added(technique, rung, measured.gain(rung, before, mode), left_out))
 
     def _clashing(self, order: Sequence[Technique]) -> Technique | None:
-        """The first that fails on top of those before it, where these do not; what all after it fail by, too."""
+        """The first that fails on top of those before it, which do not: all after it would fail by it, too."""
         measured, mode = self.result.together, self.result.mode
         for before, rung, technique in zip(_rungs(order), _rungs(order)[1:], order, strict=False):
             why_not = measured.why_not(rung, mode)
             if why_not and not measured.why_not(before, mode):
-                names = " + ".join(each.name for each in before.techniques)
+                names = " + ".join(each.name for each in before.techniques) or "the model as it is"
                 self.result.clashes[technique.name] = f"on top of {names} it can't run: {why_not}"
                 return technique
         return None
