@@ -13,6 +13,7 @@ from dataclasses import replace
 from benchmarks.assistant.attention import Attention
 from benchmarks.assistant.attention_reading import Fill, Reader, Scores, as_operand, grouped, permuted
 from benchmarks.assistant.graph import place_of, shape_of
+from benchmarks.assistant.program import Program
 from benchmarks.assistant.source import Place, function_at, function_node_at, text_of
 from benchmarks.assistant.statements import (
     assigned,
@@ -24,7 +25,7 @@ from benchmarks.assistant.statements import (
     target_of,
     with_code,
 )
-from benchmarks.assistant.technique import Advice, NotWritten
+from benchmarks.assistant.technique import Advice, Found, NotWritten
 from benchmarks.assistant.words import called, is_of_module
 
 MASK, QUERY, KEY = "attn_mask", "query", "key"       # the names that these get, where nothing has them yet
@@ -37,8 +38,15 @@ def causal_blocks(length, device):
     return flex.create_block_mask(allows, None, None, length, length, device=device)"""
 
 
-def advice(attention: Attention) -> Advice:
-    """The call, in place of the statements from the one product to the other. Raises NotWritten."""
+def advice(program: Program, found: Found, implementation: str) -> Advice:
+    """The call, in place of the statements from the one product to the other. Raises NotWritten.
+
+    A model of transformers has a switch for it, which knows the `implementation` by that name.
+    """
+    if hasattr(program.model, "set_attn_implementation") and found.place and not found.place.is_yours:
+        return Advice(f'model.set_attn_implementation("{implementation}")')
+    attention = found.region
+    assert isinstance(attention, Attention)
     start, end = place_of(attention.scores), place_of(attention.output)
     if start is None or end is None or start.function != end.function:
         raise NotWritten("its two products stand in different functions")

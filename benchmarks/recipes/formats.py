@@ -63,11 +63,6 @@ class Integer:
     def largest(self) -> float:
         return 2.0 ** (self.bits - 1) - 1
 
-    @property
-    def least(self) -> float:
-        """The smallest value above zero."""
-        return 1.0
-
     def spacing(self, x: Tensor) -> Tensor:
         """How far apart its values are: 1."""
         return torch.ones_like(x, dtype=torch.float32)

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.recipes.checking import RANGE, Error
+from benchmarks.recipes.checking import Error, gate
 from benchmarks.recipes.emulated import Product, products
 from benchmarks.recipes.formats import BF16, FP16
 from benchmarks.recipes.inference import SemiStructured, WeightOnly
 from benchmarks.recipes.quantizing import Quantizer, Scales
 from benchmarks.recipes.recipe import RECIPES, Recipe
 from benchmarks.recipes.scaled import Scaled
-from common.outcome import Failed
 from common.runtime import engine
 
 PLAIN, TORCH, TE = "16 bits", "torch", "Transformer Engine"
@@ -97,10 +96,7 @@ def errors(layer: nn.Module, recipe: Recipe, x: Tensor, weight: Tensor, dy: Tens
     values = _values(layer, recipe, x, dy)
     made = products(recipe, x.float(), weight.float(), dy.float())
     found = {what: _error(value, made[what]) for what, value in values.items()}
-    for what, of in found.items():
-        least, most = (share * of.expected for share in RANGE)
-        if not least <= of.found <= most:
-            raise Failed(f"the error of {what} is {of.found:.1e}, and rounding explains {least:.1e} to {most:.1e}")
+    gate(found)
     return found
 
 
@@ -111,14 +107,9 @@ def _values(layer: nn.Module, recipe: Recipe, x: Tensor, dy: Tensor) -> dict[str
             return {"y": layer(x)}
     given = x.detach().clone().requires_grad_()
     y = layer(given)
-    [dx, dweight] = torch.autograd.grad(y, [given, layer.get_parameter(_weight_of(layer))], dy)
+    [weight] = layer.parameters()
+    [dx, dweight] = torch.autograd.grad(y, [given, weight], dy)
     return {"y": y.detach(), "dx": dx, "dweight": dweight}
-
-
-def _weight_of(layer: nn.Module) -> str:
-    """The name of its one parameter."""
-    [name] = (name for name, _ in layer.named_parameters())
-    return name
 
 
 def _error(value: Tensor, product: Product) -> Error:

@@ -49,10 +49,7 @@ def _can_take(attention: Attention) -> bool:
 
 def advice(program: Program, found: Found) -> Advice | None:
     """A score function and the call, in place of the lines from the one matmul to the other. Raises NotWritten."""
-    if hasattr(program.model, "set_attn_implementation") and found.place and not found.place.is_yours:
-        return Advice('model.set_attn_implementation("flex_attention")')
-    assert isinstance(found.region, Attention)
-    return attention_source.advice(found.region)
+    return attention_source.advice(program, found, "flex_attention")
 
 
 def rewrite(graph: Captured) -> list[Assumed]:

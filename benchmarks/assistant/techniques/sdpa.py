@@ -55,11 +55,8 @@ def in_words(attention: Attention) -> str:
 
 
 def advice(program: Program, found: Found) -> Advice | None:
-    """The call in place of the lines from the one matmul to the other; a model of transformers has a switch for it."""
-    if hasattr(program.model, "set_attn_implementation") and found.place and not found.place.is_yours:
-        return Advice('model.set_attn_implementation("sdpa")')
-    assert isinstance(found.region, Attention)
-    return attention_source.advice(found.region)
+    """The call in place of the lines from the one matmul to the other. Raises NotWritten."""
+    return attention_source.advice(program, found, "sdpa")
 
 
 def rewrite(graph: Captured) -> list[Assumed]:

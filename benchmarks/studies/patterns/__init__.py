@@ -44,6 +44,9 @@ from common.report.result import Result
 from common.runtime import exclusive, timing
 from common.runtime.iteration import LAUNCHES
 
+NOT_QUICK = "full", "window 1024", "key padding"       # each much like another one: compiling takes most of a quick run
+
+
 # ----------------------------------------------------------------------------------------------------------- the cases
 
 
@@ -116,7 +119,8 @@ def run(study: Study, options: Options) -> int:
 def add_arguments(parser: Parser) -> None:
     """Beside those of all studies."""
     add = parser.add_argument
-    add("--pattern", choices=PATTERNS, action="append", help="only this one; may be repeated")
+    add("--pattern", choices=PATTERNS, action="append",
+        help=f"only this one; may be repeated (default: all; with --quick none of {', '.join(NOT_QUICK)})")
     add("--lengths", type=numbers, metavar="LIST",
         help="lengths of a sequence, of as many as the shape has tokens for (default: 2048,16384; on a CPU 512,2048)")
 
@@ -126,6 +130,8 @@ def refine(options: Options) -> None:
     on_gpu = options.device.type == "cuda"
     options.config = options.config.replace(amp_dtype=torch.bfloat16 if on_gpu else None)
     options.launches = LAUNCHES[:1]                        # long sequences: no host holds up such kernels
+    if options.quick and not options.pattern:
+        options.pattern = [name for name in PATTERNS if name not in NOT_QUICK]
     if options.lengths is None:
         every = (2048, 16384) if on_gpu else (512, 2048)
         options.lengths = every[:1] if options.quick else every

@@ -30,7 +30,7 @@ from benchmarks.recipes.emulated import Linear
 from benchmarks.recipes.recipe import RECIPES, Recipe
 from benchmarks.show.study import Options, Study, draw, exit_status, open_session, register
 from benchmarks.studies.recipes import tables, timed
-from benchmarks.studies.recipes.tables import EXPECTED, FP32, LOSS, NORMAL, OVERFLOWS, TRAINED, outliers_of
+from benchmarks.studies.recipes.tables import EXPECTED, FP32, LOSS, NORMAL, OUTLIERS, OVERFLOWS, TRAINED, outliers_of
 from common.command_line import Parser, tell
 from common.measure.session import Session
 from common.outcome import Failed
@@ -39,7 +39,6 @@ from common.report.record import Record, check_records, record
 from common.report.result import Result
 from common.runtime import exclusive
 
-OUTLIERS = (1e2, 1e3, 1e4, 1e5)        # times the other columns of x
 STEPS, QUICK_STEPS = 300, 60
 SEEDS, QUICK_SEEDS = 3, 1
 LOOKED_AT = "blocks.1.up"              # the layer of the GPT whose operands are

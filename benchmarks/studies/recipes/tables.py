@@ -16,6 +16,7 @@ from common.runtime.peaks import BURST
 from common.text import NOT_AVAILABLE, figures, only, ratio, table
 
 NORMAL, TRAINED, TRAINING, LAYER = "normal", "a trained layer", "training", "layer"      # what a row is of
+OUTLIERS = (1e2, 1e3, 1e4, 1e5)        # how many times as large as the other columns of x
 FP32 = "FP32"                          # the name of the training that others are held against
 EXPECTED, OVERFLOWS, LOSS = "expected error", "overflows", "loss"       # the metrics beside errors
 LAST = 20                              # steps whose mean is what a training ends at
@@ -24,8 +25,8 @@ NUMERICS = """\
 Numerics only: operands are rounded as the recipe says, and multiplied in FP32. Bits a value are those of a weight of
 4,096 x 4,096, its scales included."""
 EXPLAINED = f"""\
-Every error is {RANGE[0]} to {RANGE[1]} of what rounding explains: between two values q apart a number is off by q^2/12,
-squared and on average, and the squares of independent errors add up."""
+what rounding explains: between two values q apart a number is off by q^2/12, squared and on average, and the squares of
+independent errors add up. {RANGE[0]} to {RANGE[1]} of it pass."""
 OF_LAYERS = """\
 Error: the largest of y, dx and dweight, each within the range of what rounding explains. x BF16: how many times as fast
 as in BF16, in the same rounds. Other kernels: magnitudes, casts, transposes. f+b: forward+backward."""
@@ -51,7 +52,7 @@ def text(lines: list[Record], width: int | None = None) -> str:
     layers = [run for run in every if run.variant["data"] == LAYER]
     failed = [f"{run.case['name']}, {run.variant.get('by', run.variant['data'])}: {run.status}: {run.info['reason']}"
               for run in every if run.status != "ok"]
-    blocks = [*_layers(layers, width), _errors(looked, width), _gradients(looked, width), EXPLAINED if looked else "",
+    blocks = [*_layers(layers, width), _errors(looked, width), _gradients(looked, width), _explained(looked),
               _trainings(every, width), "\n".join(failed), NUMERICS if looked else ""]
     return framed(lines, blocks, [run for run in layers if run.status == "ok"])
 
@@ -89,6 +90,13 @@ def _gradients(looked: Sequence[Run], width: int | None) -> str:
             rows.append([name, *(_cell(of_data.get(data), what) for what, data in columns)])
     headers = ["error of gradients, relative L2", *(f"{what}, {data}" for what, data in columns)]
     return table(rows, headers, width) if rows else ""
+
+
+def _explained(looked: Sequence[Run]) -> str:
+    """How near the errors come to those that are derived."""
+    shares = [error / values(line)[0] for run in looked for line in run.lines
+              if metric(line) == EXPECTED and (error := error_of(run, extra(line)["of"]))]
+    return f"The errors are {min(shares):.2f} to {max(shares):.2f} of {EXPLAINED}" if shares else ""
 
 
 def _cell(run: Run | None, what: str) -> str:
@@ -205,7 +213,7 @@ def charts(lines: list[Record]) -> Charts:
 
 def _times(data: str) -> float | None:
     """How large its outliers are; None where it has none by construction."""
-    sizes = {NORMAL: 1.0} | {outliers_of(times): times for times in (1e2, 1e3, 1e4, 1e5)}
+    sizes = {NORMAL: 1.0} | {outliers_of(times): times for times in OUTLIERS}
     return sizes.get(data)
 
 

@@ -41,7 +41,8 @@ def rounded(form, numbers):
 
 @FORMATS
 def test_its_ends_are_those_of_its_codes(form):
-    assert form.largest == float(VALUES[form][-1]) and form.least == float(VALUES[form][1])
+    assert form.largest == float(VALUES[form][-1])
+    assert not isinstance(form, Float) or form.least == float(VALUES[form][1])
 
 
 @FORMATS

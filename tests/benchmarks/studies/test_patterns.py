@@ -151,6 +151,12 @@ def test_the_lengths_that_it_takes(argv, lengths):
 
 
 @unit
+def test_a_quick_run_leaves_out_what_is_much_like_another():
+    assert parsed().pattern is None and parsed("--quick", "--pattern", "full").pattern == ["full"]
+    assert set(tasks.PATTERNS) - set(parsed("--quick").pattern) == {"full", "window 1024", "key padding"}
+
+
+@unit
 @pytest.mark.parametrize("argv, said", [
     (("--pattern", "windowed"), "invalid choice: 'windowed'"), (("--lengths", "0"), "'0': give whole numbers")])
 def test_a_wrong_flag_is_a_line(argv, said, capsys):
