@@ -25,8 +25,8 @@ NUMERICS = """\
 Numerics only: operands are rounded as the recipe says, and multiplied in FP32. Bits a value are those of a weight of
 4,096 x 4,096, its scales included."""
 EXPLAINED = f"""\
-what rounding explains: between two values q apart a number is off by q^2/12, squared and on average, and the squares of
-independent errors add up. {RANGE[0]} to {RANGE[1]} of it pass."""
+what rounding explains; {RANGE[0]} to {RANGE[1]} of it pass. Between two values q apart a
+number is off by q^2/12, squared and on average, and the squares of independent errors add up."""
 OF_LAYERS = """\
 Error: the largest of y, dx and dweight, each within the range of what rounding explains. x BF16: how many times as fast
 as in BF16, in the same rounds. Other kernels: magnitudes, casts, transposes. f+b: forward+backward."""
