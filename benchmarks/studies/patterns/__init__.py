@@ -120,7 +120,7 @@ def add_arguments(parser: Parser) -> None:
     """Beside those of all studies."""
     add = parser.add_argument
     add("--pattern", choices=PATTERNS, action="append",
-        help=f"only this one; may be repeated (default: all; with --quick none of {', '.join(NOT_QUICK)})")
+        help=f"only this one; may be repeated (default: all; a quick run leaves out {', '.join(NOT_QUICK)})")
     add("--lengths", type=numbers, metavar="LIST",
         help="lengths of a sequence, of as many as the shape has tokens for (default: 2048,16384; on a CPU 512,2048)")
 
