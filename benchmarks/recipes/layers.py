@@ -4,6 +4,7 @@ y = x @ weight.T without a bias; x [tokens, K], weight [N, K] and dy [tokens, N]
 """
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,14 @@ from common.runtime import engine
 
 PLAIN, TORCH, TE = "16 bits", "torch", "Transformer Engine"
 WEIGHTS, SPARSE = "torch, weights alone", "torch, sparse"
-IN_TRANSFORMER_ENGINE = {"FP8 delayed": "DelayedScaling", "FP8 current": "Float8CurrentScaling",
-                         "FP8 block 128": "Float8BlockScaling", "MXFP8": "MXFP8BlockScaling",
-                         "NVFP4": "NVFP4BlockScaling"}
+IN_TRANSFORMER_ENGINE: dict[str, tuple[str, dict[str, Any]]] = {       # recipe -> its class there, and arguments
+    "FP8 delayed": ("DelayedScaling", {}),
+    "FP8 current": ("Float8CurrentScaling", {}),
+    "FP8 block 128": ("Float8BlockScaling", {}),
+    "MXFP8": ("MXFP8BlockScaling", {}),
+    "NVFP4": ("NVFP4BlockScaling", {"disable_rht": True, "disable_stochastic_rounding": True,      # what is emulated
+                                    "disable_2d_quantization": True}),
+}
 DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
 FORMATS = {torch.bfloat16: BF16, torch.float16: FP16}
 
@@ -40,23 +46,29 @@ class Plain(nn.Module):
         return F.linear(x, self.weight)
 
 
+def recipe_of_transformer_engine(recipe: Recipe, device: torch.device) -> Any:
+    """What its autocast takes. Raises NotImplementedError where it has none there."""
+    if recipe.name not in IN_TRANSFORMER_ENGINE:
+        raise NotImplementedError("Transformer Engine has no such recipe")
+    if device.type != "cuda":
+        raise NotImplementedError("its kernels run on a GPU alone")
+    if recipe.hardware and torch.cuda.get_device_capability(device) < (10, 0):
+        raise NotImplementedError(f"it needs {recipe.hardware}")
+    name, arguments = IN_TRANSFORMER_ENGINE[recipe.name]
+    try:
+        return getattr(engine.transformer_engine().quantization, name)(**arguments)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise NotImplementedError(str(error)) from None
+
+
 class OfTransformerEngine(nn.Module):
     """Its Linear, under its autocast. Raises NotImplementedError where it can't be had."""
 
     def __init__(self, weight: Tensor, recipe: Recipe):
         super().__init__()
-        if recipe.name not in IN_TRANSFORMER_ENGINE:
-            raise NotImplementedError("Transformer Engine has no such recipe")
-        if weight.device.type != "cuda":
-            raise NotImplementedError("its kernels run on a GPU alone")
-        if recipe.hardware and torch.cuda.get_device_capability(weight.device) < (10, 0):
-            raise NotImplementedError(f"it needs {recipe.hardware}")
-        try:
-            te = engine.transformer_engine()
-            kind = getattr(te.quantization, IN_TRANSFORMER_ENGINE[recipe.name])
-        except (ImportError, AttributeError) as error:
-            raise NotImplementedError(str(error)) from None
-        self.recipe, self.autocast = kind(), te.autocast
+        self.recipe = recipe_of_transformer_engine(recipe, weight.device)
+        te = engine.transformer_engine()
+        self.autocast = te.autocast
         self.linear = te.Linear(weight.size(1), weight.size(0), bias=False, params_dtype=weight.dtype)
         with torch.no_grad():
             self.linear.weight.copy_(weight)

@@ -100,39 +100,56 @@ def matmul(left: Packed, right: Packed, dtype: torch.dtype, fast: bool) -> Tenso
 class _Linear(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
         of_x, of_weight = packed(recipe.x, x), packed(recipe.weight, weight)
-        ctx.save_for_backward(x, weight)
-        ctx.recipe, ctx.of_x, ctx.of_weight = recipe, of_x, of_weight
-        return matmul(of_x, of_weight, x.dtype, fast=True)
+        ctx.save_for_backward(x, weight, of_x.values, of_x.scale, of_weight.values, of_weight.scale)
+        ctx.recipe, ctx.dtype, ctx.kinds = recipe, dtype, (of_x.kind, of_weight.kind)
+        return matmul(of_x, of_weight, dtype, fast=True)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        x, weight = ctx.saved_tensors
-        recipe = ctx.recipe
+        x, weight, x_values, x_scale, weight_values, weight_scale = ctx.saved_tensors
+        recipe, dtype, (x_kind, weight_kind) = ctx.recipe, ctx.dtype, ctx.kinds
         of_dy = packed(recipe.dy, dy)
-        dx = matmul(of_dy, transposed(recipe.weight, weight, ctx.of_weight), dy.dtype, fast=False)
+        weight_again = transposed(recipe.weight, weight, Packed(weight_values, weight_scale, weight_kind))
+        dx = matmul(of_dy, weight_again, dtype, fast=False).to(x.dtype)
         if recipe.of_weight_gradient is not None:
-            return dx, dy.t() @ x, None
-        of_dy_again, of_x_again = transposed(recipe.dy, dy, of_dy), transposed(recipe.x, x, ctx.of_x)
-        return dx, matmul(of_dy_again, of_x_again, dy.dtype, fast=False), None
+            dweight = dy.t() @ x.to(dtype)
+        else:
+            x_again = transposed(recipe.x, x, Packed(x_values, x_scale, x_kind))
+            dweight = matmul(transposed(recipe.dy, dy, of_dy), x_again, dtype, fast=False)
+        return dx, dweight.to(weight.dtype), None, None
 
 
 class Scaled(nn.Module):
-    """y = x @ weight.T by a recipe, [tokens, K] -> [tokens, N], in the dtype of x, which is of 16 bits.
+    """y = x @ weight.T + bias by a recipe, [..., K] -> [..., N], in the dtype of x, or in autocast's.
 
     Raises NotImplementedError where torch can't multiply so, and ValueError for dimensions that 16 does not divide.
     """
 
-    def __init__(self, weight: Tensor, recipe: Recipe):
+    def __init__(self, weight: Tensor, recipe: Recipe, bias: Tensor | None = None):
         super().__init__()
         if reason := why_not(recipe, weight.device):
             raise NotImplementedError(reason)
         if any(size % 16 for size in weight.shape):
             raise ValueError(f"the weight is {weight.size(0)} x {weight.size(1)}: FP8 takes multiples of 16")
         self.weight, self.recipe = nn.Parameter(weight.detach().clone()), recipe
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.size(0) % 16:
-            raise ValueError(f"x has {x.size(0)} rows: FP8 takes multiples of 16")
-        return _Linear.apply(x, self.weight, self.recipe)
+        rows = x.flatten(0, -2)
+        if rows.size(0) % 16:
+            raise ValueError(f"x has {rows.size(0)} rows: FP8 takes multiples of 16")
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        y = _Linear.apply(rows, self.weight, self.recipe, dtype).unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias.to(dtype)
+
+
+def convert(module: nn.Module, recipe: Recipe) -> None:
+    """From here on its linear layers multiply by that recipe; their parameters keep their names. Raises as Scaled."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(module, name, Scaled(child.weight, recipe, child.bias))
+        else:
+            convert(child, recipe)

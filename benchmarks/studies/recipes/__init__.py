@@ -2,15 +2,20 @@
 
     python -m benchmarks recipes --json recipes.jsonl --chart recipes
     python -m benchmarks recipes --recipe "FP8 current" --recipe "FP8 block 128" --seeds 1
-    python -m benchmarks recipes --part layers --shapes 16384,4096,16384
+    python -m benchmarks recipes --shapes 16384,4096,16384
+    python -m benchmarks recipes --part blocks --preset gpt2-xl
+    python -m benchmarks recipes --part map --recipe "FP8 current"
 
 Accuracy and training are numerics only, on any machine: operands are rounded as a recipe says, and multiplied in FP32.
 A linear layer's three products are held against FP64: on normal numbers, with outliers among the columns of x (and
 weights as much smaller, so that all columns count alike), and on what a small GPT gives to one of its layers once it is
 trained. Each error must be what rounding explains: its square is to be the sum of those of the operands. Then the GPT
 is trained by each recipe, from the same parameters on the same batches.
-The layers multiply in hardware, by torch and by Transformer Engine, each held against FP64 in the same way. Those of a
-block, or of --shapes, are timed side by side. Without a GPU they run only where they are asked for.
+Layers, blocks and the map multiply in hardware, by torch and by Transformer Engine. Layers, those of a block or of
+--shapes, are held against FP64 in the same way, and are timed side by side. Blocks are step 3 with its linear layers in
+FP8 and step 4 by each recipe, checked as a step is. For both a table says whose gain it is: what faster matmuls
+promise, and what casts and waiting leave of it. The map says from which sizes on a recipe pays. Without a GPU these
+parts run only where they are asked for.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 import argparse
@@ -29,7 +34,7 @@ from benchmarks.recipes.checking import Operands
 from benchmarks.recipes.emulated import Linear
 from benchmarks.recipes.recipe import RECIPES, Recipe
 from benchmarks.show.study import Options, Study, draw, exit_status, open_session, register
-from benchmarks.studies.recipes import tables, timed
+from benchmarks.studies.recipes import blocks, tables, timed
 from benchmarks.studies.recipes.tables import EXPECTED, FP32, LOSS, NORMAL, OUTLIERS, OVERFLOWS, TRAINED, outliers_of
 from common.command_line import Parser, tell
 from common.measure.session import Session
@@ -42,7 +47,7 @@ from common.runtime import exclusive
 STEPS, QUICK_STEPS = 300, 60
 SEEDS, QUICK_SEEDS = 3, 1
 LOOKED_AT = "blocks.1.up"              # the layer of the GPT whose operands are
-PARTS = ACCURACY, LAYERS, TRAINING = ("accuracy", "layers", tables.TRAINING)
+PARTS = ACCURACY, LAYERS, BLOCKS, MAP, TRAINING = ("accuracy", "layers", "blocks", "map", tables.TRAINING)
 
 
 # -------------------------------------------------------------------------------------------------------- its accuracy
@@ -110,8 +115,13 @@ def _measured(session: Session, options: Options) -> list[str]:
     chosen = [RECIPES[name] for name in options.recipe or RECIPES]
     statuses = []
     if LAYERS in options.part:
-        for shape in options.shapes:
+        for shape in options.shapes or timed.shapes_of(options.config):
             session.measure(timed.group(shape, chosen, options.device))
+    if BLOCKS in options.part:
+        session.measure(blocks.group(options.config, chosen, options.device))
+    if MAP in options.part:
+        for shape in options.shapes or options.grid:
+            session.measure(timed.group_of_map(shape, chosen, options.device))
     if ACCURACY in options.part:
         statuses += _accuracies(session, options, chosen)
     if TRAINING in options.part:
@@ -172,20 +182,22 @@ def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("--recipe", choices=RECIPES, action="append", help="only this one; may be repeated")
     add("--part", choices=PARTS, action="append",
-        help="only this one; may be repeated (default: all; without a GPU or --shapes no layers)")
+        help=f"only this one; may be repeated (default: {ACCURACY}, {TRAINING}, and on a GPU {LAYERS})")
     add("--shapes", type=shape_of, metavar="M,K,N", action="append",
-        help="tokens, inputs and outputs of a layer; may be repeated (default: the four of a block)")
+        help=f"tokens, inputs and outputs of a layer; may be repeated (default: the four of a block, of a {MAP} a "
+             f"grid); without --part {LAYERS} alone")
     add("--steps", type=count, metavar="N", help=f"of training (default: {STEPS}; with --quick {QUICK_STEPS})")
     add("--seeds", type=count, metavar="N", help=f"trainings of each (default: {SEEDS}; with --quick {QUICK_SEEDS})")
 
 
 def refine(options: Options) -> None:
-    """What was not said. Raises ValueError for shapes where no layer is asked for."""
-    is_asked = bool(options.shapes) or options.device.type == "cuda"
-    if options.shapes and options.part and LAYERS not in options.part:
-        raise ValueError(f"--shapes are those of --part {LAYERS}, which is left out")
-    options.part = options.part or [part for part in PARTS if part != LAYERS or is_asked]
-    options.shapes = options.shapes or timed.shapes_of(options.config)
+    """What was not said. Raises ValueError for shapes where nothing is asked for that has some."""
+    on_gpu = options.device.type == "cuda"
+    if options.shapes and options.part and not {LAYERS, MAP} & set(options.part):
+        raise ValueError(f"--shapes are those of --part {LAYERS} or {MAP}: give one of these")
+    if not options.part:
+        options.part = [LAYERS] if options.shapes else [ACCURACY, TRAINING, *([LAYERS] if on_gpu else [])]
+    options.grid = timed.GRID if on_gpu else timed.SMALL_GRID
     options.steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
     options.seeds = options.seeds or (QUICK_SEEDS if options.quick else SEEDS)
 

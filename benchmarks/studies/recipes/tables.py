@@ -6,16 +6,15 @@ from typing import Any
 from benchmarks.recipes.checking import RANGE
 from benchmarks.recipes.quantizing import bits_a_value
 from benchmarks.recipes.recipe import EVERY, RECIPES
-from benchmarks.records.read import Run, extra, metric, paired, runs, values, verdict
+from benchmarks.records.read import Run, extra, metric, runs, values
 from benchmarks.show.charts import Charts, Points, panels_chart
-from benchmarks.show.tables import NO_ANSWER, framed, joules
-from common.report.metrics import SHARE
+from benchmarks.show.tables import NO_ANSWER, framed
+from benchmarks.studies.recipes import speed
+from benchmarks.studies.recipes.speed import BLOCK, LAYER, MAP
 from common.report.record import Record
-from common.runtime.iteration import BOTH, MODES
-from common.runtime.peaks import BURST
-from common.text import NOT_AVAILABLE, figures, only, ratio, table
+from common.text import NOT_AVAILABLE, table
 
-NORMAL, TRAINED, TRAINING, LAYER = "normal", "a trained layer", "training", "layer"      # what a row is of
+NORMAL, TRAINED, TRAINING = "normal", "a trained layer", "training"         # what a row is of
 OUTLIERS = (1e2, 1e3, 1e4, 1e5)        # how many times as large as the other columns of x
 FP32 = "FP32"                          # the name of the training that others are held against
 EXPECTED, OVERFLOWS, LOSS = "expected error", "overflows", "loss"       # the metrics beside errors
@@ -27,17 +26,9 @@ Numerics only: operands are rounded as the recipe says, and multiplied in FP32. 
 EXPLAINED = f"""\
 what rounding explains; {RANGE[0]} to {RANGE[1]} of it pass. Between two values q apart a
 number is off by q^2/12, squared and on average, and the squares of independent errors add up."""
-OF_LAYERS = """\
-Error: the largest of y, dx and dweight, each within the range of what rounding explains. x BF16: how many times as fast
-as in BF16, in the same rounds. Other kernels: magnitudes, casts, transposes. f+b: forward+backward."""
 TRAINED_AS = f"""\
 The loss is the mean of the last {LAST} steps, in nats. Above FP32: of the same seed, which begins with the same
 parameters and has the same batches; the mean over seeds, and the least and the most."""
-
-
-def in_words(shape: tuple[int, int, int]) -> str:
-    """Tokens, K and N: "16,384 x 4,096 x 12,288"."""
-    return " x ".join(f"{size:,}" for size in shape)
 
 
 def outliers_of(times: float) -> str:
@@ -47,14 +38,16 @@ def outliers_of(times: float) -> str:
 
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records."""
-    every = list({(run.case["name"], *sorted(run.variant.items())): run for run in runs(lines)}.values())
-    looked = [run for run in every if run.variant["data"] not in (TRAINING, LAYER)]
-    layers = [run for run in every if run.variant["data"] == LAYER]
-    failed = [f"{run.case['name']}, {run.variant.get('by', run.variant['data'])}: {run.status}: {run.info['reason']}"
-              for run in every if run.status != "ok"]
-    blocks = [*_layers(layers, width), _errors(looked, width), _gradients(looked, width), _explained(looked),
-              _trainings(every, width), "\n".join(failed), NUMERICS if looked else ""]
-    return framed(lines, blocks, [run for run in layers if run.status == "ok"])
+    every = list({(run.label, run.shape): run for run in runs(lines)}.values())
+    looked = [run for run in every if run.variant["data"] not in (TRAINING, LAYER, BLOCK, MAP)]
+    timed = [run for run in every if run.variant["data"] in (LAYER, BLOCK, MAP)]
+    failed = dict.fromkeys(
+        f"{run.case['name']}, {run.variant.get('by', run.variant['data'])}: {run.status}: {run.info['reason']}"
+        for run in every if run.status != "ok")
+    accuracy = [_errors(looked, width), _gradients(looked, width), _explained(looked)]
+    blocks = [*speed.blocks_of_text(timed, width), *accuracy, _trainings(every, width), "\n".join(failed),
+              NUMERICS if looked else ""]
+    return framed(lines, blocks, [run for run in timed if run.status == "ok"])
 
 
 # ---------------------------------------------------------------------------------------------------------- the errors
@@ -108,41 +101,6 @@ def _cell(run: Run | None, what: str) -> str:
         return "overflows"
     found = error_of(run, what)
     return "" if found is None else f"{found:.2e}"
-
-
-# ---------------------------------------------------------------------------------------------------------- the layers
-
-
-def _layers(timed: Sequence[Run], width: int | None) -> list[str]:
-    """A table for each shape: a row for each recipe by each way to have it."""
-    shapes: dict[str, list[Run]] = {}
-    for run in timed:
-        if run.status == "ok":
-            shapes.setdefault(run.variant["shape"], []).append(run)
-    blocks = []
-    for shape, of_shape in shapes.items():
-        plain = next((run for run in of_shape if run.case["name"] == "BF16"), None)
-        rows = [_row(run, plain) for run in of_shape]
-        headers = ["a layer, tokens x K x N: " + shape, "by", "error", "forward ms", "f+b ms", "x BF16, forward", "f+b",
-                   "% of limit", "f+b %", "matmuls ms, f+b", "other kernels", "J, f+b"]
-        told = [place for place in range(len(headers)) if place < 2 or any(row[place] for row in rows)]
-        blocks.append(table([only(row, told) for row in rows], only(headers, told), width, keys=2))
-    return [*blocks, OF_LAYERS] if blocks else []
-
-
-def _row(run: Run, plain: Run | None) -> list[str]:
-    errors = [found for what in ("y", "dx", "dweight") if (found := error_of(run, what)) is not None]
-    times = [figures(ms) if (ms := run.best_ms(mode)) else "" for mode in MODES]
-    faster = [ratio(of_it) + verdict(*of_it[1:]) if run is not plain and (of_it := paired(plain, run, mode)) else ""
-              for mode in MODES]
-    shares = [run.shown(SHARE[BURST], mode) for mode in MODES]
-    parts = run.parts(BOTH) or {}
-    in_matmuls = parts.get("GEMM", 0.0)
-    others = sum(ms for name, ms in parts.items() if name not in ("GEMM", "idle"))
-    used = joules(run, BOTH)
-    return [run.case["name"], run.variant["by"], f"{max(errors):.1e}" if errors else "", *times, *faster,
-            *("" if share == NOT_AVAILABLE else share for share in shares),
-            *(figures(ms) if parts else "" for ms in (in_matmuls, others)), "" if used is None else figures(used)]
 
 
 # -------------------------------------------------------------------------------------------------------- the training

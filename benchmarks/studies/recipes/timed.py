@@ -9,20 +9,22 @@ from torch import Tensor, nn
 from benchmarks.recipes import layers
 from benchmarks.recipes.checking import RANGE
 from benchmarks.recipes.quantizing import bits_a_value
-from benchmarks.recipes.recipe import Recipe
-from benchmarks.studies.recipes.tables import LAYER, in_words
+from benchmarks.recipes.recipe import RECIPES, Recipe
+from benchmarks.studies.recipes import split
+from benchmarks.studies.recipes.speed import LAYER, MAP
 from common.block.config import BlockConfig, dtype_name
 from common.block.workload import MATMUL, Operation, Workload
 from common.measure.cases import Case, Group, Setting
 from common.measure.subject import Subject
 from common.phases import Phase
 from common.report.result import Result
-from common.runtime.iteration import FORWARD
+from common.runtime.iteration import BOTH, FORWARD
 
 GATES = 1e-2, 1e-2                     # of a replay, against the same layer called as usual: output, gradient
 WARM = 2                               # calls before it is checked: delayed scaling takes its scales from calls before
-PROFILED = 5                           # rounds: of fewer, a disturbed one would tell most
 Shape = tuple[int, int, int]           # tokens, K, N
+GRID = [(tokens, width, width) for width in (1024, 4096, 8192) for tokens in (128, 512, 2048, 8192, 16384)]
+SMALL_GRID = [(tokens, width, width) for width in (256, 512) for tokens in (128, 512)]
 
 
 @dataclass
@@ -69,8 +71,8 @@ def operands(shape: Shape, dtype: torch.dtype, seed: int, device: torch.device) 
     return x, weight, dy
 
 
-def case(shape: Shape, recipe: Recipe, way: str, device: torch.device) -> Case:
-    """One of them."""
+def case(shape: Shape, recipe: Recipe, way: str, device: torch.device, data: str = LAYER) -> Case:
+    """One of them, a row of `data`."""
     def prepare(setting: Setting, result: Result) -> Subject:
         setting.say(Phase.BUILDING)
         x, weight, dy = operands(shape, layers.dtype_of(recipe), setting.seed, setting.device)
@@ -88,7 +90,7 @@ def case(shape: Shape, recipe: Recipe, way: str, device: torch.device) -> Case:
     of_it, dtype = workload(shape, recipe, device), layers.dtype_of(recipe)
     tokens, k, n = shape
     work = {"x": f"{dtype_name(dtype)} [{tokens}, {k}]", "weight": f"{dtype_name(dtype)} [{n}, {k}]"}
-    variant = {"data": LAYER, "by": way, "shape": in_words(shape)}
+    variant = {"data": data, "by": way, "size": list(shape)}
     return Case(recipe.name, prepare, parameter_dtype=dtype, variant=variant, work=work,
                 workload=of_it, that_fits=lambda total: "give a smaller one by --shapes")
 
@@ -117,5 +119,13 @@ def group(shape: Shape, chosen: Sequence[Recipe], device: torch.device) -> Group
     cases = [case(shape, recipe, way, device) for way in layers.WAYS for recipe in layers.recipes_of(way)
              if way == layers.PLAIN or recipe in chosen]
     on_gpu = device.type == "cuda"
-    return Group(cases, calibrated=False, watched=on_gpu, profiled=PROFILED if on_gpu else 0, metered=on_gpu,
-                 may_not_fit=True)
+    return Group(cases, calibrated=False, watched=on_gpu, metered=on_gpu, may_not_fit=True, timed=split.records)
+
+
+def group_of_map(shape: Shape, chosen: Sequence[Recipe], device: torch.device) -> Group:
+    """Those that train, beside BF16: their times alone."""
+    cases = [case(shape, RECIPES["BF16"], layers.PLAIN, device, MAP)]
+    for way in (layers.TORCH, layers.TE):
+        of_way = [recipe for recipe in layers.recipes_of(way) if recipe in chosen]
+        cases += [case(shape, recipe, way, device, MAP) for recipe in of_way]
+    return Group(cases, [BOTH], calibrated=False, limited=False, watched=False, may_not_fit=True)

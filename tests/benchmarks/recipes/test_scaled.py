@@ -53,6 +53,31 @@ def test_it_computes_what_is_emulated_on_a_gpu(name, outliers):
     assert max(found.values()) < ROUNDED, found
 
 
+@needs_fp8
+@unit
+@pytest.mark.parametrize("autocast", [False, True])
+def test_it_stands_where_a_linear_layer_stood(autocast):
+    """With a bias, axes before the last one, and under autocast parameters and gradients in FP32."""
+    recipe, dtype = RECIPES["FP8 row"], torch.float32 if autocast else torch.bfloat16
+    x, weight, dy = (each.to(dtype) for each in operands(1.0, 0, CPU))
+    model = torch.nn.Sequential(torch.nn.Linear(weight.size(1), weight.size(0)).to(dtype))
+    model[0].weight.data.copy_(weight)
+    bias = model[0].bias.detach().clone()
+    scaled.convert(model, recipe)
+    assert list(dict(model.named_parameters())) == ["0.weight", "0.bias"] and torch.equal(model[0].bias, bias)
+    given = x.unflatten(0, (4, -1)).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = model(given)
+    assert y.dtype == torch.bfloat16 and y.shape == (4, x.size(0) // 4, weight.size(0))
+    y.backward(dy.to(y.dtype).view(y.shape))
+    assert {each.grad.dtype for each in (given, *model.parameters())} == {dtype}
+    made = products(recipe, x.float(), weight.float(), dy.bfloat16().float())
+    assert apart(y.flatten(0, 1) - bias, made["y"].value()) < 2 * ROUNDED
+    assert apart(given.grad.flatten(0, 1), made["dx"].value()) < ROUNDED
+    assert apart(model[0].weight.grad, made["dweight"].value()) < ROUNDED
+    assert apart(model[0].bias.grad, dy.sum(0)) < ROUNDED
+
+
 BY_WAY = [(way, each.name) for way in layers.WAYS for each in layers.recipes_of(way)]
 
 

@@ -12,16 +12,20 @@ from benchmarks.recipes.emulated import Linear
 from benchmarks.recipes.recipe import RECIPES
 from benchmarks.records.read import read, runs, values
 from benchmarks.studies import recipes
-from benchmarks.studies.recipes import tables, timed
+from benchmarks.studies.recipes import blocks, speed, split, tables, timed
+from common.block import parameters
 from common.block.config import PRESETS
 from common.outcome import Failed
 from common.report.record import record
 from common.report.result import Result
+from common.runtime import compiler
 from tests.helpers.made_records import FACTS
 
 unit, integration = pytest.mark.unit, pytest.mark.integration
 STUDY = studies.load("recipes")
 CPU = torch.device("cpu")
+NO_TORCHAO = "FP8 matmuls need a GPU of "
+needs_fp8 = pytest.mark.skipif(not scaled.on_a_cpu(), reason="this torch multiplies FP8 on a GPU alone")
 SHORT = ["--device", "cpu", "--steps", "2", "--seeds", "2"]
 
 
@@ -80,7 +84,8 @@ def test_layers_are_timed_beside_16_bits(study_main, tmp_path):
     assert status == 0, out
     assert {run.status for run in runs(read(path)) if run.variant.get("by") == layers.TE} == {"skipped"}
     assert re.search(r"^a layer, tokens x K x N: 32 x 64 x 48 ", out, re.MULTILINE)
-    rows = re.findall(r"^(BF16|FP16|FP8 current) +(16 bits|torch) .*$", out, re.MULTILINE)
+    [before, _] = out.split("\nwhose gain, f+b: a layer, 32 x 64 x 48 ")
+    rows = re.findall(r"^(BF16|FP16|FP8 current) +(16 bits|torch) .*$", before, re.MULTILINE)
     in_fp8 = [("FP8 current", "torch")] if scaled.on_a_cpu() else []
     assert rows == [("BF16", "16 bits"), ("FP16", "16 bits"), *in_fp8]
     assert "normal" not in out and "trained" not in out
@@ -104,6 +109,129 @@ def test_a_layer_that_is_wrong_is_not_timed(study_main, monkeypatch):
     words = ["--device", "cpu", "--part", "layers", "--shapes", "32,64,48", "--rounds", "6", "--recipe", "FP8 row"]
     status, out, _ = study_main("recipes", *words)
     assert status == 1 and re.search(r"BF16, 16 bits: failed: the error of y is .*, and rounding explains", out), out
+
+
+@needs_fp8
+@integration
+def test_blocks_are_timed_beside_step_3(study_main, tmp_path, monkeypatch):
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: None)      # what it computes stays the same
+    path = tmp_path / "records.jsonl"
+    words = ["--device", "cpu", "--part", "blocks", "--preset", "tiny", "--rounds", "6", "--recipe", "FP8 current",
+             "--recipe", "FP8 delayed"]
+    status, out, _ = study_main("recipes", *words, "--json", str(path))
+    assert status == 0, out
+    assert re.search(r"^a block, B2 S64 E64 H4 D16 F256 ", out, re.MULTILINE)
+    rows = re.findall(r"^(BF16|FP16|FP8 current) +(step 3(?:, torch)?) +\d", out, re.MULTILINE)
+    assert set(rows) == {("BF16", "step 3"), ("FP16", "step 3"), ("FP8 current", "step 3, torch")}
+    assert re.search(r"^whose gain, f\+b: a block", out, re.MULTILINE)
+    skipped = {run.variant["by"] for run in runs(read(path)) if run.status == "skipped"}
+    assert skipped == {blocks.TORCHAO, blocks.STEP_4, blocks.FP8_ATTENTION}
+    assert "FP8 delayed, step 4, FP8 attention: skipped: Transformer Engine needs a GPU" in out
+
+
+@needs_fp8
+@integration
+def test_a_block_by_torch_is_compiled_whole():
+    config = PRESETS["tiny"].replace(amp_dtype=torch.bfloat16)
+    values = parameters.seeded(config, 0)
+    block = blocks.by_torch(RECIPES["FP8 row"], config, values, CPU)
+    assert compiler.is_compiled(block) and set(dict(block.named_parameters())) == set(values)
+    block._compiled_call_impl = None
+    block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    block(torch.randn(2, 64, 64, requires_grad=True)).sum().backward()
+    assert block.mlp.fc.weight.grad.abs().max() > 0
+
+
+@unit
+def test_a_block_that_8_bits_can_not_take_is_a_line():
+    config = PRESETS["tiny"].replace(seq_len=63)
+    every = blocks.cases(config, [RECIPES["FP8 row"]], CPU)
+    assert [case.missing[:26] for case in every if case.traits.fp8] == ["FP8 needs batch_size * seq", *[NO_TORCHAO]]
+    assert not any(case.missing for case in every if not case.traits.fp8)
+
+
+@unit
+def test_each_recipe_has_a_block_by_each_way_that_has_it():
+    every = blocks.cases(PRESETS["tiny"], list(RECIPES.values()), CPU)
+    found = {(case.name, case.variant["by"]) for case in every}
+    of_torch = {"FP8 current", "FP8 current, dweight in BF16", "FP8 row", "FP8 block 128"}
+    in_te = {"FP8 delayed", "FP8 current", "FP8 block 128", "MXFP8", "NVFP4"}
+    assert found == {("BF16", "step 3"), ("FP16", "step 3"), *((name, "step 3, torch") for name in of_torch),
+                     *((name, "step 4") for name in in_te), ("FP8 delayed", "step 4, FP8 attention"),
+                     ("FP8 current", "step 3, torchao"), ("FP8 row", "step 3, torchao")}
+    [delayed] = (case for case in every if (case.name, case.variant["by"]) == ("FP8 delayed", "step 4"))
+    [current] = (case for case in every if (case.name, case.variant["by"]) == ("FP8 current", "step 4"))
+    assert delayed.traits.fp8 == "delayed" and current.traits.fp8 == "dynamic"
+    assert all(case.config.amp_dtype == (torch.float16 if case.name == "FP16" else torch.bfloat16) for case in every)
+
+
+@needs_fp8
+@integration
+def test_a_map_says_from_how_many_tokens_on_it_pays(study_main):
+    words = ["--device", "cpu", "--part", "map", "--rounds", "6", "--recipe", "FP8 current"]
+    status, out, _ = study_main("recipes", *words, "--shapes", "32,64,48", "--shapes", "64,64,48")
+    assert status == 0 and re.search(r"^FP8 current +torch +64 x 48 +\d\.\d\d.*(never|32|64)$", out, re.MULTILINE), out
+
+
+@unit
+@pytest.mark.parametrize("lows, least", [
+    ({16: 1.01, 32: 1.2}, "16"), ({16: 0.99, 32: 1.2}, "32"), ({16: 1.2, 32: 1.0}, "never"),
+    ({16: 1.0, 32: 1.01}, "32"),
+    ({16: 1.5, 32: 0.9, 64: 1.1}, "64")])
+def test_a_recipe_pays_where_all_that_are_longer_do(lows, least):
+    assert speed.pays_from({tokens: (low + 0.1, low, low + 0.2) for tokens, low in lows.items()}) == least
+
+
+@unit
+def test_a_gain_is_bounded_by_its_share():
+    assert speed.amdahl(1.0, 1.7) == pytest.approx(1.7) and speed.amdahl(0.0, 1.7) == 1.0
+    assert speed.amdahl(0.5, 2.0) == pytest.approx(4 / 3) and speed.amdahl(0.5, 1e9) == pytest.approx(2.0)
+
+
+@unit
+def test_whose_gain_it_is_adds_up():
+    """BF16 takes 10 ms, 8 of them in matmuls; FP8 takes 8: 4 in matmuls, 2 in casts, 1 of rest, and waits 1."""
+    in_fp8 = {split.MATMULS: 4.0, split.REST: 1.0, split.CASTS: 1.5, split.SCALES: 0.5}
+    lines = [*timed_rows("BF16", 10.0, {split.MATMULS: 8.0, split.REST: 1.5, split.CASTS: 0.5}),
+             *timed_rows("FP8 current", 8.0, in_fp8)]
+    shown = STUDY.told(lines)
+    row = next(line for line in shown.splitlines() if line.startswith("FP8 current") and "%" in line)
+    assert row.split()[3:9] == ["80", "%", "2.00", "1.67", "1.25", "[1.25,"], row
+    assert row.split()[-3:] == ["+1.50", "-0.500", "+1.00"]
+
+
+def timed_rows(name, ms, spent):
+    result = Result(name, None, "bfloat16", FACTS, study="recipes", run="of_all",
+                    variant={"data": speed.LAYER, "by": "torch", "size": [16, 32, 48]})
+    parts = dict.fromkeys(split.KINDS, 0.0) | spent
+    return [record(result, "latency", "ms", [ms] * 6, "forward+backward", "eager"),
+            record(result, split.SPLIT, "ms", [sum(parts.values())], "forward+backward", parts=parts)]
+
+
+@unit
+@pytest.mark.parametrize("name, kind", [
+    ("nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_ovscale_TNT", split.MATMULS),
+    ("nvjet_sm90_qqtsh_128x256_gelu_bias", split.MATMULS),
+    ("cutlass::device_kernel<at::cuda::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal", split.MATMULS),
+    ("aten::_scaled_mm_v2", split.MATMULS), ("aten::mm", split.MATMULS),
+    ("triton_poi_fused__scaled_mm__to_copy_clamp_mul_reciprocal_t_view_5", split.CASTS),
+    ("triton_red_fused__scaled_mm__to_copy_abs_amax_clamp_exp2_floor_log2_mul_reciprocal_t_view_8", split.CASTS),
+    ("triton_poi_fused__to_copy_0", split.CASTS), ("triton_poi_fused_clone_t_3", split.CASTS),
+    ("triton_red_fused_abs_amax_t_4", split.SCALES), ("triton_per_fused_abs_amax_1", split.SCALES),
+    ("void transformer_engine::amax_kernel<8, true, float>", split.SCALES), ("aten::amax", split.SCALES),
+    ("void transformer_engine::delayed_scaling_recipe::kernel_bulk(", split.SCALES),
+    ("void transformer_engine::cast_transpose_fused_kernel<false, false, float, __nv_fp8_e4m3>", split.CASTS),
+    ("void transformer_engine::unary_kernel<4, float, Empty, identity, __half, __nv_fp8_e5m2>", split.CASTS),
+    ("void transformer_engine::block_scaled_cast_transpose_kernel", split.CASTS), ("aten::_to_copy", split.CASTS),
+    ("triton_red_fused__to_copy_abs_amax_clamp_mul_native_layer_norm_0", split.REST),
+    ("triton_red_fused__to_copy_abs_add_amax_gelu_view_8", split.REST), ("triton_poi_fused_add_1", split.REST),
+    ("cast_transpose_fused_kernel<false, true, ..., dgelu<float, float>>", split.REST),
+    ("void transformer_engine::normalization::ln_fwd_tuned_kernel<__nv_fp8_e4m3>", split.REST),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob", split.ATTENTION),
+    ("aten::_scaled_dot_product_flash_attention_for_cpu", split.ATTENTION),
+    ("triton_poi_fused__scaled_dot_product_cudnn_attention__to_copy_add_permute_select_view_4", split.REST)])
+def test_what_a_kernel_of_that_name_does(name, kind):
+    assert split.kind_of(name) == kind
 
 
 @unit
