@@ -249,7 +249,7 @@ class _Assistant:
         return Case(name, prepare, parameter_dtype=self.truth.dtype, work=work, variant={"measured": phase})
 
     def _rung(self, combination: Combination, setting: Setting, result: Result, is_cold: bool) -> Subject:
-        rung = Rung(self.task.model, combination.changing, setting.device)
+        rung = Rung(self.task.model, combination.changing, setting.device, self.result.found)
         if rung.plan.compiles and is_cold:
             setting.say(Phase.COMPILING)
             result.compilation = Compilation(self._first_calls(rung, self._gates(rung.plan)), None)
@@ -387,7 +387,7 @@ class _Assistant:
     def _written_case(self, written: AsWritten, promised: Combination, name: str, phase: str) -> Case:
         """It may round as the techniques that it spells out do."""
         def prepare(setting: Setting, result: Result) -> Subject:
-            return self._judged_subject(written, plan_of(promised.changing), result, setting,
+            return self._judged_subject(written, plan_of(promised.changing, found=self.result.found), result, setting,
                                         overwrites_output=promised.launch == "graph")
         return self._case_of(name, prepare, phase)
 

@@ -112,6 +112,11 @@ class Optimized(Shown):
             return None
 
     @property
+    def found(self) -> dict[str, list[Found]]:
+        """What each technique has found, by its name."""
+        return {technique.name: found for technique, found in self.looked.found.items()}
+
+    @property
     def failures(self) -> list[str]:
         """What should have ended well, and did not; what the judge refused did."""
         results = [*self.alone.results.items(), *self.together.results.items(), *self.pieces.results.items()]
@@ -137,14 +142,17 @@ class Optimized(Shown):
                 and one.verdict in TO_WRITE and technique in ("", one.technique)]
 
     def to_write(self) -> list[Advice]:
-        """The code for each that is worth it, in the order in which it is to be written at one place: the call last.
+        """The code for each that is worth it, in the order in which it is to be written at one place.
+
+        What changes the model comes first, then what wraps it, then the call.
 
         Code that stands at a line was pasted there first, and is right.
         """
         advices = [one.advice for one in self.opportunities if one.advice and one.verdict in TO_WRITE]
         advices = [advice for advice in advices if not advice.place or self.proofs.get(advice) == ""]
         needless = {advice.instead_of for advice in advices}
-        return sorted((advice for advice in advices if advice.code not in needless), key=lambda advice: advice.is_call)
+        left = (advice for advice in advices if advice.code not in needless)
+        return sorted(left, key=lambda advice: (advice.is_call, advice.wraps))
 
     def taken(self) -> Combination:
         """Those of them that were applied, in the order of the ladder: what they promise together was measured."""

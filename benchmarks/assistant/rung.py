@@ -1,7 +1,7 @@
 """The model with some techniques applied, as the judge and the clock take it."""
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.assistant.program import as_written
 from benchmarks.assistant.rewriting import rewritten
-from benchmarks.assistant.technique import Technique, plan_of
+from benchmarks.assistant.technique import Found, Technique, plan_of
 from common.block.precision import float32_matmul_precision
 from common.runtime import compiler
 
@@ -17,14 +17,15 @@ from common.runtime import compiler
 class Rung(nn.Module):
     """It is called as the model is, and has its parameters, under their names.
 
-    A model that came compiled is compiled in every rung.
+    A model that came compiled is compiled in every rung. `found` is what each technique has found in it, by its name.
     """
 
-    def __init__(self, model: nn.Module, techniques: Sequence[Technique], device: torch.device | None = None):
+    def __init__(self, model: nn.Module, techniques: Sequence[Technique], device: torch.device | None = None,
+                 found: Mapping[str, Sequence[Found]] | None = None):
         super().__init__()
         self.techniques = tuple(techniques)
         self.device = device or next((t.device for t in model.parameters()), torch.device("cpu"))
-        self.plan = plan_of(techniques, compiles=compiler.is_compiled(model))
+        self.plan = plan_of(techniques, compiler.is_compiled(model), found)
         model = as_written(model)
         self._over(_shared_copy(model) if self.plan.changes else model)
 

@@ -1,6 +1,6 @@
 """What a technique is: where it applies in a program, what it does to a copy, and the code that a person writes."""
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,7 @@ class Found:
     reason: str                        # what can be seen there
     why_not: str = ""                  # why it can't be applied there
     region: Region | None = None       # where it is in a graph: that, by its own type
+    modules: tuple[str, ...] = ()      # that it is about, by their paths, where it is about some
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Advice:
     place: Place | None = None
     instead_of: str = ""               # other code, which this makes needless
     definitions: tuple[str, ...] = ()  # that its file needs behind its imports
+    wraps: bool = False                # it wraps the model: what changes its modules comes before
 
     @property
     def imports(self) -> list[str]:
@@ -65,6 +67,8 @@ class Plan:
     matmul_precision: str | None = None                                # of FP32
     autocast: torch.dtype | None = None                                # around every call
     numerics: str | None = None                                        # what it then multiplies in, if that is less
+    in_fp8: tuple[str, ...] = ()                                       # paths of the modules that multiply in FP8
+    found: Mapping[str, Sequence[Found]] = field(default_factory=dict)         # by the name of a technique
 
 
 @dataclass(frozen=True)
@@ -82,9 +86,10 @@ class Technique:
     seen_alone: Callable[[Program], Sequence[tuple[str, str]]] = lambda program: ()    # (place, what running it shows)
 
 
-def plan_of(techniques: Sequence[Technique], compiles: bool = False) -> Plan:
-    """What all of them write into one. `compiles`: the model came compiled."""
-    plan = Plan(compiles=compiles)
+def plan_of(techniques: Sequence[Technique], compiles: bool = False,
+            found: Mapping[str, Sequence[Found]] | None = None) -> Plan:
+    """What all of them write into one. `compiles`: the model came compiled; `found`: what each has found in it."""
+    plan = Plan(compiles=compiles, found=found or {})
     for technique in techniques:
         assert technique.apply is not None
         technique.apply(plan)

@@ -51,7 +51,7 @@ def _applied(technique: Technique, looked: Looked, found: list[Found], task: Tas
         return BY_HAND
     before = _seen(task.model, looked, task, session)
     try:
-        seen = _seen(Rung(task.model, [technique], session.device), looked, task, session)
+        seen = _seen(Rung(task.model, [technique], session.device, {technique.name: found}), looked, task, session)
     except Told:
         raise
     except Exception as error:                                     # whatever a compiler or a model raises

@@ -105,7 +105,8 @@ def _backward(one: Operation, product: Product) -> Iterator[Operation]:
 
 def bytes_of(arithmetic: str) -> int:
     """Bytes of an element."""
-    return getattr(torch, "float32" if arithmetic == "tf32" else arithmetic).itemsize
+    names = {"tf32": "float32", "float8": "float8_e4m3fn"}
+    return getattr(torch, names.get(arithmetic, arithmetic)).itemsize
 
 
 def arithmetic_of(plan: Plan, device: torch.device) -> Arithmetic:
@@ -114,6 +115,8 @@ def arithmetic_of(plan: Plan, device: torch.device) -> Arithmetic:
 
     def arithmetic(call: Call) -> str:
         assert call.dtype is not None
+        if call.name == "linear" and call.module in plan.in_fp8:
+            return "float8"
         if call.dtype == torch.float32 and plan.autocast:
             return dtype_name(plan.autocast)
         is_convolution = any("convolution" in operator for operator in call.operators)

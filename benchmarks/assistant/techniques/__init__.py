@@ -5,6 +5,7 @@ from benchmarks.assistant.techniques import (
     compiled,
     cuda_graph,
     flex_attention,
+    fp8,
     fused_qkv,
     graph_break,
     host_sync,
@@ -14,4 +15,4 @@ from benchmarks.assistant.techniques import (
 )
 
 EVERY: tuple[Technique, ...] = tuple(module.TECHNIQUE for module in (
-    tf32, autocast, sdpa, flex_attention, library_norm, fused_qkv, compiled, cuda_graph, graph_break, host_sync))
+    tf32, autocast, sdpa, flex_attention, library_norm, fused_qkv, fp8, compiled, cuda_graph, graph_break, host_sync))

@@ -32,7 +32,7 @@ def missing(device: torch.device) -> str:
 def apply(plan: Plan) -> None:
     """Around every call; the backward computes in what its forward did."""
     plan.autocast = torch.bfloat16
-    plan.numerics = "bfloat16"
+    plan.numerics = plan.numerics if plan.in_fp8 else "bfloat16"
 
 
 def advice(program: Program, found: Found) -> Advice:

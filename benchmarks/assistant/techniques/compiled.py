@@ -35,7 +35,7 @@ def apply(plan: Plan) -> None:
 
 def advice(program: Program, found: Found) -> Advice:
     """Once, before the first call."""
-    return Advice(CODE)
+    return Advice(CODE, wraps=True)
 
 
 def fired(program: Program, before: Evidence, seen: Evidence) -> str:

@@ -54,7 +54,8 @@ def test_every_planted_fault_is_found_at_its_line(of_gpt):
              for technique in EVERY for each in technique.find(of_gpt)]
     item, talk = line_of(".item()"), line_of("log.debug")
     assert set(found) == {
-        ("tf32", None, "", 1), ("autocast", None, "", 1), ("compile", None, "", 1), ("cuda-graph", None, "", 1),
+        ("tf32", None, "", 1), ("autocast", None, "", 1), ("fp8", None, "", 1), ("compile", None, "", 1),
+        ("cuda-graph", None, "", 1),
         ("sdpa", line_of("scores = q @ k"), "blocks.*.attn", 3),
         ("library-norm", line_of("mean = x.mean"), "blocks.*.ln_1, blocks.*.ln_2", 6),
         ("library-norm", line_of("torch.rsqrt"), "norm", 1),
@@ -194,7 +195,7 @@ def test_what_is_applied_can_be_pasted_into_the_example(technique, of_gpt, tmp_p
 
 @pytest.mark.integration
 def test_all_that_is_to_be_written_can_be_pasted_together(of_gpt, tmp_path):
-    """Of all faults, those of tf32, autocast, compile and CUDA graphs are then left: how it is called."""
+    """of all faults, those of tf32, autocast, FP8, compile and CUDA graphs are then left: how it is called."""
     model, inputs, _ = small_gpt()
     advices = {advice.place: advice for technique in EVERY for each in technique.find(of_gpt)
                if not each.why_not and (advice := technique.advice(of_gpt, each)) and advice.place}
@@ -203,7 +204,7 @@ def test_all_that_is_to_be_written_can_be_pasted_together(of_gpt, tmp_path):
     assert validate(other, model, inputs).passed
     program = program_of(other, inputs)
     left = {technique.name for technique in EVERY for each in technique.find(program) if not each.why_not}
-    assert left == {"tf32", "autocast", "compile", "cuda-graph"}
+    assert left == {"tf32", "autocast", "fp8", "compile", "cuda-graph"}
 
 
 @pytest.mark.integration
@@ -212,7 +213,7 @@ def test_the_good_gpt_has_no_fault_left():
     model, inputs, _ = small_gpt(gpt_good)
     program = program_of(model, inputs)
     left = {technique.name for technique in EVERY for each in technique.find(program) if not each.why_not}
-    assert left == {"tf32", "autocast", "compile", "cuda-graph"}
+    assert left == {"tf32", "autocast", "fp8", "compile", "cuda-graph"}
 
 
 @pytest.mark.unit

@@ -1,0 +1,175 @@
+"""Linear layers of a model in FP8 by Transformer Engine: which it could have so, which pay, and the model with these.
+
+Whether FP8 pays depends on a layer's size: casting grows with its sides, multiplying with their product. So each size
+is timed where the model runs, and no rule of thumb decides.
+"""
+import copy
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.assistant.program import Program
+from benchmarks.assistant.trace import Call
+from common.runtime import engine, iteration, rounds, timing
+from common.runtime.iteration import BOTH, FORWARD
+
+Size = tuple[int, int, int]                # tokens, inputs, outputs
+Ratio = tuple[float, float, float]         # how many times as fast, and its 95 % interval
+MULTIPLE = 16                              # of each of them: what FP8 matmuls take
+ROUNDS, MILLISECONDS = 7, 20.0             # of timing a size, and for each sample
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+LAST = "the last: its errors are the output's"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer as a forward called it."""
+    path: str
+    size: Size
+    flops: float
+    why_not: str = ""                      # why FP8 can't have it
+
+
+def layers_of(program: Program) -> list[Layer]:
+    """All that a forward called, each once, in the order of their first calls."""
+    called: dict[str, list[Call]] = {}
+    for call in program.trace.calls:
+        if call.name == "linear" and len(call.products) == 1 and _is_linear(program.model, call.module):
+            called.setdefault(call.module, []).append(call)
+    last = next(reversed(called), "")
+    return [_layer(program.model.get_submodule(path), path, calls, path == last) for path, calls in called.items()]
+
+
+def _is_linear(model: nn.Module, path: str) -> bool:
+    try:
+        return type(model.get_submodule(path)) is nn.Linear    # a class of its own may do more
+    except AttributeError:                                     # the model itself was compiled under another name
+        return False
+
+
+def _layer(module: nn.Module, path: str, calls: Sequence[Call], is_last: bool) -> Layer:
+    assert isinstance(module, nn.Linear)
+    tokens = {round(call.flops / (2 * module.weight.numel())) for call in calls}
+    size = (min(tokens), module.in_features, module.out_features)
+    odd = [value for value in (*tokens, *size[1:]) if value % MULTIPLE]
+    why_not = LAST if is_last else ""
+    if odd:
+        why_not = f"a size of {odd[0]:,}: no multiple of {MULTIPLE}"
+    elif any(getattr(module, hooks) for hooks in HOOKS):
+        why_not = "with hooks, which another module would not have"
+    return Layer(path, size, sum(call.flops for call in calls), why_not)
+
+
+# --------------------------------------------------------------------------------------------------------- what it buys
+
+
+def timed(size: Size, mode: str, device: torch.device) -> Ratio:
+    """How many times as fast a layer of that size is in FP8 as in BF16, where both are eager."""
+    tokens, inputs, outputs = size
+    plain = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
+    x, dy = (torch.randn(tokens, width, device=device, dtype=torch.bfloat16) for width in (inputs, outputs))
+    works = {}
+    for name, layer in (("BF16", plain), ("FP8", in_fp8(plain))):
+        works[name] = iteration.of_call(layer, [x.clone()], [dy], dict(layer.named_parameters()), mode)
+    clock = timing.clock_for(device)
+    if isinstance(clock, timing.EventClock):
+        clock.settle_ms = clock.burst_ms = MILLISECONDS
+    samples = rounds.interleaved({name: work.run for name, work in works.items()}, clock, ROUNDS,
+                                 {name: work.between for name, work in works.items()})
+    return rounds.paired_ratio(samples["BF16"][0], samples["FP8"][0])
+
+
+def gains(layers: Sequence[Layer], program: Program) -> dict[Size, Ratio]:
+    """Of each size that FP8 can have."""
+    mode = FORWARD if program.is_inference or not program.trace.trains else BOTH
+    sizes = dict.fromkeys(layer.size for layer in layers if not layer.why_not)
+    return {size: timed(size, mode, program.inputs.device) for size in sizes}
+
+
+def pays(gain: Ratio) -> bool:
+    """Whether it is faster, as far as the samples can tell."""
+    return gain[1] > 1
+
+
+# ------------------------------------------------------------------------------------------------ a model in FP8
+
+
+@functools.cache
+def _linear_in_fp8() -> type[nn.Module]:
+    te = engine.transformer_engine()
+    base: type[nn.Module] = te.Linear
+
+    class LinearInFP8(base):                                   # type: ignore[valid-type, misc]
+        """Transformer Engine's, in FP8 at each call. In FP64, which asks what a model means, it is a plain one."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.weight.dtype == torch.float64:
+                return F.linear(x, self.weight, self.bias if self.use_bias else None)
+            with te.autocast(enabled=True, recipe=te.quantization.Float8CurrentScaling()):
+                return super().forward(x)
+
+        def __deepcopy__(self, memo: dict) -> nn.Module:
+            """With copies of its parameters; what Transformer Engine keeps besides is made anew."""
+            bias = copy.deepcopy(self.bias, memo) if self.use_bias else None
+            return _made(copy.deepcopy(self.weight, memo), bias, self.training)
+    return LinearInFP8
+
+
+def _made(weight: Tensor, bias: Tensor | None, is_training: bool) -> nn.Module:
+    made = _linear_in_fp8()(weight.size(1), weight.size(0), bias=bias is not None, params_dtype=weight.dtype,
+                            device=weight.device)
+    made.weight = weight
+    if bias is not None:
+        made.bias = bias
+    return made.train(is_training)
+
+
+def in_fp8(layer: nn.Linear) -> nn.Module:
+    """The same layer in FP8, with its parameters."""
+    return _made(layer.weight, layer.bias, layer.training)
+
+
+def convert(paths: Sequence[str], model: nn.Module) -> None:
+    """From here on these linear layers of the model are in FP8."""
+    for path in paths:
+        layer = model.get_submodule(path)
+        assert isinstance(layer, nn.Linear)
+        model.set_submodule(path, in_fp8(layer))
+
+
+def patterns(paths: Sequence[str], model: nn.Module) -> list[str]:
+    """Names with a star for each number, which stand for these modules and for no other linear layer; else all names.
+    """
+    starred = dict.fromkeys(".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    meant = {name for name in linear if any(fnmatchcase(name, pattern) for pattern in starred)}
+    return list(starred) if meant == set(paths) else list(paths)
+
+
+# ------------------------------------------------------------------------------------------------------------ in words
+
+
+def in_words(layers: Sequence[Layer], gains: dict[Size, Ratio]) -> str:
+    """How many pay, what share of the FLOPs they have, and how much faster each size is."""
+    paying = [layer for layer in layers if not layer.why_not and pays(gains[layer.size])]
+    whole = sum(layer.flops for layer in layers)
+    share = 100 * sum(layer.flops for layer in paying) / whole
+    sizes = [f"{' x '.join(f'{each:,}' for each in size)} {gain[0]:.2f}{'' if pays(gain) else ' (left out)'}"
+             for size, gain in gains.items()]
+    how_many = f"{len(paying)} of {len(layers)} linear layers, {share:.0f} % of their FLOPs"
+    faster = f"times as fast as in BF16, by tokens x inputs x outputs: {', '.join(sizes)}"
+    return "; ".join([how_many, faster, *_left_out(layers)])
+
+
+def _left_out(layers: Sequence[Layer]) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for layer in layers:
+        if layer.why_not:
+            reasons.setdefault(layer.why_not, []).append(layer.path)
+    return [f"without {paths[0] if len(paths) == 1 else f'{len(paths)} layers'}, {why_not}"
+            for why_not, paths in reasons.items()]

@@ -1,0 +1,78 @@
+"""Linear layers in FP8 by Transformer Engine: twice the multiplications a second, for casts at each call.
+
+Which of them is decided by the time of each size on this machine. Scales are of the tensor itself (current scaling): a
+call depends on no call before.
+"""
+import functools
+
+import torch
+
+from benchmarks.assistant import fp8
+from benchmarks.assistant.program import Program
+from benchmarks.assistant.technique import Advice, Found, Plan, Technique
+from common.block.evidence import Evidence
+from common.runtime import engine
+
+CODE = """\
+from fnmatch import fnmatch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+
+class LinearInFP8(te.Linear):
+    def forward(self, x):
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            return super().forward(x)
+
+for name, layer in list(model.named_modules()):
+    if isinstance(layer, torch.nn.Linear) and any(fnmatch(name, each) for each in {patterns}):
+        has_bias = layer.bias is not None
+        in_fp8 = LinearInFP8(layer.in_features, layer.out_features, bias=has_bias, params_dtype=layer.weight.dtype,
+                             device=layer.weight.device)
+        in_fp8.weight = layer.weight
+        if has_bias:
+            in_fp8.bias = layer.bias
+        model.set_submodule(name, in_fp8)"""
+
+
+def find(program: Program) -> list[Found]:
+    """All linear layers, as one finding at the call of the model; on a machine with FP8 each size timed."""
+    layers = fp8.layers_of(program)
+    possible = [layer for layer in layers if not layer.why_not]
+    if not possible:
+        return []
+    if missing(program.inputs.device):
+        return [Found(None, "", 1, f"{len(possible)} of {len(layers)} linear layers have sizes that FP8 takes")]
+    gains = fp8.gains(layers, program)
+    chosen = tuple(layer.path for layer in possible if fp8.pays(gains[layer.size]))
+    why_not = "" if chosen else "no linear layer is faster in it"
+    return [Found(None, "", 1, fp8.in_words(layers, gains), why_not, modules=chosen)]
+
+
+def missing(device: torch.device) -> str:
+    """Why it can't run there."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        return "FP8 matmuls need a GPU of compute capability 8.9 or later"
+    if error := engine.import_error():
+        return f"Transformer Engine does not import: {error}"
+    return ""
+
+
+def apply(plan: Plan) -> None:
+    """To the layers that were chosen; their backward is in FP8, too."""
+    plan.in_fp8 = tuple(path for found in plan.found.get(TECHNIQUE.name, ()) for path in found.modules)
+    plan.changes.append(functools.partial(fp8.convert, plan.in_fp8))
+    plan.numerics = "float8"
+
+
+def advice(program: Program, found: Found) -> Advice:
+    """Once, before the model is compiled."""
+    return Advice(CODE.format(patterns=fp8.patterns(found.modules, program.model)))
+
+
+def fired(program: Program, before: Evidence, seen: Evidence) -> str:
+    """Why no matmul ran in FP8; "" where one did."""
+    return "" if seen.kinds["FP8 matmul"] or seen.kinds["FP8 matmul with GELU"] else "no FP8 matmul ran"
+
+
+TECHNIQUE = Technique("fp8", "linear layers in 16 bits -> FP8 by Transformer Engine", find, apply, advice, missing,
+                      fired)

@@ -1,0 +1,288 @@
+"""FP8 by Transformer Engine, whose modules are made up here: which layers, by which times, and what is written."""
+import contextlib
+import copy
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from benchmarks.study import validate
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.assistant import fp8 as layers_in_fp8
+from benchmarks.assistant import optimize
+from benchmarks.assistant.fp8 import LAST, Layer, layers_of, patterns, pays
+from benchmarks.assistant.program import read
+from benchmarks.assistant.rung import Rung
+from benchmarks.assistant.technique import plan_of
+from benchmarks.assistant.techniques import autocast, compiled, fp8
+from benchmarks.assistant.workload import arithmetic_of, bytes_of
+from benchmarks.assistant.written import AsWritten
+from benchmarks.measure.calls import Inputs
+from benchmarks.recipes import emulated
+from benchmarks.recipes.recipe import CURRENT
+from common.runtime import engine
+
+unit, integration = pytest.mark.unit, pytest.mark.integration
+WIDTH, TOKENS = 64, 32
+
+
+class Made:
+    """What of Transformer Engine the technique uses: its numerics, and an error outside of its autocast."""
+    is_inside = False
+
+    class Float8CurrentScaling:
+        pass
+
+    class Linear(nn.Module):
+        def __init__(self, in_features, out_features, bias=True, params_dtype=None, device=None):
+            super().__init__()
+            made = emulated.Linear(in_features, out_features, CURRENT, bias).to(device, params_dtype)
+            self.weight, self.use_bias, self.state = made.weight, bias, made.state
+            self.bias = made.bias if bias else torch.empty(0)
+
+        def forward(self, x):
+            assert Made.is_inside and x.dtype != torch.float64, "not in FP8"
+            y = emulated._Linear.apply(x.flatten(0, -2).float(), self.weight.float(), self.state)
+            y = y.unflatten(0, x.shape[:-1]).to(x.dtype)
+            return y + self.bias.to(x.dtype) if self.use_bias else y
+
+    @staticmethod
+    @contextlib.contextmanager
+    def autocast(enabled, recipe):
+        assert enabled and isinstance(recipe, Made.Float8CurrentScaling)
+        Made.is_inside = True
+        yield
+        Made.is_inside = False
+
+
+MODULES = SimpleNamespace(Linear=Made.Linear, autocast=Made.autocast,
+                          quantization=SimpleNamespace(Float8CurrentScaling=Made.Float8CurrentScaling))
+
+
+@pytest.fixture
+def has_fp8(monkeypatch):
+    """A machine with FP8, on which layers with more than WIDTH outputs are faster in it."""
+    monkeypatch.setattr(engine, "transformer_engine", lambda: MODULES)
+    monkeypatch.setattr(fp8, "missing", lambda device: "")
+    monkeypatch.setattr(layers_in_fp8, "timed", lambda size, mode, device: (
+        (1.5, 1.4, 1.6) if size[2] > WIDTH else (0.9, 0.8, 0.95)))
+    layers_in_fp8._linear_in_fp8.cache_clear()
+    yield
+    layers_in_fp8._linear_in_fp8.cache_clear()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, classes=16):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, classes)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def made():
+    torch.manual_seed(0)
+    return Model(), torch.randn(2, TOKENS // 2, WIDTH)
+
+
+def program_of(model, x):
+    return read(model, Inputs.of(x))
+
+
+@unit
+def test_a_layer_is_what_a_forward_called():
+    model, x = made()
+    found = layers_of(program_of(model, x))
+    assert [layer.path for layer in found] == ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "head"]
+    assert found[0] == Layer("blocks.0.up", (TOKENS, WIDTH, 4 * WIDTH), 2 * TOKENS * WIDTH * 4 * WIDTH)
+    assert [layer.why_not for layer in found] == [""] * 4 + [LAST]
+
+
+class Own(nn.Linear):
+    pass
+
+
+@unit
+@pytest.mark.parametrize("change, why", [
+    (lambda model: setattr(model.blocks[0], "up", Own(WIDTH, 4 * WIDTH)), None),
+    (lambda model: setattr(model.blocks[0], "up", nn.utils.parametrizations.weight_norm(model.blocks[0].up)), None),
+    (lambda model: model.blocks[0].up.register_forward_hook(lambda *_: None), "with hooks"),
+    (lambda model: model.blocks[0].up.register_full_backward_hook(lambda *_: None), "with hooks")])
+def test_a_layer_that_does_more_is_left_as_it_is(change, why):
+    model, x = made()
+    change(model)
+    layer = next((each for each in layers_of(program_of(model, x)) if each.path == "blocks.0.up"), None)
+    assert layer is None if why is None else layer.why_not.startswith(why)
+
+
+@unit
+@pytest.mark.parametrize("tokens, why", [
+    (16, ""), (24, "a size of 24: no multiple of 16"), (15, "a size of 15: no multiple of 16")])
+def test_sizes_that_fp8_takes(tokens, why):
+    model, _ = made()
+    assert layers_of(program_of(model, torch.randn(tokens, WIDTH)))[0].why_not == why
+    odd = nn.Sequential(nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH), nn.Linear(WIDTH, WIDTH))
+    assert [each.why_not for each in layers_of(program_of(odd, torch.randn(16, WIDTH)))] == [
+        "a size of 40: no multiple of 16", "a size of 40: no multiple of 16", LAST]
+
+
+@unit
+def test_what_pays_is_chosen_and_the_rest_is_said(has_fp8):
+    model, x = made()
+    [found] = fp8.find(program_of(model, x))
+    assert found.modules == ("blocks.0.up", "blocks.1.up") and not found.why_not
+    assert found.reason == (
+        "2 of 5 linear layers, 49 % of their FLOPs; times as fast as in BF16, by tokens x inputs x outputs: "
+        "32 x 64 x 256 1.50, 32 x 256 x 64 0.90 (left out); without head, the last: its errors are the output's")
+
+
+@unit
+@pytest.mark.parametrize("gain, is_faster", [((1.02, 1.001, 1.05), True), ((1.02, 1.0, 1.05), False)])
+def test_a_size_pays_where_its_interval_does(gain, is_faster):
+    assert pays(gain) == is_faster
+
+
+@unit
+def test_where_none_pays_there_is_nothing_to_write(has_fp8, monkeypatch):
+    monkeypatch.setattr(layers_in_fp8, "timed", lambda size, mode, device: (0.9, 0.8, 0.95))
+    model, x = made()
+    [found] = fp8.find(program_of(model, x))
+    assert found.why_not == "no linear layer is faster in it" and found.modules == ()
+
+
+@unit
+def test_a_machine_without_it_says_so():
+    model, x = made()
+    [found] = fp8.find(program_of(model, x))
+    assert found.reason == "4 of 5 linear layers have sizes that FP8 takes"
+    assert "8.9" in fp8.missing(torch.device("cpu"))
+    assert fp8.find(program_of(nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8))) == []
+
+
+def rung_of(model, x, techniques=(fp8.TECHNIQUE,)):
+    found = {"fp8": fp8.find(program_of(model, x))}
+    return Rung(model, techniques, found=found)
+
+
+@integration
+@pytest.mark.parametrize("others", [(), (autocast.TECHNIQUE,)])
+@pytest.mark.parametrize("first", [False, True])
+def test_it_is_the_same_model_in_fp8(others, first, has_fp8):
+    model, x = made()
+    rung = rung_of(model, x, (fp8.TECHNIQUE, *others) if first else (*others, fp8.TECHNIQUE))
+    assert rung.plan.numerics == "float8" and rung.plan.in_fp8 == ("blocks.0.up", "blocks.1.up")
+    assert set(dict(rung.named_parameters())) == {f"module.{name}" for name, _ in model.named_parameters()}
+    assert type(rung.module.blocks[0].up).__name__ == "LinearInFP8" and type(model.blocks[0].up) is nn.Linear
+    judgement = validate(rung, model, (x,), numerics=rung.plan.numerics)
+    assert judgement.passed, judgement
+    asked = {check.question for check in judgement if check.name.startswith("output")}
+    assert "meaning" in asked and all(check.proven for check in judgement if check.question == "meaning")
+    assert not validate(rung, model, (x,), numerics="bfloat16").passed
+
+
+@unit
+def test_a_copy_has_parameters_of_its_own(has_fp8):
+    for layer in (nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH, bias=False).eval()):
+        made = layers_in_fp8.in_fp8(layer)
+        other, x = copy.deepcopy(made), torch.randn(16, WIDTH)
+        assert made.weight is layer.weight and other.weight is not layer.weight and other.training == layer.training
+        assert torch.equal(other(x), made(x)) and other.use_bias == (layer.bias is not None)
+        assert torch.allclose(copy.deepcopy(made).double()(x.double()), layer(x).double(), atol=1e-5)
+
+
+def times_one_and_a_half(layer):
+    layer.register_forward_hook(lambda module, given, y: 1.5 * y)
+
+
+def without_its_weights_gradient(layer):
+    forward = type(layer).forward
+    layer.forward = lambda x: forward(layer, x).detach() + 0 * x.sum()
+
+
+WRONG = {"without its bias": lambda layer: setattr(layer, "use_bias", False),
+         "scaled": times_one_and_a_half, "without gradients": without_its_weights_gradient}
+
+
+@integration
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_one_is_unsafe(wrong, has_fp8, monkeypatch):
+    right = layers_in_fp8.in_fp8
+
+    def spoilt(layer):
+        made = right(layer)
+        WRONG[wrong](made)
+        return made
+    monkeypatch.setattr(layers_in_fp8, "in_fp8", spoilt)
+    model, x = made()
+    rung = rung_of(model, x)
+    assert not validate(rung, model, (x,), numerics=rung.plan.numerics).passed
+
+
+@unit
+@pytest.mark.parametrize("paths, expected", [
+    (("blocks.0.up", "blocks.1.up"), ["blocks.*.up"]), (("blocks.0.up",), ["blocks.0.up"]),
+    (("blocks.0.up", "blocks.1.up", "blocks.0.down", "blocks.1.down"), ["blocks.*.up", "blocks.*.down"])])
+def test_a_star_stands_for_what_was_chosen_alone(paths, expected):
+    model, _ = made()
+    assert patterns(paths, model) == expected
+
+
+@integration
+def test_what_is_written_is_what_was_tried(has_fp8, monkeypatch):
+    recipes = SimpleNamespace(Float8CurrentScaling=Made.Float8CurrentScaling)
+    for name, module in {"transformer_engine": SimpleNamespace(pytorch=MODULES), "transformer_engine.pytorch": MODULES,
+                         "transformer_engine.common": SimpleNamespace(recipe=recipes),
+                         "transformer_engine.common.recipe": recipes}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    model, x = made()
+    program = program_of(model, x)
+    [found] = fp8.find(program)
+    code = fp8.advice(program, found)
+    assert "['blocks.*.up']" in code.code and not code.wraps
+    rung = rung_of(model, x)
+    written = AsWritten(made()[0], code.code, "output = model(*inputs)")
+    assert type(written.module.blocks[1].up).__name__ == "LinearInFP8"
+    assert torch.equal(written(x), rung(x))
+
+
+@integration
+def test_the_whole_assistant_with_it(has_fp8):
+    """Slower, as the emulation is: what counts is that it was judged, timed and told."""
+    model, x = made()
+    result = optimize(model, x, quick=True, techniques=(replace(fp8.TECHNIQUE, missing=lambda device: ""),))
+    [one] = result.opportunities
+    assert one.verdict == "no gain" and one.speedup < 1 and not result.failures, result
+
+
+@integration
+def test_it_is_written_before_the_model_is_compiled():
+    model, x = made()
+    program = program_of(model, x)
+    [wrapping] = [compiled.advice(program, each) for each in compiled.find(program)]
+    assert wrapping.wraps and not fp8.advice(program, fp8.find(program)[0]).wraps
+
+
+@unit
+def test_its_work_is_counted_in_fp8():
+    model, x = made()
+    program = program_of(model, x)
+    plan = plan_of([autocast.TECHNIQUE])
+    plan.in_fp8 = ("blocks.0.up",)
+    arithmetic = arithmetic_of(plan, torch.device("cpu"))
+    calls = [call for call in program.trace.calls if call.name == "linear"]
+    assert [arithmetic(call) for call in calls] == ["float8", *["bfloat16"] * 4] and bytes_of("float8") == 1
