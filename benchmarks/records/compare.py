@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.records import RESULTS, significance
+from benchmarks.records.files import files
 from benchmarks.records.matching import together
 from benchmarks.records.read import Run, extra, label, metric, read, runner, runs, shape, versions
 from benchmarks.records.significance import Measured, What, all_rows, floors, measured, of_the_latest
@@ -250,7 +251,7 @@ def recorded_noise(lines: list[Record]) -> list[Record]:
     """The processes of the same code that were recorded for these GPUs, if any."""
     names = {runner(line)["name"] for line in lines}
     noise: list[Record] = []
-    for path in sorted([*RESULTS.glob("*/noise-*.jsonl"), *RESULTS.glob("*/noise-*/")]):
+    for path in sorted([*files(RESULTS, "*/noise-*"), *RESULTS.glob("*/noise-*/")]):
         noise += [line for line in read(path) if runner(line)["name"] in names]
     return noise
 

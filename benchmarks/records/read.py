@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import schema
+from benchmarks.records.files import files, text_of
 from common.block.config import DTYPES, BlockConfig
 from common.outcome import Told
 from common.report.metrics import ENQUEUE, SHARE, Metric
@@ -25,8 +26,8 @@ class BadRecords(Told):
 
 
 def read(path: Path | str) -> list[Record]:
-    """The records of a JSON-lines file, in order; of a folder those of all such files in it, in the order of their
-    names.
+    """The records of a JSON-lines file, compressed or not, in order; of a folder those of all such files in it, in the
+    order of their names.
 
     A last line that was cut off, by a full disk or an interruption, is left out and named on stderr. Anything else that
     is no record raises BadRecords, as do a file without records and one that can't be read.
@@ -35,7 +36,7 @@ def read(path: Path | str) -> list[Record]:
     if not path.is_dir():
         return _read_file(path)
     records = []
-    for file in sorted(path.glob("*.jsonl")):
+    for file in files(path):
         records += _read_file(file)
     if not records:
         raise BadRecords(f"{path}: holds no *.jsonl; give a file that --json wrote, or a folder of such files")
@@ -44,7 +45,7 @@ def read(path: Path | str) -> list[Record]:
 
 def _read_file(path: Path) -> list[Record]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = text_of(path).splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         raise BadRecords(f"{path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
     records: list[Record] = []

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks.records import RESULTS, compare
+from benchmarks.records.files import compress_large, file_of, files, stem_of
 from benchmarks.records.gains import gain
 from benchmarks.records.provenance import commits, provenance, unproven
 from benchmarks.records.read import BadRecords, Run, info, latest, metric, paired, read, shape
@@ -67,13 +68,8 @@ def recorded(name: str) -> list[Path]:
     """
     def place(path: Path) -> tuple[bool, bool, bool, Path]:
         machine = path.parent.name
-        return machine == "cpu", not machine.startswith(REFERENCE), not path.stem.endswith("te-tutorial"), path
-    return sorted([*RESULTS.glob(f"*/{name}-*.jsonl"), *RESULTS.glob(f"*/{name}-*/")], key=place)
-
-
-def stem_of(path: Path) -> Path:
-    """What the names of a run's charts and tables begin with."""
-    return path.with_suffix("")
+        return machine == "cpu", not machine.startswith(REFERENCE), not stem_of(path).name.endswith("te-tutorial"), path
+    return sorted([*files(RESULTS, f"*/{name}-*"), *RESULTS.glob(f"*/{name}-*/")], key=place)
 
 
 def stale_charts(studies: Sequence[Question]) -> list[str]:
@@ -142,7 +138,7 @@ def questions(studies: Sequence[Question]) -> str:
 
 def scripts(preset: str) -> str:
     """The recorded runs of the five scripts at one shape."""
-    lines = read(RESULTS / "h200" / f"{preset}.jsonl")
+    lines = read(file_of(RESULTS / "h200" / preset))
     sentences = []
     for run in latest(lines).values():
         sentences += unproven(run)
@@ -243,9 +239,9 @@ def _limits_and_energy(run: Run) -> list[str]:
 def comparisons() -> str:
     """A recorded study, and the same of an earlier day in first-<the same name>: compared."""
     blocks = []
-    for path in sorted(RESULTS.glob("*/first-*.jsonl")):
+    for path in files(RESULTS, "*/first-*"):
         old = _without_counters(read(path))
-        new = _without_counters(read(path.with_name(path.name.removeprefix("first-"))))
+        new = _without_counters(read(file_of(path.with_name(stem_of(path).name.removeprefix("first-")))))
         noise = [line for line in compare.recorded_noise(new) if shape(line) == shape(new[0])]
         seen = compare.compare(old, new, noise)
         blocks.append(f"{provenance(new)} Against commit {commits(old)}; noise of five processes of commit "
@@ -256,9 +252,9 @@ def comparisons() -> str:
 def sensitivity() -> str:
     """What compare says of two ladders of one day, and of one whose rows were all made slower on purpose."""
     shown = []
-    for path in sorted(RESULTS.glob("*/second-*.jsonl")) + sorted(RESULTS.glob("*/slowed-*.jsonl")):
-        kind, _, name = path.name.partition("-")
-        first, other = _without_counters(read(path.with_name(name))), read(path)
+    for path in [*files(RESULTS, "*/second-*"), *files(RESULTS, "*/slowed-*")]:
+        kind, _, name = stem_of(path).name.partition("-")
+        first, other = _without_counters(read(file_of(path.with_name(name)))), read(path)
         noise = [line for line in compare.recorded_noise(other) if shape(line) == shape(other[0])]
         rows = [row for row in compare.compare(first, other, noise).rows
                 if not (row.old.launch_bound or row.new.launch_bound)]
@@ -346,7 +342,8 @@ def assistant_twice() -> str:
     """How a second run of the assistant orders what the first told apart."""
     rows = []
     for name in ("gpt", "gpt_good"):
-        first, again = (latest(read(RESULTS / "h200" / f"assistant-{name}{which}.jsonl")) for which in ("", "-again"))
+        both = [file_of(RESULTS / "h200" / f"assistant-{name}{which}") for which in ("", "-again")]
+        first, again = (latest(read(path)) for path in both)
         told = [(one[0] > 1, other[0] > 1) for a, b in itertools.combinations([*first], 2)
                 if (one := _told_apart(first, a, b)) and (other := _told_apart(again, a, b))]
         alike = sum(one == other for one, other in told)
@@ -374,7 +371,11 @@ def rewritten(text: str, parts: Parts) -> str:
 
 
 def write(studies: Sequence[Question]) -> None:
-    """Rewrite the pages and the tables beside the records, and redraw the charts that are stale."""
+    """Rewrite the pages and the tables beside the records, and redraw the charts that are stale.
+
+    Records that are large are compressed.
+    """
+    compress_large()
     for study in studies:
         for path in recorded(study.name):
             lines = read(path)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.records import RESULTS
+from benchmarks.records.files import files
 from benchmarks.records.read import read, runs
 from benchmarks.studies.distributed import account, ring
 from benchmarks.studies.distributed.layout import Layout
@@ -47,7 +48,7 @@ def recorded_layers() -> dict[tuple[str, str], tuple[float, float]]:
     """(step, shape) -> seconds of (forward, backward) of a block on one H200, by its faster launch, in FP32 parameters.
     """
     layers: dict[tuple[str, str], tuple[float, float]] = {}
-    for path in sorted((RESULTS / "h200").glob("ladder-*.jsonl")):
+    for path in files(RESULTS / "h200", "ladder-*"):
         for run in runs(read(path)):
             forward, both = run.best_ms(FORWARD), run.best_ms(BOTH)
             if forward and both and run.info["parameter_dtype"] == "float32":

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.records import RESULTS
+from benchmarks.records.files import file_of
 from benchmarks.records.read import Run, extra, read, values
 from benchmarks.studies.distributed.tables import (
     ALONE,
@@ -47,7 +48,7 @@ def lost(run: Run) -> Lost | None:
 
 def recorded() -> str:
     """Of the H200s, two and four in one host."""
-    files = [RESULTS / machine / "distributed-te-tutorial.jsonl" for machine in ("h200x2", "h200x4")]
+    files = [file_of(RESULTS / machine / "distributed-te-tutorial") for machine in ("h200x2", "h200x4")]
     return text([read(path) for path in files])
 
 

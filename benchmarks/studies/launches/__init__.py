@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.measure.options import count, numbers
 from benchmarks.records import RESULTS
+from benchmarks.records.files import file_of
 from benchmarks.records.read import runs
 from benchmarks.show.study import Options, Study, exit_status, open_session, register, show
 from benchmarks.studies.launches import autotuned, changes, counting, tables
@@ -174,4 +175,4 @@ launches do, and a graph is one."""
 register(Study("launches", __doc__, groups, text=tables.text, charts=tables.charts, answer=tables.answer, run=run,
                add_arguments=add_arguments, refine=refine, no_chart="nothing was timed forward+backward", place=9,
                introduction=INTRODUCTION,
-               parts={"launches when": lambda: tables.when_to_use_one(RESULTS / "h200" / "launches-gpt2.jsonl")}))
+               parts={"launches when": lambda: tables.when_to_use_one(file_of(RESULTS / "h200" / "launches-gpt2"))}))

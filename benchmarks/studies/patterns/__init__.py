@@ -23,6 +23,7 @@ from benchmarks.measure.options import numbers
 from benchmarks.patterns import checking
 from benchmarks.patterns.ways import SDPA, WAYS
 from benchmarks.records import RESULTS
+from benchmarks.records.files import file_of
 from benchmarks.records.read import read
 from benchmarks.show.study import Options, Study, open_session, register, show
 from benchmarks.studies.patterns import tables
@@ -140,7 +141,7 @@ def refine(options: Options) -> None:
 
 
 def _summary() -> str:
-    return f"```\n{tables.summary(read(RESULTS / 'h100' / 'patterns-te-tutorial.jsonl'), 120)}\n```"
+    return f"```\n{tables.summary(read(file_of(RESULTS / 'h100' / 'patterns-te-tutorial')), 120)}\n```"
 
 
 register(Study("patterns", __doc__, groups, text=tables.text, charts=tables.charts, answer=tables.answer, run=run,

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from benchmarks.records import RESULTS, read
+from benchmarks.records.files import files
 from benchmarks.records.read import BadRecords, label, latest, paired, runs, verdict
 from common.block.traits import Traits
 from common.report.metrics import SHARE
@@ -93,7 +94,7 @@ def test_a_missing_file_is_refused(tmp_path):
         read.read(tmp_path / "a")
 
 
-@pytest.mark.parametrize("path", sorted([*RESULTS.glob("*/*.jsonl"), *RESULTS.glob("*/*/*.jsonl")]),
+@pytest.mark.parametrize("path", files(RESULTS, "**/*"),
                          ids=lambda path: str(path.relative_to(RESULTS)))
 def test_what_was_recorded_is_read(path):
     assert runs(read.read(path))

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from benchmarks.records import RESULTS
+from benchmarks.records.files import files, stem_of
 from benchmarks.records.read import read, runs
 from common import PRESETS, BlockConfig, steps
 from common.block import memory
@@ -60,7 +61,7 @@ def test_the_scores_of_an_attention_by_hand_are_counted():
     assert memory.needed(config, steps.load(0).traits, CPU) == memory.needed(config, steps.load(2).traits, CPU)
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("h200/ladder-*.jsonl")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", files(RESULTS, "h200/ladder-*"), ids=lambda path: stem_of(path).name)
 def test_no_recorded_run_took_more_memory_than_was_foretold(path):
     """The estimate decides what fits: it is to be high, and not by ten times."""
     shares = []

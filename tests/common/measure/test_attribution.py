@@ -9,6 +9,7 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks.records import RESULTS
+from benchmarks.records.files import files, text_of
 from benchmarks.records.read import extra
 from common import PRESETS, parameters, steps
 from common.block import evidence
@@ -100,8 +101,8 @@ def test_kernels_are_told_by_their_names(name, category):
 def recorded_kernels() -> set[str]:
     """The names of all kernels and operators in the recorded runs."""
     names = set()
-    for path in RESULTS.rglob("*.jsonl"):
-        for line in path.read_text().splitlines():
+    for path in files(RESULTS, "**/*"):
+        for line in text_of(path).splitlines():
             if '"name": "launches"' in line:
                 names |= set(extra(json.loads(line))["kernels"])
     return names
