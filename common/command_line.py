@@ -15,7 +15,7 @@ import torch
 
 from . import signals
 from .block.config import PRESETS, BlockConfig, default_preset
-from .outcome import EXIT, Told
+from .outcome import EXIT, UserError
 from .report.record_file import RecordFile, WriteError
 
 SIZES = {"batch_size": "B", "seq_len": "S", "hidden_size": "E", "num_heads": "H", "ffn_hidden_size": "F"}
@@ -134,7 +134,7 @@ def early_ends(name: str, file: RecordFile | None = None) -> Iterator[None]:
         message = str(error) or "no message"
         print(f"{name}: out of memory: {message.splitlines()[0]}; give a smaller shape", file=sys.stderr)
         sys.exit(EXIT["oom"])
-    except (OSError, Told) as error:               # a full disk, under the compiler's caches too; a bad recorded file
+    except (OSError, UserError) as error:      # a full disk, under the compiler's caches too; a bad recorded file
         print(f"{name}: error: {error}", file=sys.stderr)
         say_no_more()
         sys.exit(EXIT["failed"])

@@ -14,8 +14,8 @@ class Failed(Exception):
     """A check failed: the run ends with status `failed` and this reason, and what was wrong is not timed."""
 
 
-class Told(ValueError):
-    """What a user must be told, in a line. The process ends by it, as failed."""
+class UserError(ValueError):
+    """A mistake of the user, in a line. The process ends with it, as failed."""
 
 
 class Outcome(Protocol):

@@ -5,6 +5,7 @@ or a process) or `stress` (long or large). `pytest -m unit` is the quick look.
 """
 import contextlib
 import errno
+import gc
 import itertools
 import os
 import shutil
@@ -57,6 +58,12 @@ def pytest_collection_modifyitems(items):
     if untiered:
         raise pytest.UsageError(f"every test carries exactly one of the markers {', '.join(TIERS)}; these do not:\n  "
                                 + "\n  ".join(untiered))
+
+
+def pytest_collection_finish(session):
+    """What is there before the first test is never garbage: each collection would look at all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.assistant.project import Project
-from common.outcome import Told
+from common.outcome import UserError
 
 FRAMES = 4                       # of a traceback, the last ones: where a person's own code failed
 
@@ -29,12 +29,12 @@ class Source:
             known = f"{self.project.prefix}_{path.stem}"
         spec = importlib.util.spec_from_file_location(known, path)
         if spec is None or spec.loader is None:
-            raise Told(f"{path.name}: it is no Python file")
+            raise UserError(f"{path.name}: it is no Python file")
         self.module = sys.modules[known] = importlib.util.module_from_spec(spec)
         with told(f"{path.name} can't be imported"), self.project.entered():
             spec.loader.exec_module(self.module)
         if not callable(getattr(self.module, function, None)):
-            raise Told(f"{path.name} has no function {function}; it has {', '.join(self._functions()) or 'none'}")
+            raise UserError(f"{path.name} has no function {function}; it has {', '.join(self._functions()) or 'none'}")
 
     def _functions(self) -> list[str]:
         return [name for name, value in vars(self.module).items()
@@ -64,26 +64,26 @@ class Source:
 
 
 def load(target: str) -> Source:
-    """The function of "FILE:function". Raises Told where there is none; what the file itself raises is told so, too."""
+    """The function of "FILE:function". Raises UserError where there is none, and for what the file itself raises."""
     name, _, function = target.rpartition(":")
     if not name:
-        raise Told(f"{target}: give FILE:FUNCTION, my_model.py:build say")
+        raise UserError(f"{target}: give FILE:FUNCTION, my_model.py:build say")
     path = Path(os.path.abspath(name))                     # without "..": places are compared by their files
     if not path.is_file():
-        raise Told(f"{name}: there is no such file")
+        raise UserError(f"{name}: there is no such file")
     return Source(path, function)
 
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """Whatever a person's code raises becomes Told, with the last frames of where."""
+    """Whatever a person's code raises becomes UserError, with the last frames of where."""
     try:
         yield
-    except Told:
+    except UserError:
         raise
     except Exception as error:
         theirs = [frame for frame in traceback.extract_tb(error.__traceback__)
                   if frame.filename != __file__ and not frame.filename.startswith("<frozen")]
         lines = [f"  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in theirs[-FRAMES:]]
         message = str(error).strip() or "no message"
-        raise Told("\n".join([f"{what}: {type(error).__name__}: {message.splitlines()[0]}", *lines])) from None
+        raise UserError("\n".join([f"{what}: {type(error).__name__}: {message.splitlines()[0]}", *lines])) from None

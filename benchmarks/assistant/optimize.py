@@ -30,14 +30,14 @@ from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import Judge
 from benchmarks.measure.keeping import kept, materialised, parameters_kept
 from benchmarks.measure.modules import record_checks, subject_of, work_in_words
-from benchmarks.measure.truth import Truth, free_memory, working_dtype
+from benchmarks.measure.truth import Truth, free_memory, quick_collections, working_dtype
 from common.block import oracle
 from common.block.config import dtype_name
 from common.command_line import hush
 from common.measure.cases import Case, Group, Setting
 from common.measure.session import Session
 from common.measure.subject import Subject, on_a_copy
-from common.outcome import Told, in_a_line, is_out_of_memory
+from common.outcome import UserError, in_a_line, is_out_of_memory
 from common.phases import Phase
 from common.report.record_file import RecordFile
 from common.report.result import Compilation, Result
@@ -67,14 +67,14 @@ def optimize(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: 
     `model` is a module, which `inputs` go with (and `loss`, which maps its output to a scalar), or a function that
     returns both, or a Task. What `load("my_model.py:build")` gives is such a function, whose file is known: unless this
     is `quick`, all that is to be written is tried in a copy of it. `inference` leaves the backward out. Without
-    `device` the model stays where it is. The model is afterwards as it was. Raises Told where there is nothing that
+    `device` the model stays where it is. The model is restored afterwards. Raises UserError where there is nothing that
     could be measured.
     """
     task = _task(model, inputs, loss, device)
     where = next(iter(task.devices))
     count = rounds or (QUICK_ROUNDS if quick else ROUNDS[where.type])
     session = Session("assistant", where, count, seed, file=file)
-    with kept(task.model), parameters_kept(task.model, task.given), _fits():
+    with kept(task.model), parameters_kept(task.model, task.given), quick_collections(), _fits():
         source = model if isinstance(model, Source) else None
         assistant = _Assistant(task, session, techniques, inference, quick, source)
         return assistant.run(name or type(task.model).__name__)
@@ -128,10 +128,10 @@ def _callable() -> Iterator[None]:
     try:
         with _fits():
             yield
-    except (Told, MemoryError):
+    except (UserError, MemoryError):
         raise
     except Exception as error:
-        raise Told(f"the model can't be called on these inputs: {in_a_line(error)}") from None
+        raise UserError(f"the model can't be called on these inputs: {in_a_line(error)}") from None
 
 
 @contextlib.contextmanager
@@ -279,7 +279,9 @@ class _Assistant:
         for words, truth in self.other_truths.items():
             if judgement.passed:
                 judge = Judge(module, truth, plan.numerics, overwrites_output=overwrites_output, fresh=False)
-                judgement.checks.extend(replace(check, name=f"{check.name} {words}") for check in judge.judge())
+                for check in judge.judge():
+                    of = replace(check.of, words=f"{check.of.words} {words}")
+                    judgement.checks.append(replace(check, of=of))
 
     def _gates(self, plan: Plan) -> tuple[float, float]:
         """Of a replay."""
@@ -360,7 +362,7 @@ class _Assistant:
                     try:
                         written, _ = stack.enter_context(written_out(self.source, advices, self.session.device))
                         wanted.append(self._written_case(written, Combination((each,)), name, PIECES))
-                    except (Told, OSError) as error:
+                    except (UserError, OSError) as error:
                         self.result.proofs |= dict.fromkeys(advices, f"{name}: {str(error).splitlines()[0]}")
             self._measure([Combination()], PIECES, self.result.pieces, wanted)
 
@@ -373,7 +375,7 @@ class _Assistant:
         with contextlib.ExitStack() as stack:
             try:
                 written, left_out = stack.enter_context(written_out(self.source, advices, self.session.device))
-            except (Told, OSError) as error:                   # a full disk, say
+            except (UserError, OSError) as error:                   # a full disk, say
                 result.written = WrittenOut(why_not=str(error))
                 return
             measured = Measured()

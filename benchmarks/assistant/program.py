@@ -49,7 +49,7 @@ def as_written(model: nn.Module) -> nn.Module:
 
 
 def read(model: nn.Module, inputs: Inputs) -> Program:
-    """Run a model once as it is and once under Dynamo, without compiling anything. It is then as before."""
+    """Run a model once as it is and once under Dynamo, without compiling anything. It is restored afterwards."""
     is_compiled = compiler.is_compiled(model)
     model = as_written(model)
     program = Program(model, inputs, trace(model, inputs), is_compiled)

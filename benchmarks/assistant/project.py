@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.assistant.source import is_installed
-from common.outcome import Told
+from common.outcome import UserError
 from common.signals import ROOT
 
 OURS = ("common", "benchmarks")
@@ -80,7 +80,7 @@ class Project:
         return {name: sys.modules.pop(name) for name in names}
 
     def _refuse_late_imports(self) -> None:
-        """Raise Told where their code imports such a name later, inside a forward: it would get ours."""
+        """Raise UserError where their code imports such a name later, inside a forward: it would get ours."""
         find: Callable[..., Any] = builtins.__import__
         theirs = tuple(path + os.sep for path in self.folders)
         ours = tuple(str(ROOT / name) + os.sep for name in OURS)
@@ -92,8 +92,8 @@ class Project:
                 found = getattr(sys.modules.get(top), "__file__", None) or ""
                 if not found.startswith(ours):
                     return find(name, globals, locals, fromlist, level)
-                raise Told(f"{file} imports {name} while the model runs: import it at the top of the file, since this "
-                           f"suite has a {top} too")
+                raise UserError(f"{file} imports {name} while the model runs: import it at the top of the file, since "
+                                f"this suite has a {top} too")
             return find(name, globals, locals, fromlist, level)
         builtins.__import__ = checked
 

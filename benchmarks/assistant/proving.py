@@ -9,7 +9,7 @@ from benchmarks.assistant.written import written_out
 from benchmarks.measure.judge import Judge
 from benchmarks.measure.observing import Work
 from benchmarks.measure.truth import Truth, free_memory
-from common.outcome import Told, in_a_line
+from common.outcome import UserError, in_a_line
 
 
 class Prover:
@@ -35,7 +35,7 @@ class Prover:
                         judgement = Judge(written, truth, fresh=False).judge()
                     if not judgement.passed:
                         return ": ".join(filter(None, [circumstance.words, judgement.failure]))
-        except Told as error:
+        except UserError as error:
             return str(error).splitlines()[0]
         except Exception as error:                             # whatever edited code raises
             return f"it raises {in_a_line(error)}"

@@ -11,7 +11,7 @@ from benchmarks.measure.calls import Inputs, named_buffers, named_parameters, ou
 from benchmarks.measure.keeping import kept
 from benchmarks.measure.observing import Loss, Work, same_values
 from common.block.config import dtype_name
-from common.outcome import Failed, Told, in_a_line
+from common.outcome import Failed, UserError, in_a_line
 
 FORMS = "(model, inputs), (model, inputs, loss) or a Task"
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -32,35 +32,37 @@ class Task:
 
     @classmethod
     def of(cls, built: Any) -> "Task":
-        """From what `build()` returned. Raises Told where that is no task."""
+        """From what `build()` returned. Raises UserError where that is no task."""
         if isinstance(built, Task):
             task = built
         elif isinstance(built, tuple) and len(built) in (2, 3):
             task = cls(*built)
         else:
-            raise Told(f"build() returned a {type(built).__name__}: return {FORMS}")
+            raise UserError(f"build() returned a {type(built).__name__}: return {FORMS}")
         task._check()
         return task
 
     def _check(self) -> None:
         if not isinstance(self.model, nn.Module):
-            raise Told(f"the model is a {type(self.model).__name__}: give a torch.nn.Module")
+            raise UserError(f"the model is a {type(self.model).__name__}: give a torch.nn.Module")
         if self.loss is not None and not callable(self.loss):
-            raise Told(f"the loss is a {type(self.loss).__name__}: give a function from the output to a scalar tensor")
+            kind = type(self.loss).__name__
+            raise UserError(f"the loss is a {kind}: give a function from the output to a scalar tensor")
         for inputs in (self.given, *self.others.values()):
             if inputs.dtype not in (*FLOATING, None):
-                raise Told(f"inputs in {dtype_name(inputs.dtype)}: give float64, float32, float16 or bfloat16")
+                raise UserError(f"inputs in {dtype_name(inputs.dtype)}: give float64, float32, float16 or bfloat16")
         if len(self.devices) > 1:
-            raise Told(f"model and inputs are on {', '.join(sorted(map(str, self.devices)))}: move them to one device")
+            devices = ", ".join(sorted(map(str, self.devices)))
+            raise UserError(f"model and inputs are on {devices}: move them to one device")
 
     @property
     def given(self) -> Inputs:
-        """The inputs that are timed. Raises Told where they hold no tensor."""
+        """The inputs that are timed. Raises UserError where they hold no tensor."""
         return _inputs(self.inputs[0] if isinstance(self.inputs, list) and self.inputs else self.inputs)
 
     @property
     def others(self) -> dict[str, Inputs]:
-        """Those that are judged alone: "on input 2" -> the second of several. Raises Told where they hold no tensor."""
+        """Those that are judged alone: "on input 2" -> the second of several. Raises UserError without any tensor."""
         more = self.inputs[1:] if isinstance(self.inputs, list) else []
         return {f"on input {number}": _inputs(inputs) for number, inputs in enumerate(more, 2)}
 
@@ -72,7 +74,7 @@ class Task:
         return {t.device for t in tensors}
 
     def check_calls(self) -> None:
-        """Call it twice. Raises Told where its outputs can't be compared, or it changes its inputs."""
+        """Call it twice. Raises UserError where its outputs can't be compared, or it changes its inputs."""
         for inputs in (self.given, *self.others.values()):
             self._check_calls_with(inputs)
 
@@ -84,26 +86,27 @@ class Task:
                 try:
                     outputs = outputs_of(given.call(self.model))
                 except Failed as error:
-                    raise Told(str(error)) from None
+                    raise UserError(str(error)) from None
                 shapes.append({name: tuple(t.shape) for name, t in outputs.items()})
                 _refuse_changed(inputs, given)
         for name in {**shapes[0], **shapes[1]}:
             first, second = (shape.get(name) for shape in shapes)
             if first != second:
-                raise Told(f"the {name} is of shape {first}, and of {second} in the next call: no two can be compared")
+                raise UserError(f"the {name} is of shape {first}, and of {second} in the next call: no two can be "
+                                "compared")
 
     def work(self, cotangents: int, seed: int, forward_only: bool = False) -> Work:
         """What is run to judge and to time it."""
         return Work(self.given, self.loss, cotangents, seed, forward_only)
 
     def on(self, device: torch.device) -> "Task":
-        """The same model, moved in place, and inputs there. Raises Told where it can't be moved."""
+        """The same model, moved in place, and inputs there. Raises UserError where it can't be moved."""
         if {one.type for one in self.devices} == {device.type}:
             return self
         try:
             model = self.model.to(device)
         except RuntimeError as error:
-            raise Told(f"the model can't be moved to {device}: {in_a_line(error)}") from None
+            raise UserError(f"the model can't be moved to {device}: {in_a_line(error)}") from None
 
         def moved(t: Tensor) -> Tensor:
             return t.to(device)
@@ -112,19 +115,19 @@ class Task:
 
 
 def _inputs(given: Any) -> Inputs:
-    """One call's. Raises Told where they hold no tensor."""
+    """One call's. Raises UserError where they hold no tensor."""
     try:
         return Inputs.of(given)
     except ValueError as error:
-        raise Told(str(error)) from None
+        raise UserError(str(error)) from None
 
 
 def _refuse_changed(before: Inputs, after: Inputs) -> None:
-    """Raises Told where a call left other inputs behind."""
+    """Raises UserError where a call left other inputs behind."""
     own = before.named()
     for name, tensor in after.named().items():
         if not same_values(tensor, own[name]):
-            raise Told(f"the model changes {name} in place: let it work on a copy, or each call begins elsewhere")
+            raise UserError(f"the model changes {name} in place: let it work on a copy, or each call begins elsewhere")
 
 
 Build = Callable[[], Any]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop
+from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
 from benchmarks.assistant.fusing import Given
@@ -27,10 +27,8 @@ from benchmarks.measure.keeping import kept
 
 ATTENTION = "scaled_dot_product_attention"
 INDEX_BY_MASK = "index by a mask:"          # before the name of an operator
-# torch's counter does not know these.
-_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_CPU_RECURRENT, _GPU_RECURRENT = torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn
 _WITHOUT_GRADIENT = re.compile(r"^aten\.(detach|new_)|_like\b")       # operators that give none to what they are given
+Shape = Sequence[int]
 _HERE = str(Path(__file__).parent) + os.sep
 
 
@@ -93,7 +91,7 @@ class Trace:
 
 
 def trace(model: nn.Module, inputs: Inputs) -> Trace:
-    """Run a forward and keep what it called. The model is then as before."""
+    """Run a forward and keep what it called. The model is restored afterwards."""
     recorded = Trace()
     paths = {id(module): clean(name) for name, module in model.named_modules()}
     given = inputs.as_trained()
@@ -228,25 +226,32 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def flops_of(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
     """Of an operator: 2 for a multiplication and its addition, causal attention counted half; 0 of any but matmuls."""
-    packet = getattr(func, "overloadpacket", func)
-    if packet == _CPU_RECURRENT:
-        return _flops_of_recurrent(args[0], args[1:3])
-    if packet == _GPU_RECURRENT:
-        return _flops_of_recurrent(args[0], args[1])
-    if packet == _CPU_ATTENTION:
-        flops = float(sdpa_flop(*args[:3], out_val=result))
-    elif (formula := flop_registry.get(packet)) is not None:
-        flops = float(formula(*args, **kwargs, out_val=result))
-    else:
+    formula = flop_registry.get(getattr(func, "overloadpacket", func))
+    if formula is None:
         return 0.0
+    flops = float(formula(*args, **kwargs, out_val=result))
     is_causal = any(argument.name == "is_causal" and _given(func, args, kwargs, place)
                     for place, argument in enumerate(func._schema.arguments))
     return flops / 2 if is_causal else flops
 
 
-def _flops_of_recurrent(x: Tensor, weights: Sequence[Tensor]) -> float:
+def _of_attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _of_recurrent(x: Shape, weights: Sequence[Shape]) -> int:
     """Of every token with every weight; biases have one dimension."""
-    return 2.0 * math.prod(x.shape[:-1]) * sum(t.numel() for t in weights if t.ndim == 2)
+    return 2 * math.prod(x[:-1]) * sum(math.prod(shape) for shape in weights if len(shape) == 2)
+
+
+_FORMULAS: dict[Any, Any] = {          # torch's counter does not know these
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _of_attention,
+    torch.ops.aten.mkldnn_rnn_layer: lambda x, *weights, **_: _of_recurrent(x, weights[:2]),
+    torch.ops.aten._cudnn_rnn: lambda x, weights, *_, **__: _of_recurrent(x, weights),
+}
+for packet, own_formula in _FORMULAS.items():
+    if packet not in flop_registry:
+        register_flop_formula(packet)(own_formula)
 
 
 def _given(func: Any, args: tuple, kwargs: dict, place: int) -> Any:

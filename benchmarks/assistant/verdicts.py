@@ -6,6 +6,7 @@ from benchmarks.assistant.combination import Combination, Interval
 from benchmarks.assistant.optimized import TO_WRITE, VERDICTS, Added, Opportunity, Optimized, as_written
 from benchmarks.assistant.technique import Advice, Found, NotWritten, Technique
 from benchmarks.measure.checks import Judgement
+from benchmarks.measure.names import Kind
 from common.outcome import in_a_line
 from common.text import number
 
@@ -155,6 +156,6 @@ def _unproven(judgement: Judgement | None) -> str:
 
 def _error(judgement: Judgement | None) -> float | None:
     """The largest of an output, at the dtype that it is timed in."""
-    errors = [check.error for check in judgement or () if check.name.startswith("output")
+    errors = [check.error for check in judgement or () if check.of.kind is Kind.OUTPUT
               and check.question == "precision" and check.error == check.error]
     return max(errors, default=None)

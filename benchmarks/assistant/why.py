@@ -11,7 +11,7 @@ from benchmarks.measure.modules import subject_of
 from common.block import evidence
 from common.block.evidence import Evidence
 from common.measure.session import Session
-from common.outcome import Told, in_a_line
+from common.outcome import UserError, in_a_line
 from common.phases import Phase
 
 BY_HAND = "nothing was applied: a person mends it, by hand"
@@ -52,7 +52,7 @@ def _applied(technique: Technique, looked: Looked, found: list[Found], task: Tas
     before = _seen(task.model, looked, task, session)
     try:
         seen = _seen(Rung(task.model, [technique], session.device, {technique.name: found}), looked, task, session)
-    except Told:
+    except UserError:
         raise
     except Exception as error:                                     # whatever a compiler or a model raises
         return f"it was applied, and failed: {in_a_line(error)}"

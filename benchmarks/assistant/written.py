@@ -18,7 +18,7 @@ from benchmarks.assistant.sections import Said
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.technique import Advice
 from benchmarks.records.read import verdict
-from common.block.precision import float32_matmul_precision
+from common.block.precision import float32_matmul_precision, multiplying_float32_in
 from common.text import figures, ratio
 
 NAME = "written out"
@@ -56,9 +56,9 @@ class AsWritten(nn.Module):
         super().__init__()
         self.module = model
         names = {"torch": torch, "model": model}
-        with _own_matmul_precision() as precision:
+        with multiplying_float32_in(torch.get_float32_matmul_precision()):     # the code may set another
             exec(once, names)
-            vars(self)["matmul_precision"] = precision()
+            vars(self)["matmul_precision"] = torch.get_float32_matmul_precision()
         vars(self)["called"] = names["model"]                  # no child: its parameters have one name each
         vars(self)["code"] = call
 
@@ -82,21 +82,11 @@ def _in_its_precision(written: AsWritten, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _own_matmul_precision() -> Iterator[Any]:
-    """What is set in here, and the caller's again afterwards."""
-    before = torch.get_float32_matmul_precision()
-    try:
-        yield torch.get_float32_matmul_precision
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextlib.contextmanager
 def written_out(source: Source, advices: Sequence[Advice], device: torch.device
                 ) -> Iterator[tuple[AsWritten, Sequence[Advice]]]:
     """The model of a person's files with all of this pasted in, called as it says; and what could not be pasted.
 
-    Raises Told where the edited files can't be imported, or build nothing.
+    Raises UserError where the edited files can't be imported, or build nothing.
     """
     placed = [advice for advice in advices if advice.place]
     folders = {advice: folder for advice in placed if (folder := _folder(source, advice))}

@@ -259,14 +259,15 @@ def _errors(experiment: Experiment, inputs: list[Tensor], outputs: list[Tensor],
     """The errors of what one call gave, and of its gradients where `backward`. Raises Failed beyond the gate."""
     taking = taking_gradients(inputs)
     shown = outputs[:-1] if experiment.fp8 else outputs
-    values = {f"output {place}": y.detach() for place, y in enumerate(shown)}
+    gate = oracle.MODULE_GATES[inputs[0].dtype]
+    values = [(f"output {place}", y.detach(), gate) for place, y in enumerate(shown)]
     dys = []
     if backward:
         ys = taking_gradients(outputs)
         generator = torch.Generator(inputs[0].device).manual_seed(seed)
         dys = [torch.randn(y.shape, generator=generator, device=y.device).to(y.dtype) for y in ys]
         gradients = torch.autograd.grad(ys, taking, dys)
-        values |= {f"gradient {place}": gradient for place, gradient in enumerate(gradients)}
+        values += [(f"gradient {place}", gradient, 3 * gate) for place, gradient in enumerate(gradients)]
     truth = truth_of(experiment, inputs, outputs, dys)
     if len(truth) != len(values):
         due = len(truth)
@@ -276,8 +277,7 @@ def _errors(experiment: Experiment, inputs: list[Tensor], outputs: list[Tensor],
             due += 1
         raise Failed(f"it gives {len(outputs)} tensors, not {due}")
     errors = {}
-    for (name, value), exact in zip(values.items(), truth, strict=True):
-        gate = oracle.MODULE_GATES[inputs[0].dtype] * (1 if name.startswith("output") else 3)
+    for (name, value, gate), exact in zip(values, truth, strict=True):
         if value.dtype == torch.float8_e4m3fn:
             value, gate = value.float(), FP8_GATE
         errors[name] = oracle.relative_error(value, exact)

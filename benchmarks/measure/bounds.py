@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure.checks import Check
+from benchmarks.measure.names import Named
 from benchmarks.measure.observing import distance, largest_difference, norm, projection
 from common.block.config import dtype_name
 
@@ -40,7 +41,7 @@ def rounding_of(dtype: torch.dtype, numerics: str | None) -> float:
     return share
 
 
-Lower = Callable[[str], Iterable[tuple[str, Sequence[Tensor]]]]        # (name of the precision, the tensors)
+Lower = Callable[[Named], Iterable[tuple[str, Sequence[Tensor]]]]        # (name of the precision, the tensors)
 
 
 @dataclass(frozen=True)
@@ -55,29 +56,29 @@ class Standard:
     gate: float | None = None              # relative error that a caller allows instead
     meaning_told: bool = False             # the meaning was compared in FP64
     unreliable: str = ""                   # why the reference itself tells nothing
-    lower: Lower = lambda name: ()         # name of a tensor -> what the reference gives in lower precisions
-    off_by: Callable[[str], float] = lambda name: 0.0      # -> how far what counts as the truth is off, of its norm
+    lower: Lower = lambda of: ()           # a tensor -> what the reference gives for it in lower precisions
+    off_by: Callable[[Named], float] = lambda of: 0.0      # -> how far what counts as the truth is off, of its norm
 
-    def gradient(self, name: str, seen: Sequence[Tensor] | None, truth: Sequence[Tensor] | None,
+    def gradient(self, of: Named, seen: Sequence[Tensor] | None, truth: Sequence[Tensor] | None,
                  own: Sequence[Tensor] | None) -> Check | None:
         """The check of a gradient, from one tensor a cotangent; None where neither has one. None is not 0."""
         if seen is None and truth is None:
             return None
         if seen is None or truth is None or own is None:
             reason = "it has none, the reference has one" if seen is None else "it has one, the reference has none"
-            return Check(name, self.question, False, True, math.nan, math.nan, reason)
-        return self.tensor(name, seen, truth, own)
+            return Check(of, self.question, False, True, math.nan, math.nan, reason)
+        return self.tensor(of, seen, truth, own)
 
-    def tensor(self, name: str, seen: Sequence[Tensor], truth: Sequence[Tensor], own: Sequence[Tensor]) -> Check:
+    def tensor(self, of: Named, seen: Sequence[Tensor], truth: Sequence[Tensor], own: Sequence[Tensor]) -> Check:
         """The check of a tensor: what was seen, the truth, and what the reference gives at its own dtype."""
         if seen[0].shape != truth[0].shape:
             reason = f"its shape is {tuple(seen[0].shape)}, not {tuple(truth[0].shape)}"
-            return Check(name, self.question, False, True, math.nan, math.nan, reason)
+            return Check(of, self.question, False, True, math.nan, math.nan, reason)
         if truth[0].is_floating_point() or truth[0].is_complex():
-            return self._floating(name, seen, truth, own)
-        return self._exact(name, seen[0], truth[0], own[0])
+            return self._floating(of, seen, truth, own)
+        return self._exact(of, seen[0], truth[0], own[0])
 
-    def _exact(self, name: str, seen: Tensor, truth: Tensor, own: Tensor) -> Check:
+    def _exact(self, of: Named, seen: Tensor, truth: Tensor, own: Tensor) -> Check:
         """Integers: exact where the reference is; else at most three times its own mismatches."""
         count = max(1, truth.numel())
         differ = int((seen.to(truth.device) != truth).sum())
@@ -85,13 +86,13 @@ class Standard:
         passed, proven, reason = differ <= may, may < NOTHING_TOLD * count, f"{differ} of {count} differ, {may} may"
         if not passed and self.unreliable:
             passed, proven, reason = True, False, self.unreliable
-        return Check(name, self.question, passed, proven, differ / count, may / count, reason)
+        return Check(of, self.question, passed, proven, differ / count, may / count, reason)
 
-    def _floating(self, name: str, seen: Sequence[Tensor], truth: Sequence[Tensor], own: Sequence[Tensor]) -> Check:
-        is_gradient = name.startswith("gradient")
+    def _floating(self, of: Named, seen: Sequence[Tensor], truth: Sequence[Tensor], own: Sequence[Tensor]) -> Check:
+        is_gradient = of.kind.is_gradient
         whole = self.gradients_norm if is_gradient else self.outputs_norm
         size, error = norm(truth), distance(seen, truth)
-        bound, reason = self._bound(is_gradient, size, whole, distance(own, truth) + self.off_by(name) * size)
+        bound, reason = self._bound(is_gradient, size, whole, distance(own, truth) + self.off_by(of) * size)
         counts_as_zero = size <= (WITH_FP32_INSIDE if self.fp32_inside else BOUNDS[FP64])[1] * whole
         unit = whole if counts_as_zero else size
         if counts_as_zero:
@@ -106,14 +107,14 @@ class Standard:
             passed, reason = False, "it is all zero, the reference's is not"
         elif not counts_as_zero and (factor := self._factor(seen, truth, own, error, size)):
             passed, reason = False, f"it is {factor:.4g} times the truth, which no rounding makes of it"
-        elif not passed and (explained_by := self._explained_by(name, seen, truth, error, size, whole)):
+        elif not passed and (explained_by := self._explained_by(of, seen, truth, error, size, whole)):
             passed, reason = True, f"less accurate, as {explained_by} is; {reason}"
         elif passed and not proven and unit:
             reason = f"the bound is as large as the tensor: {reason}"
         unit = unit or 1.0                                             # the truth is exactly zero
-        return Check(name, self.question, passed, proven, error / unit, bound / unit, reason, explained_by)
+        return Check(of, self.question, passed, proven, error / unit, bound / unit, reason, explained_by)
 
-    def _explained_by(self, name: str, seen: Sequence[Tensor], truth: Sequence[Tensor], error: float, size: float,
+    def _explained_by(self, of: Named, seen: Sequence[Tensor], truth: Sequence[Tensor], error: float, size: float,
                       whole: float) -> str:
         """The lower precision in which the reference is as far off, as a whole and at its worst element; or "".
 
@@ -121,11 +122,11 @@ class Standard:
         """
         if self.question != "precision" or not self.meaning_told or not math.isfinite(error):
             return ""
-        for kind, rough in self.lower(name):
+        for kind, rough in self.lower(of):
             if rough[0].shape != truth[0].shape:
                 continue
             rounding = ROUNDING[getattr(torch, kind, torch.float16)]                    # TF32 has FP16's mantissa
-            of_all = whole if name.startswith("gradient") else size
+            of_all = whole if of.kind.is_gradient else size
             if error > TIMES_A_LOWER_ONE * max(distance(rough, truth), rounding * size, rounding * 1e-2 * of_all):
                 continue
             largest = max(largest_difference(rough, truth), rounding * max(float(t.abs().max()) for t in truth))

@@ -8,7 +8,7 @@ elements vary together (one dropout mask for all samples leaves mean and varianc
 """
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks.measure.calls import outputs_of, takes_gradient
 from benchmarks.measure.checks import Check
 from benchmarks.measure.keeping import kept
+from benchmarks.measure.names import Kind, Named
 from benchmarks.measure.observing import Work, backward, distance, norm
 from benchmarks.measure.state import Start
 from common.phases import Phase
@@ -27,6 +28,8 @@ P_VALUE = 0.003                            # twice below it, by draws of their o
 EFFECT = 0.1**2                            # of a variance: by less, rounding may move means or variances
 OF_FP32 = 1e-5                             # rounding of a dtype in which random numbers hardly coincide
 MORE_OFTEN, FEW = 2, 0.02                  # than the reference's may draws coincide, and so many of them besides
+_OUTPUT = Named(Kind.OUTPUT, "output with dropout")
+_GRADIENTS = Named(Kind.PARAMETER_GRADIENT, "gradients with dropout")
 _SAME = 1e-3                               # of an output's norm: atomics of a GPU, in 16 bits
 _THEIRS, _OURS = 1000, 500_000             # where the seeds of candidate and reference begin
 
@@ -128,27 +131,31 @@ def checks(candidate: Side, reference: Side, reference_draws: bool, work: Work, 
             return []
         if not all(drawing):
             reason = "its outputs are random, the reference's are not" if drawing[0] else "its dropout is gone"
-            return [Check("output with dropout", "chance", False, True, float("nan"), float("nan"), reason)]
+            return [Check(_OUTPUT, "chance", False, True, float("nan"), float("nan"), reason)]
         say(Phase.CHECKING, "dropout")
-        found = _compared("output with dropout", candidate, reference, work, False, rounding)
+        found = _compared(_OUTPUT, candidate, reference, work, False, rounding)
         if has_gradients and all(check.passed for check in found):
             say(Phase.CHECKING, "dropout, backward")
-            found += _compared("gradients with dropout", candidate, reference, work, True, rounding)
+            found += _compared(_GRADIENTS, candidate, reference, work, True, rounding)
     return found
 
 
-def _compared(name: str, candidate: Side, reference: Side, work: Work, with_backward: bool, rounding: float
+def _compared(of: Named, candidate: Side, reference: Side, work: Work, with_backward: bool, rounding: float
               ) -> list[Check]:
     """The checks of one kind of draws. What fails is tried once more with other seeds: chance fails no one twice."""
     def look(seeds_from: int) -> list[Check]:
         theirs = candidate.rows(work, _THEIRS + seeds_from, with_backward)
         ours = reference.rows(work, _OURS + seeds_from, with_backward)
-        return of_draws(name, *_in_proportion(theirs, ours), rounding)
+        return of_draws(of, *_in_proportion(theirs, ours), rounding)
     first = look(0)
-    failed = {check.name for check in first if not check.passed}
+    failed = {check.of for check in first if not check.passed}
     if not failed:
         return first
-    return [check for check in look(100_000) if check.passed or check.name in failed]
+    return [check for check in look(100_000) if check.passed or check.of in failed]
+
+
+def _and(of: Named, what: str) -> Named:
+    return replace(of, words=f"{of.words}, {what}")
 
 
 def _in_proportion(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -158,7 +165,7 @@ def _in_proportion(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> tuple[Te
                  for side in (theirs, ours))
 
 
-def of_draws(name: str, theirs: Tensor, ours: Tensor, rounding: float = 1e-9) -> list[Check]:
+def of_draws(of: Named, theirs: Tensor, ours: Tensor, rounding: float = 1e-9) -> list[Check]:
     """The checks of mean and variance, and where both pass of how elements vary together, from [draws, elements] each.
 
     Elements that vary by less than `rounding` count as constant: those are compared without dropout. None, where all
@@ -178,31 +185,31 @@ def of_draws(name: str, theirs: Tensor, ours: Tensor, rounding: float = 1e-9) ->
     count = f"{len(ours)} draws of {ours.size(1)} elements"
     ratio = float(theirs.var(0).mean() / ours.var(0).mean().clamp_min(1e-300))
     can_tell = _can_tell(ours[:, moves])
-    found = [_check(f"{name}, its mean", of_means, f"the mean of each element over {count}", can_tell),
-             _check(f"{name}, its variance", of_squares, f"{ratio:.2f} times the reference's over {count}", can_tell)]
+    found = [_check(_and(of, "its mean"), of_means, f"the mean of each element over {count}", can_tell),
+             _check(_and(of, "its variance"), of_squares, f"{ratio:.2f} times the reference's over {count}", can_tell)]
     if rounding <= OF_FP32:
-        found.append(_values(name, theirs[:, moves], ours[:, moves]))
+        found.append(_values(of, theirs[:, moves], ours[:, moves]))
     if all(check.passed for check in found):
         reason = f"how elements vary together, {count}"
-        found.append(_check(f"{name}, together", of_means.square(), reason, can_tell, least=0.0))
+        found.append(_check(_and(of, "together"), of_means.square(), reason, can_tell, least=0.0))
     return found
 
 
-def _values(name: str, theirs: Tensor, ours: Tensor) -> Check:
+def _values(of: Named, theirs: Tensor, ours: Tensor) -> Check:
     """Whether draws of one element are as often the very same: random numbers of 16 bits have few values."""
     same = [float((side.sort(0).values.diff(dim=0) == 0).double().mean()) for side in (theirs, ours)]
     bound = MORE_OFTEN * same[1] + FEW
     reason = f"{same[0]:.1%} of draws coincide, {same[1]:.1%} of the reference's: random numbers of fewer bits?"
-    return Check(f"{name}, its values", "chance", same[0] <= bound, True, same[0], bound, reason)
+    return Check(_and(of, "its values"), "chance", same[0] <= bound, True, same[0], bound, reason)
 
 
-def _check(name: str, similarity: Tensor, reason: str, can_tell: bool, least: float = EFFECT) -> Check:
+def _check(of: Named, similarity: Tensor, reason: str, can_tell: bool, least: float = EFFECT) -> Check:
     """Whether candidate and reference are further apart than their draws dealt at random, and by `least` at least."""
     apart, at_random = _permuted(similarity)
     p_value = (1 + int((at_random >= apart).sum())) / (1 + len(at_random))
     bound = max(float(at_random.quantile(1 - P_VALUE)), least)
     passed = p_value > P_VALUE or float(apart) <= least
-    return Check(name, "chance", passed, can_tell or not passed, float(apart), bound, reason)
+    return Check(of, "chance", passed, can_tell or not passed, float(apart), bound, reason)
 
 
 def _permuted(similarity: Tensor) -> tuple[Tensor, Tensor]:

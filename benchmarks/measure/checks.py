@@ -3,15 +3,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from benchmarks.measure.names import Kind, Named
 from common.text import table
-
-WITHOUT_GRADIENTS = " without gradients"   # behind an output's name: of a forward under no_grad
 
 
 @dataclass(frozen=True)
 class Check:
     """One tensor and one question. Error and bound are shares of the tensor's norm, or of that of all gradients."""
-    name: str
+    of: Named
     question: str                          # "form", "meaning", "precision", "chance", "fresh inputs" or "timed calls"
     passed: bool                           # nothing speaks against it
     proven: bool                           # it could be told
@@ -19,6 +18,11 @@ class Check:
     bound: float
     reason: str                            # for the bound; where it failed or could not be told, for that
     explained_by: str = ""                 # the lower precision that explains an error beyond the bound: less accurate
+
+    @property
+    def name(self) -> str:
+        """What it is of, in words."""
+        return str(self.of)
 
     def __str__(self) -> str:
         if math.isnan(self.error) or not self.bound:
@@ -32,11 +36,13 @@ class Check:
 class Judgement:
     """All checks of one callable; printed, a table of them."""
     checks: list[Check]
-    truth: str                             # what it was held against
+    truth: str                             # what it was held against, in words
     notes: list[str] = field(default_factory=list)
     numerics: str | None = None            # that were declared
     hint: str = ""
     does_not_fit: bool = False             # it ran out of memory
+    has_oracle: bool = True                # the truth is known in FP64
+    truth_in_short: str = ""
 
     @property
     def status(self) -> str:
@@ -58,8 +64,8 @@ class Judgement:
     @property
     def outputs_proven(self) -> bool:
         """It passed, and every output could be told, and some gradient where there are any."""
-        outputs = [check.proven for check in self.checks if check.name.startswith("output")]
-        gradients = [check.proven for check in self.checks if check.name.startswith("gradient")]
+        outputs = [check.proven for check in self.checks if check.of.kind is Kind.OUTPUT]
+        gradients = [check.proven for check in self.checks if check.of.kind.is_gradient]
         return self.passed and all(outputs) and (any(gradients) or not gradients)
 
     @property
@@ -74,7 +80,7 @@ class Judgement:
             return math.inf if math.isnan(check.error) else check.error / check.bound if check.bound else 0.0
         failed = [check for check in self.checks if not check.passed]
         compared = failed or [check for check in self.checks if check.proven and not math.isnan(check.error)]
-        outputs = [check for check in failed if check.name.startswith("output")]
+        outputs = [check for check in failed if check.of.kind is Kind.OUTPUT]
         return max(outputs or compared, key=nearness, default=None)
 
     @property
@@ -87,10 +93,11 @@ class Judgement:
     def counted(self) -> str:
         """How many tensors were told, and of what: 1 output, 14 of 16 gradients."""
         words = []
-        for kind in ("output", "gradient", "buffer"):
-            of_kind = [check for check in self.checks if check.name.startswith(kind) and check.question != "chance"]
-            names = {check.name.removesuffix(WITHOUT_GRADIENTS) for check in of_kind}
-            untold = {check.name.removesuffix(WITHOUT_GRADIENTS) for check in of_kind if not check.proven}
+        gradients = Kind.INPUT_GRADIENT, Kind.PARAMETER_GRADIENT
+        for kind, kinds in {"output": [Kind.OUTPUT], "gradient": gradients, "buffer": [Kind.BUFFER]}.items():
+            of_kind = [check for check in self.checks if check.of.kind in kinds and check.question != "chance"]
+            names = {check.of.words for check in of_kind}
+            untold = {check.of.words for check in of_kind if not check.proven}
             count = f"{len(names) - len(untold)} of {len(names)}" if untold else str(len(names))
             if names:
                 words.append(f"{count} {kind}{'s' if len(names) > 1 else ''}")

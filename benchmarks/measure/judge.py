@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import bounds, chance, hints
+from benchmarks.measure import bounds, chance, hints, names
 from benchmarks.measure.bounds import DRAWS_OTHERS, FP32, FP64, NOT_TWICE, NUMERICS, Standard
 from benchmarks.measure.calls import Inputs, first_names, named_buffers, named_parameters, partners, takes_gradient
-from benchmarks.measure.checks import WITHOUT_GRADIENTS, Check, Judgement
+from benchmarks.measure.checks import Check, Judgement
 from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.flat import flat_of
 from benchmarks.measure.keeping import (
@@ -33,6 +33,7 @@ from benchmarks.measure.keeping import (
     uncompiled_meanwhile,
     without_dropout,
 )
+from benchmarks.measure.names import THE_CALL, Kind, Named
 from benchmarks.measure.observing import Loss, Observation, Work, norm, observe, rounding_in
 from benchmarks.measure.referee import (
     NOT_PLAIN,
@@ -51,6 +52,7 @@ from benchmarks.measure.truth import (
     free_memory,
     furthest_output,
     norms_of_all,
+    quick_collections,
     why_not,
     working_dtype,
 )
@@ -84,7 +86,7 @@ class Judge:
         self.dtype = working_dtype(candidate, truth.work.inputs)
         self.checks: list[Check] = []
         self.notes: list[str] = []
-        self.meaning_told = False
+        self.meaning_told = self.no_fp64_told = False
         self.draws = True                      # whether it draws random numbers
 
     def judge(self) -> Judgement:
@@ -105,15 +107,16 @@ class Judge:
                     else:
                         self._ask_chance()
             except Failed as error:
-                self._wrong("call", str(error))
+                self._wrong(THE_CALL, str(error))
             finally:
                 changed = before.changed()
         if changed:
-            self._wrong("call", f"{changed}, for everybody in this process")
+            self._wrong(THE_CALL, f"{changed}, for everybody in this process")
         if self.truth.is_few:
-            self.notes.append(f"{self.truth.in_words.partition(',')[0]}: {self.truth.why_few}; the whole batch is held "
+            self.notes.append(f"{self.truth.in_short}: {self.truth.why_few}; the whole batch is held "
                               f"against the reference in {dtype_name(self.truth.dtype)}")
-        return Judgement(self.checks, self._truth_in_words(), self.notes, self.numerics, hint)
+        return Judgement(self.checks, self._truth_in_words(), self.notes, self.numerics, hint,
+                         has_oracle=self.truth.has_meaning, truth_in_short=self.truth.in_short)
 
     def _hides_dropout(self) -> bool:
         """Whether it is compiled and drops by a rate that no attribute shows: then its functions are told, and it is
@@ -169,7 +172,7 @@ class Judge:
             return
         for name, output in own.outputs.items():
             if takes_gradient(output):
-                self.checks += self._fresh_check(name, seen.outputs.get(name), output,
+                self.checks += self._fresh_check(names.output(name), seen.outputs.get(name), output,
                                                  self.allowed_between * norm([output]))
 
     def _gradients_moved(self, seen: Observation, own: Observation, work: Work) -> list[Check]:
@@ -183,27 +186,29 @@ class Judge:
                 pairs[our] = mine[0], exact[0]
         moved = functools.partial(self._gradients_off_by_a_rounding, work)
         found = gradients_too_far_apart(pairs, self.allowed_between, norms_of_all(own)[1], moved)
-        return [check for wrong in found for check in self._fresh_check(wrong.name, *pairs[wrong.name], wrong.bound)]
+        return [check for wrong in found for check in self._fresh_check(wrong.of, *pairs[wrong.of], wrong.bound)]
 
-    def _gradients_off_by_a_rounding(self, work: Work) -> Iterator[dict[str, Tensor]]:
+    def _gradients_off_by_a_rounding(self, work: Work) -> Iterator[dict[Named, Tensor]]:
         """The reference's own, several times, of inputs that are off by a rounding."""
         for seen in self.truth.off_by_a_rounding(work, self.numerics):
-            yield {name: tensors[0] for name, tensors in seen.gradients.items() if tensors is not None}
+            yield {of: tensors[0] for of, tensors in seen.gradients.items() if tensors is not None}
 
-    def _gradient_names(self, own: Observation) -> dict[str, str]:
-        """Name of a gradient of the reference -> the candidate's."""
-        of_inputs = {name: name for name in own.gradients if name.startswith("gradient of input ")}
-        return of_inputs | {f"gradient of {our}": f"gradient of {their}" for our, their in self._pairs().items()
-                            if f"gradient of {our}" in own.gradients}
+    def _gradient_names(self, own: Observation) -> dict[Named, Named]:
+        """A gradient of the reference -> the candidate's."""
+        pairs = {of: of for of in own.gradients if of.kind is Kind.INPUT_GRADIENT}
+        for our, their in self._pairs().items():
+            if names.gradient_of(our) in own.gradients:
+                pairs[names.gradient_of(our)] = names.gradient_of(their)
+        return pairs
 
-    def _fresh_check(self, name: str, mine: Tensor | None, own: Tensor, bound: float) -> list[Check]:
+    def _fresh_check(self, of: Named, mine: Tensor | None, own: Tensor, bound: float) -> list[Check]:
         """The check that failed, if it did."""
         size = norm([own])
         error = math.inf if mine is None else apart_where_finite(mine, own)
         if not size or error <= bound:
             return []
         reason = "on inputs that it had not seen it gives something else than the reference"
-        return [Check(name, "fresh inputs", False, True, error / size, bound / size, reason)]
+        return [Check(of, "fresh inputs", False, True, error / size, bound / size, reason)]
 
     @property
     def allowed_between(self) -> float:
@@ -265,7 +270,7 @@ class Judge:
         of_meaning = list(self.checks)
         self._compare(seen, own, standard)
         wrong = [check for check in self.checks if not check.passed]
-        if wrong and self.meaning_told and all(check.name.startswith("gradient") for check in wrong):
+        if wrong and self.meaning_told and all(check.of.kind.is_gradient for check in wrong):
             self.checks = of_meaning
             self._compare(seen, self.truth.furthest(self.numerics), standard)
 
@@ -390,8 +395,9 @@ class Judge:
         return False
 
     def _no_fp64(self, why: str) -> None:
-        if not any(note.startswith("no FP64") for note in self.notes):
+        if not self.no_fp64_told:
             self.notes.append(f"no FP64 ({why}): small differences can't be told")
+        self.no_fp64_told = True
 
     # ------------------------------------------------------------------------------------------------------------ form
 
@@ -399,26 +405,26 @@ class Judge:
         """What must be so before any figure is compared."""
         for name in own.outputs:
             if name not in seen.outputs:
-                self._wrong(name, f"it is missing; it returns {', '.join(seen.outputs)}")
+                self._wrong(names.output(name), f"it is missing; it returns {', '.join(seen.outputs)}")
         for name, output in seen.outputs.items():
-            expected = own.outputs.get(name)
+            expected, of = own.outputs.get(name), names.output(name)
             if expected is None:
-                self._wrong(name, f"the reference returns none; it returns {', '.join(own.outputs)}")
+                self._wrong(of, f"the reference returns none; it returns {', '.join(own.outputs)}")
             elif output.shape != expected.shape:
-                self._wrong(name, f"its shape is {tuple(output.shape)}, the reference's {tuple(expected.shape)}")
+                self._wrong(of, f"its shape is {tuple(output.shape)}, the reference's {tuple(expected.shape)}")
             elif dtypes and not self._may_have(output.dtype, expected.dtype):
-                self._wrong(name, f"it is {dtype_name(output.dtype)}, the reference's {dtype_name(expected.dtype)}: "
-                            "declare that by numerics")
+                self._wrong(of, f"it is {dtype_name(output.dtype)}, the reference's {dtype_name(expected.dtype)}: "
+                                "declare that by numerics")
             elif name in own.takes_gradient and name not in seen.takes_gradient:
-                self._wrong(name, "it takes no gradient, the reference's does")
+                self._wrong(of, "it takes no gradient, the reference's does")
         for name, kind in seen.kinds.items():
             if kind is not own.kinds.get(name):
-                self._wrong(name, f"it is a {kind.__name__}{NOT_PLAIN}")
+                self._wrong(names.output(name), f"it is a {kind.__name__}{NOT_PLAIN}")
         for name in sorted({*seen.changed_inputs} - {*own.changed_inputs}):
             reason = f"it is changed in place; backward then raises {seen.backward_raises}"
-            self._wrong(name, reason if seen.backward_raises else "it is changed in place")
+            self._wrong(names.changed_input(name), reason if seen.backward_raises else "it is changed in place")
         for name in sorted({*seen.overwritten} - {*own.overwritten}):
-            self._wrong(name, "a later call writes over it: declare that by overwrites_output=True")
+            self._wrong(names.output(name), "a later call writes over it: declare that by overwrites_output=True")
         if not own.takes_gradient:
             note = "the reference's outputs take no gradient: forward alone is compared"
             self.notes += [] if note in self.notes else [note]
@@ -443,29 +449,29 @@ class Judge:
         numerics = self.numerics if question == "precision" else None
         norms = norms_of_all(self._held_against(question))
         return Standard(question, dtype, *norms, fp32_inside, numerics, self.gate, self.meaning_told, unreliable,
-                        self._lower, truth.off_by if question == "precision" else lambda name: 0.0)
+                        self._lower, truth.off_by if question == "precision" else lambda of: 0.0)
 
     def _held_against(self, question: str) -> Observation:
         """The meaning against FP64 of as many samples as fit, the precision against all samples."""
         return self.truth.exact if question == "meaning" else self.truth.whole
 
-    def _lower(self, name: str) -> Iterator[tuple[str, Sequence[Tensor]]]:
+    def _lower(self, of: Named) -> Iterator[tuple[str, Sequence[Tensor]]]:
         """What the reference gives for a tensor in each lower precision."""
         for kind, rough in self.truth.lower():
-            if tensors := rough.of(name):
+            if tensors := rough.of(of):
                 yield kind, tensors
 
     def _compare(self, seen: Observation, own: Observation, standard: Standard) -> None:
         exact = self._held_against(standard.question)
         for name, truth in exact.outputs.items():
-            self.checks.append(standard.tensor(name, [seen.outputs[name]], [truth], [own.outputs[name]]))
+            self.checks.append(standard.tensor(names.output(name), [seen.outputs[name]], [truth], [own.outputs[name]]))
             if name in seen.forward_alone and name in own.forward_alone:
                 alone = [[given.forward_alone[name]] for given in (seen, exact, own)]
-                self.checks.append(standard.tensor(name + WITHOUT_GRADIENTS, *alone))
+                self.checks.append(standard.tensor(names.output(name, alone=True), *alone))
         if own.takes_gradient:
-            for name, gradient in exact.gradients.items():
-                if name.startswith("gradient of input "):
-                    self._keep(standard.gradient(name, seen.gradients.get(name), gradient, own.gradients.get(name)))
+            for of, gradient in exact.gradients.items():
+                if of.kind is Kind.INPUT_GRADIENT:
+                    self._keep(standard.gradient(of, seen.gradients.get(of), gradient, own.gradients.get(of)))
             self._compare_parameters(standard, seen, own)
         self._compare_buffers(standard, seen, own)
 
@@ -474,18 +480,20 @@ class Judge:
         pairs = dict.fromkeys((ours_first[our], theirs_first[their]) for their, our in self.partners.items())
         exact = self._held_against(standard.question).gradients
         for our, their in pairs:
-            name = f"gradient of {our}"
+            of = names.gradient_of(our)
             if self.truth.values[our].shape != self.parameters[their].shape:
-                self._untold(name, standard.question, f"its {their} has another shape")
+                self._untold(of, standard.question, f"its {their} has another shape")
                 continue
-            theirs = seen.gradients.get(f"gradient of {their}")
-            self._keep(standard.gradient(name, theirs, exact.get(name), own.gradients.get(name)))
+            theirs = seen.gradients.get(names.gradient_of(their))
+            self._keep(standard.gradient(of, theirs, exact.get(of), own.gradients.get(of)))
         for our in dict.fromkeys(ours_first.values()):
-            if our not in {our for our, _ in pairs} and exact.get(f"gradient of {our}") is not None:
-                self._untold(f"gradient of {our}", standard.question, "it has no parameter of that name")
+            of = names.gradient_of(our)
+            if our not in {our for our, _ in pairs} and exact.get(of) is not None:
+                self._untold(of, standard.question, "it has no parameter of that name")
         for their in dict.fromkeys(theirs_first.values()):
-            if their not in {their for _, their in pairs} and seen.gradients.get(f"gradient of {their}") is not None:
-                self._untold(f"gradient of {their}", standard.question, "the reference has no parameter of that name")
+            of = names.gradient_of(their)
+            if their not in {their for _, their in pairs} and seen.gradients.get(of) is not None:
+                self._untold(of, standard.question, "the reference has no parameter of that name")
 
     def _compare_buffers(self, standard: Standard, seen: Observation, own: Observation) -> None:
         """Those that a call changes, of either: constants may be kept in any way."""
@@ -494,20 +502,20 @@ class Judge:
             changed = our in exact.changed_buffers or their in seen.changed_buffers
             if changed and seen.buffers[their].shape == own.buffers[our].shape:
                 tensors = [seen.buffers[their]], [exact.buffers[our]], [own.buffers[our]]
-                self.checks.append(standard.tensor(f"buffer {our}", *tensors))
+                self.checks.append(standard.tensor(names.buffer(our), *tensors))
         for our in exact.changed_buffers:
             if our not in self.buffer_partners.values():
-                self._untold(f"buffer {our}", standard.question, "it has no buffer of that name")
+                self._untold(names.buffer(our), standard.question, "it has no buffer of that name")
 
     def _keep(self, check: Check | None) -> None:
         if check is not None:
             self.checks.append(check)
 
-    def _untold(self, name: str, question: str, reason: str) -> None:
-        self.checks.append(Check(name, question, True, False, math.nan, math.nan, reason))
+    def _untold(self, of: Named, question: str, reason: str) -> None:
+        self.checks.append(Check(of, question, True, False, math.nan, math.nan, reason))
 
-    def _wrong(self, name: str, reason: str) -> None:
-        self.checks.append(Check(name, "form", False, True, math.nan, math.nan, reason))
+    def _wrong(self, of: Named, reason: str) -> None:
+        self.checks.append(Check(of, "form", False, True, math.nan, math.nan, reason))
 
 
 # --------------------------------------------------------------------------------------------------------- for a person
@@ -526,7 +534,7 @@ def validate(candidate: Callable, reference: Callable, inputs: Any, loss: Loss |
     """
     given = Inputs.of(inputs)
     materialised(given, reference, candidate)
-    with parameters_kept(reference, given):
+    with parameters_kept(reference, given), quick_collections():
         return _validated(candidate, Truth(reference, Work(given, loss, cotangents, seed)), numerics, parameters or {},
                           overwrites_output)
 
@@ -543,5 +551,5 @@ def _validated(candidate: Callable, truth: Truth, numerics: str | None, paramete
     free_memory()
     if does_not_fit:
         reason = f"out of memory: {machine.peak_in_words(truth.work.inputs.device)}"
-    return Judgement([Check("call", "form", False, True, math.nan, math.nan, reason)], truth.in_words, [], numerics,
-                     does_not_fit=does_not_fit)
+    return Judgement([Check(THE_CALL, "form", False, True, math.nan, math.nan, reason)], truth.in_words, [], numerics,
+                     does_not_fit=does_not_fit, has_oracle=truth.has_meaning, truth_in_short=truth.in_short)

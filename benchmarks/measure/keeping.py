@@ -22,7 +22,7 @@ _DROPOUT_P = {                                         # function -> place of it
 
 @contextlib.contextmanager
 def kept(*calls: Callable) -> Iterator[None]:
-    """Afterwards everything behind these is as it was, after an error and Ctrl-C too; so are all random numbers.
+    """Everything behind these is restored afterwards, after an error and Ctrl-C too; so are all random numbers.
 
     That is: mode, attributes, lists and dicts, buffers, gradients, and which parameters take one.
     """

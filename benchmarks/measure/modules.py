@@ -82,12 +82,12 @@ def record_checks(judgement: Judgement, result: Result, gradients: int | None = 
 
     `gradients`: of a model that has hundreds only so many, those nearest to their bounds.
     """
-    compared = {check.name: (check.error, check.bound) for check in judgement
+    compared = {check.of: (check.error, check.bound) for check in judgement
                 if check.error == check.error and check.question in ("meaning", "precision")}      # no NaN
-    of_gradients = sorted((name for name in compared if name.startswith("gradient")),
-                          key=lambda name: compared[name][0] / max(compared[name][1], 1e-300), reverse=True)
+    of_gradients = sorted((of for of in compared if of.kind.is_gradient),
+                          key=lambda of: compared[of][0] / max(compared[of][1], 1e-300), reverse=True)
     left_out = set() if gradients is None else set(of_gradients[gradients:])
-    result.errors |= {name: errors for name, errors in compared.items() if name not in left_out}
+    result.errors |= {str(of): errors for of, errors in compared.items() if of not in left_out}
     if not judgement.passed:
         raise Failed(judgement.failure)
 
@@ -152,7 +152,7 @@ class Comparison:
             return ["", "", "", ""]
         worst = judgement.worst
         error = f"{worst.error:.1e}" if worst and worst.error == worst.error else ""
-        return [error, worst.name if worst else "", judgement.truth.partition(",")[0], judgement.counted()]
+        return [error, worst.name if worst else "", judgement.truth_in_short, judgement.counted()]
 
     def lines(self) -> list[str]:
         """What is to be said below the table."""
@@ -165,7 +165,7 @@ class Comparison:
                 continue
             sentences += [f"{name}: {note}" for note in judgement.notes]
             sentences += [f"{name}: {check}" for check in judgement.less_accurate]
-            if "no oracle" in judgement.truth:
+            if not judgement.has_oracle:
                 sentences.append(f"{name}: held against {judgement.truth}")
         return sentences
 

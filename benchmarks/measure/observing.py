@@ -11,9 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.measure import names
 from benchmarks.measure.calls import Inputs, outputs_of, takes_gradient
-from benchmarks.measure.checks import WITHOUT_GRADIENTS
 from benchmarks.measure.keeping import without_dropout
+from benchmarks.measure.names import Kind, Named
 from benchmarks.measure.state import Start
 from common.outcome import Failed, in_a_line
 
@@ -47,7 +48,7 @@ class Observation:
     outputs: dict[str, Tensor]                                                 # with gradients recorded
     forward_alone: dict[str, Tensor] = field(default_factory=dict)             # without
     takes_gradient: list[str] = field(default_factory=list)                    # the outputs that do
-    gradients: dict[str, list[Tensor] | None] = field(default_factory=dict)    # one a cotangent
+    gradients: dict[Named, list[Tensor] | None] = field(default_factory=dict)    # one a cotangent
     buffers: dict[str, Tensor] = field(default_factory=dict)                   # after one call
     changed_buffers: list[str] = field(default_factory=list)
     changed_inputs: list[str] = field(default_factory=list)
@@ -55,15 +56,15 @@ class Observation:
     kinds: dict[str, type] = field(default_factory=dict)                       # of outputs that are no plain tensors
     backward_raises: str = ""                                                  # what, where its inputs were changed
 
-    def of(self, name: str) -> Sequence[Tensor] | None:
-        """The tensors behind the name of a check: an output, with or without gradients, a gradient, or a buffer."""
-        if name in self.gradients:
-            return self.gradients[name]
-        for tensors, suffix in ((self.outputs, ""), (self.forward_alone, WITHOUT_GRADIENTS)):
-            if name.endswith(suffix) and name.removesuffix(suffix) in tensors:
-                return [tensors[name.removesuffix(suffix)]]
-        buffer = self.buffers.get(name.removeprefix("buffer "))
-        return None if buffer is None else [buffer]
+    def of(self, named: Named) -> Sequence[Tensor] | None:
+        """The tensors behind a check: an output, with or without gradients, a gradient, or a buffer."""
+        if named.kind is Kind.OUTPUT:
+            found = (self.forward_alone if named.alone else self.outputs).get(named.words)
+        elif named.kind is Kind.BUFFER:
+            found = next((t for name, t in self.buffers.items() if names.buffer(name) == named), None)
+        else:
+            return self.gradients.get(named)
+        return None if found is None else [found]
 
 
 def observe(call: Callable, work: Work, dtype: torch.dtype | None = None, overwrites_output: bool = False,
@@ -190,15 +191,16 @@ def _run_backward(outputs: dict[str, Tensor], taking: Sequence[str], loss: Tenso
     torch.autograd.backward([outputs[name] for name in taking], given)
 
 
-def _add(gradients: dict[str, list[Tensor] | None], inputs: Inputs, parameters: dict[str, Tensor], number: int) -> None:
+def _add(gradients: dict[Named, list[Tensor] | None], inputs: Inputs, parameters: dict[str, Tensor], number: int
+         ) -> None:
     """Keep copies of the gradients that a backward left: a captured graph would write over them."""
-    differentiable = {name: t for name, t in inputs.named().items() if takes_gradient(t)}
-    for name, t in (*differentiable.items(), *parameters.items()):
+    leaves = {names.gradient_of_input(name): t for name, t in inputs.named().items() if takes_gradient(t)}
+    leaves |= {names.gradient_of(name): t for name, t in parameters.items()}
+    for of, t in leaves.items():
         if t.grad is None:
-            gradients.setdefault(f"gradient of {name}", None)
+            gradients.setdefault(of, None)
         elif number == 0 or t.numel() < SMALL:
-            gradient = t.grad.detach().to_dense().clone()
-            gradients[f"gradient of {name}"] = [*(gradients.get(f"gradient of {name}") or []), gradient]
+            gradients[of] = [*(gradients.get(of) or []), t.grad.detach().to_dense().clone()]
 
 
 def _overwritten(call: Callable, inputs: Inputs, own: Sequence[Tensor]) -> list[str]:

@@ -14,9 +14,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from benchmarks.measure.calls import (
     takes_gradient,
 )
 from benchmarks.measure.checks import Check
+from benchmarks.measure.names import THE_CALL
 from benchmarks.measure.observing import distance, norm
 from common.outcome import in_a_line, is_out_of_memory
 from common.runtime.iteration import Iteration
@@ -244,7 +245,7 @@ class Referee:
                 self.found = self.found or f"a timed call raises {in_a_line(error)}"
         self.last_looks.clear()
         if self.found:
-            self.checks.append(Check("call", "timed calls", False, True, math.nan, math.nan, self.found))
+            self.checks.append(Check(THE_CALL, "timed calls", False, True, math.nan, math.nan, self.found))
 
     def between_replays(self, replay: Callable[[], None], writes: Sequence[Tensor], inputs: Sequence[Tensor], mode: str
                         ) -> Callable[[], None]:
@@ -418,7 +419,7 @@ class _Watch:
                 self._look_again()
                 return ""
             return (f"a timed call ({self.mode}) left another gradient than the reference does on its input: of "
-                    f"{wrong.name}, off by {wrong.apart / max(wrong.size, 1e-300):.1e}")
+                    f"{wrong.of}, off by {wrong.apart / max(wrong.size, 1e-300):.1e}")
         return ""
 
     def _own_gradients(self, names: Container[str], leaves: list[Tensor], outputs: Sequence[Tensor]
@@ -452,17 +453,21 @@ def _fill(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             t.copy_(value)
 
 
-class Apart(NamedTuple):
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Apart(Generic[Key]):
     """A gradient that is further from the reference's own than anything explains, by norms."""
-    name: str
+    of: Key
     apart: float
     size: float
     bound: float
 
 
-def gradients_too_far_apart(pairs: Mapping[str, tuple[Tensor, Tensor]], allowed: float, whole: float,
-                            moved: Callable[[], Iterable[Mapping[str, Tensor]]]) -> list[Apart]:
-    """Of name -> (a candidate's gradient, the reference's): those too far apart for the same function.
+def gradients_too_far_apart(pairs: Mapping[Key, tuple[Tensor, Tensor]], allowed: float, whole: float,
+                            moved: Callable[[], Iterable[Mapping[Key, Tensor]]]) -> list[Apart[Key]]:
+    """Of a gradient -> (a candidate's gradient, the reference's): those too far apart for the same function.
 
     `allowed` is a share of its norm, `whole` the norm of all the reference's gradients. `moved()`
     gives the reference's gradients for inputs that are off by a rounding. It is asked only where something is too far
@@ -470,25 +475,25 @@ def gradients_too_far_apart(pairs: Mapping[str, tuple[Tensor, Tensor]], allowed:
     """
     of_all = BOUNDS[torch.bfloat16][1] * whole
     wrong = []
-    for name, (mine, own) in pairs.items():
+    for of, (mine, own) in pairs.items():
         apart, size = apart_where_finite(mine, own), norm([own])
         bound = max(GROSS, allowed) * size + of_all
         if not apart <= bound:
-            wrong.append(Apart(name, apart, size, bound))
+            wrong.append(Apart(of, apart, size, bound))
     if any(math.isfinite(each.apart) for each in wrong):
         share = TIMES_MOVED * _furthest_moved(pairs, of_all, moved())
-        wrong = [each._replace(bound=max(each.bound, share * (each.size + of_all))) for each in wrong]
+        wrong = [replace(each, bound=max(each.bound, share * (each.size + of_all))) for each in wrong]
     return [each for each in wrong if not each.apart <= each.bound]
 
 
-def _furthest_moved(pairs: Mapping[str, tuple[Tensor, Tensor]], of_all: float, moved: Iterable[Mapping[str, Tensor]]
+def _furthest_moved(pairs: Mapping[Key, tuple[Tensor, Tensor]], of_all: float, moved: Iterable[Mapping[Key, Tensor]]
                     ) -> float:
     """How far a gradient of the reference is moved at most, as a share of its norm."""
     shares = [0.0]
     for gradients in moved:
-        for name, other in gradients.items():
-            if name in pairs:
-                own = pairs[name][1]
+        for of, other in gradients.items():
+            if of in pairs:
+                own = pairs[of][1]
                 shares.append(apart_where_finite(other, own) / max(norm([own]) + of_all, 1e-300))
     return max(share for share in shares if math.isfinite(share))
 

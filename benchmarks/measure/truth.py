@@ -19,6 +19,7 @@ from benchmarks.measure.calls import (
 )
 from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.keeping import kept, uncompiled_meanwhile, without_dropout
+from benchmarks.measure.names import Kind, Named
 from benchmarks.measure.observing import Observation, Work, distance, norm, observe, rounding_in
 from common.block.config import dtype_name
 from common.block.precision import multiplying_float32_in
@@ -91,11 +92,11 @@ class Truth:
             self._drawing[names] = chance.Side(self.plain, [parameters[name] for name in names])
         return self._drawing[names]
 
-    def off_by(self, name: str) -> float:
+    def off_by(self, of: Named) -> float:
         """How far the reference itself is from FP64, as a share of a tensor's norm: of few samples, where `whole` is
         what it gives itself; else 0, as the distance from `whole` tells."""
-        own = self._own_of_few.of(name) if self._own_of_few else None
-        exact = self.exact.of(name)
+        own = self._own_of_few.of(of) if self._own_of_few else None
+        exact = self.exact.of(of)
         if own is None or exact is None or own[0].shape != exact[0].shape:
             return 0.0
         apart = distance(own, exact) / max(norm(exact), 1e-300)
@@ -196,12 +197,16 @@ class Truth:
         return self.exact_dtype == FP64 and self.rounds_to in (None, FP32)
 
     @property
+    def in_short(self) -> str:
+        """What it is: FP64, or the reference itself."""
+        kind = "FP64" if self.exact_dtype == FP64 else f"the reference in {dtype_name(self.exact_dtype)}"
+        return f"{kind}{self._of_few()}"
+
+    @property
     def in_words(self) -> str:
         if self.has_meaning:
-            rounds = ", which computes something in FP32 on its way" if self.rounds_to else ""
-            return f"FP64{self._of_few()}{rounds}"
-        kind = "FP64" if self.exact_dtype == FP64 else f"the reference in {dtype_name(self.exact_dtype)}"
-        return f"{kind}{self._of_few()}, no oracle: {self.why_not_fp64}"
+            return self.in_short + (", which computes something in FP32 on its way" if self.rounds_to else "")
+        return f"{self.in_short}, no oracle: {self.why_not_fp64}"
 
     def _of_few(self) -> str:
         if not self.is_few:
@@ -289,8 +294,8 @@ def multiplying_in(numerics: str | None, inputs: Inputs) -> Iterator[None]:
 
 def norms_of_all(seen: Observation) -> tuple[float, float]:
     """(of all outputs, of all gradients of parameters together; of the inputs' where there are none)."""
-    gradients = {name: g for name, g in seen.gradients.items() if g is not None}
-    of_parameters = [g for name, g in gradients.items() if not name.startswith("gradient of input ")]
+    gradients = {of: g for of, g in seen.gradients.items() if g is not None}
+    of_parameters = [g for of, g in gradients.items() if of.kind is Kind.PARAMETER_GRADIENT]
     outputs = math.hypot(*(norm([t]) for t in seen.outputs.values() if takes_gradient(t)))
     return outputs, math.hypot(*(norm(g) for g in of_parameters or gradients.values()))
 
@@ -310,6 +315,23 @@ def why_not(error: Exception) -> str:
     if isinstance(error, fitting.DoesNotFit):
         return str(error)
     return "out of memory" if is_out_of_memory(error) else in_a_line(error)
+
+
+@contextlib.contextmanager
+def quick_collections() -> Iterator[None]:
+    """Meanwhile `free_memory` looks only at objects made since: torch alone makes hundreds of thousands.
+
+    Where somebody has frozen objects already, theirs stay frozen.
+    """
+    is_ours = not gc.get_freeze_count()
+    if is_ours:
+        gc.collect()
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours:
+            gc.unfreeze()
 
 
 def free_memory() -> None:

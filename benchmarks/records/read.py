@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.records import schema
 from benchmarks.records.files import files, text_of
 from common.block.config import DTYPES, BlockConfig
-from common.outcome import Told
+from common.outcome import UserError
 from common.report.metrics import ENQUEUE, SHARE, Metric
 from common.report.record import Record
 from common.report.result import launch_bound
@@ -21,7 +21,7 @@ from common.runtime.peaks import SUSTAINED
 PROFILED = 5                    # rounds under the profiler, at the least: of fewer, a disturbed one would tell most
 
 
-class BadRecords(Told):
+class BadRecords(UserError):
     """A file that does not hold records; the message names it, and the line."""
 
 

@@ -16,7 +16,7 @@ from common.report.record import Record
 
 VERSION = 2                            # of the drawings: raise it when one looks different, and all are drawn anew
 
-# Okabe and Ito's palette, told apart with any kind of colour blindness (https://jfly.uni-koeln.de/color/, 2002).
+# Okabe and Ito's palette, distinguishable with any kind of colour blindness (https://jfly.uni-koeln.de/color/, 2002).
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#D55E00", "#000000")
 MARKERS = "osD^vPX*"
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "transformer block",

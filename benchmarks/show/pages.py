@@ -17,7 +17,7 @@ from benchmarks.records import RESULTS, compare
 from benchmarks.records.files import compress_large, file_of, files, stem_of
 from benchmarks.records.gains import gain
 from benchmarks.records.provenance import commits, provenance, unproven
-from benchmarks.records.read import BadRecords, Run, info, latest, metric, paired, read, shape
+from benchmarks.records.read import BadRecords, Run, latest, metric, paired, read, shape
 from benchmarks.show import charts
 from benchmarks.show.charts import Charts
 from benchmarks.show.tables import NO_ANSWER, joules
@@ -98,10 +98,9 @@ def long_tables(studies: Sequence[Question]) -> dict[Path, str]:
 
 def parts_of(studies: Sequence[Question]) -> dict[str, Callable[[], str]]:
     """Name -> what makes its Markdown, of every part there is."""
-    parts: dict[str, Callable[[], str]] = {"summary": summary, "compare": comparisons, "card": card,
-                                           "sensitivity": sensitivity, "attribution": attribution,
-                                           "assistant": assistant, "assistant twice": assistant_twice,
-                                           "assistant written": assistant_written}
+    parts: dict[str, Callable[[], str]] = {
+        "summary": summary, "compare": comparisons, "card": card, "attribution": attribution, "assistant": assistant,
+        "assistant twice": assistant_twice, "assistant written": assistant_written}
     for before, after in zip(steps.ALL, steps.ALL[1:], strict=False):
         parts[f"diff {before.number} {after.number}"] = lambda a=before, b=after: diff(a, b)    # type: ignore[misc]
     for preset in ("te-tutorial", "gpt2"):
@@ -249,26 +248,6 @@ def comparisons() -> str:
     return "\n\n".join(blocks) or "Not recorded yet."
 
 
-def sensitivity() -> str:
-    """What compare says of two ladders of one day, and of one whose rows were all made slower on purpose."""
-    shown = []
-    for path in [*files(RESULTS, "*/second-*"), *files(RESULTS, "*/slowed-*")]:
-        kind, _, name = stem_of(path).name.partition("-")
-        first, other = _without_counters(read(file_of(path.with_name(name)))), read(path)
-        noise = [line for line in compare.recorded_noise(other) if shape(line) == shape(other[0])]
-        rows = [row for row in compare.compare(first, other, noise).rows
-                if not (row.old.launch_bound or row.new.launch_bound)]
-        wanted = "SAME" if kind == "second" else "SLOWER"
-        count = sum(row.verdict == wanted for row in rows)
-        slowed = slowed_by(other)
-        of_what = f"all rows made {slowed:g} % slower on purpose" if slowed else "a second ladder of the same day"
-        share = 100 * count / len(rows)
-        shown.append([shape(other[0]), of_what, f"{wanted}: {count} of {len(rows)}, {share:.0f} %"])
-    if not shown:
-        return "Not recorded yet."
-    return markdown(shown, ["shape", "held against the ladder", "rows that are not launch-bound"])
-
-
 def attribution() -> str:
     """How many gains of the recorded GPU ladders have no more unexplained than their bound, and which have."""
     within, beyond = 0, []
@@ -289,11 +268,6 @@ def attribution() -> str:
         return "Not recorded yet."
     sentence = f"Of the {within + len(beyond)} recorded pairs {within} stay within the bound."
     return sentence if not beyond else "\n".join([f"{sentence} These do not:", "", *beyond])
-
-
-def slowed_by(lines: list[Record]) -> float:
-    """By how many percent the rows of these records were made slower on purpose."""
-    return max(info(line).get("slowed_percent", 0.0) for line in lines)
 
 
 def diff(before: steps.Step, after: steps.Step) -> str:
@@ -339,7 +313,7 @@ def assistant_written() -> str:
 
 
 def assistant_twice() -> str:
-    """How a second run of the assistant orders what the first told apart."""
+    """How a second run of the assistant orders what the first distinguished."""
     rows = []
     for name in ("gpt", "gpt_good"):
         both = [file_of(RESULTS / "h200" / f"assistant-{name}{which}") for which in ("", "-again")]

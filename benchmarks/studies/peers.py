@@ -473,7 +473,7 @@ In short, of what was timed on the H200 (gpt2 not with 2.9): the compiled `GPT2B
 few percent, as the same operations under the same compiler should be. At te-tutorial so is the compiled
 `nn.TransformerEncoderLayer`, but for its forward with FP32 parameters. No peer is faster but one, at gpt2 forward,
 which returns y in 16 bits where ours is in FP32. In FP8 Transformer Engine's own layer comes nearest,
-forward+backward with 2.9. The table of 2.9 in all 16 bits has 40 rounds, since what it tells apart is small.
+forward+backward with 2.9. The table of 2.9 in all 16 bits has 40 rounds, since it distinguishes small differences.
 PyTorch's and transformers' peers were recorded later than the others; each is held against the steps of its own run."""
 
 register(Study("peers", __doc__, groups, text=text, charts=charts, answer=answer, add_arguments=add_arguments,

@@ -16,6 +16,17 @@ from torch.utils import _pytree as pytree
 _outside: str | None = None       # what the caller had set, while a backward is running
 
 
+@contextlib.contextmanager
+def multiplying_float32_in(precision: str) -> Iterator[None]:
+    """Meanwhile FP32 matmuls run in `precision`, "highest" or "high"; the caller's setting is back after errors too."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def float32_matmul_precision(precision: str):
     """Decorate a block's __call__ so that its FP32 matmuls run in `precision`, forward and backward.
 
@@ -27,12 +38,8 @@ def float32_matmul_precision(precision: str):
         @functools.wraps(call)
         def wrapped(block: Any, *args: Any, **kwargs: Any) -> Any:
             own = getattr(block, "matmul_precision", precision)
-            before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision(own)
-            try:
+            with multiplying_float32_in(own):
                 y = call(block, *args, **kwargs)
-            finally:
-                torch.set_float32_matmul_precision(before)
             for output in [y] if isinstance(y, Tensor) else pytree.tree_leaves(y):
                 if isinstance(output, Tensor) and output.requires_grad:
                     # Runs when the gradient of y arrives: before any kernel of this block's backward.
@@ -40,17 +47,6 @@ def float32_matmul_precision(precision: str):
             return y
         return wrapped
     return decorate
-
-
-@contextlib.contextmanager
-def multiplying_float32_in(precision: str) -> Iterator[None]:
-    """Meanwhile FP32 matmuls run in `precision`, "highest" or "high"; the caller's setting is back after errors too."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _set_until_backward_ends(precision: str) -> None:

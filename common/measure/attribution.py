@@ -2,9 +2,9 @@
 
 Right behind a timed sample, on a machine in the state it was timed in, a few more iterations run under the profiler,
 every other one with a marker kernel before and behind it. The timeline of one is the time between its markers; idle is
-the timeline less the union of its kernels' intervals. The others are timed by the clock: what the kernels don't explain
-is told apart from what the profiler costs. On a CPU operators stand for kernels: an operator's own time, without that
-of the operators it calls.
+the timeline less the union of its kernels' intervals. The others are timed by the clock, so that what the kernels don't
+explain is distinguished from what the profiler costs. On a CPU operators stand for kernels: an operator's own time,
+without that of the operators it calls.
 """
 import functools
 import operator

@@ -9,7 +9,7 @@ pytest.importorskip("ipykernel")
 
 from benchmarks import notebooks  # noqa: E402
 from benchmarks.notebooks import command, running  # noqa: E402
-from common.outcome import Told  # noqa: E402
+from common.outcome import UserError  # noqa: E402
 
 EACH = pytest.mark.parametrize("path", notebooks.every(), ids=lambda path: path.stem)
 A_MACHINE = re.compile(r"/home/|/root/|/tmp/|/usr/|/opt/|/work/|site-packages|\.venv|pid[ -]\d+|\d\d:\d\d:\d\d")
@@ -72,6 +72,6 @@ def test_a_cell_that_fails_is_told_and_nothing_is_written(tmp_path):
     path = tmp_path / "broken.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")]), path)
     before = path.read_bytes()
-    with pytest.raises(Told, match=r"broken.ipynb: a cell failed: ZeroDivisionError"):
+    with pytest.raises(UserError, match=r"broken.ipynb: a cell failed: ZeroDivisionError"):
         running.record(path)
     assert path.read_bytes() == before

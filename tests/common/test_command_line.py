@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common import PRESETS, command_line
-from common.outcome import Told
+from common.outcome import UserError
 from common.report.record_file import RecordFile, WriteError
 
 pytestmark = pytest.mark.unit
@@ -105,7 +105,7 @@ def test_another_width_has_an_ffn_of_four_times_itself():
                                                "written, give a file with room for more"),
     (torch.OutOfMemoryError("no room\nand more"), 3, "ladder: out of memory: no room; give a smaller shape"),
     (MemoryError(), 3, "ladder: out of memory: no message; give a smaller shape"),
-    (Told("a.jsonl, line 2: no record"), 1, "ladder: error: a.jsonl, line 2: no record"),
+    (UserError("a.jsonl, line 2: no record"), 1, "ladder: error: a.jsonl, line 2: no record"),
 ], ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "")
 def test_what_ends_a_command_early_is_one_line(error, status, said, capsys, tmp_path):
     file = RecordFile(str(tmp_path / "out"))

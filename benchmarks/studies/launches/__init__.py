@@ -169,7 +169,7 @@ def refine(options: Options) -> None:
 
 
 INTRODUCTION = """\
-Where the host takes longer to launch an iteration's kernels than the GPU to run them, faster kernels buy nothing. Fewer
+When launching an iteration's kernels takes longer than running them, faster kernels buy nothing. Fewer
 launches do, and a graph is one."""
 
 register(Study("launches", __doc__, groups, text=tables.text, charts=tables.charts, answer=tables.answer, run=run,

@@ -353,7 +353,7 @@ def when_to_use_one(path: Path) -> str:
     forward, both = (_where_it_pays(of_all, mode) for mode in MODES)
     gpu = runner(lines[0])["name"]
     sentences = [
-        "**When to reach for a graph.** Where the host takes longer to launch an iteration than the GPU to run it.",
+        "**Use a graph** when launching an iteration takes longer than running it.",
         f"At gpt2's width on the {gpu} a graph buys more than 5 %: {FORWARD} {forward}; {BOTH} {both}.",
         f"Captured by hand it buys most, {by_hand} times for step {COMPILED_STEP} at {fewest} tokens, {BOTH}, but "
         f'nothing may move in memory; `mode="{REDUCE_OVERHEAD}"` buys {by_tree} times and follows what moves.']

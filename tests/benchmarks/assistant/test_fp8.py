@@ -21,6 +21,7 @@ from benchmarks.assistant.techniques import autocast, compiled, fp8
 from benchmarks.assistant.workload import arithmetic_of, bytes_of
 from benchmarks.assistant.written import AsWritten
 from benchmarks.measure.calls import Inputs
+from benchmarks.measure.names import Kind
 from benchmarks.recipes import emulated
 from benchmarks.recipes.recipe import CURRENT
 from common.runtime import engine
@@ -190,7 +191,7 @@ def test_it_is_the_same_model_in_fp8(others, first, has_fp8):
     assert type(rung.module.blocks[0].up).__name__ == "LinearInFP8" and type(model.blocks[0].up) is nn.Linear
     judgement = validate(rung, model, (x,), numerics=rung.plan.numerics)
     assert judgement.passed, judgement
-    asked = {check.question for check in judgement if check.name.startswith("output")}
+    asked = {check.question for check in judgement if check.of.kind is Kind.OUTPUT}
     assert "meaning" in asked and all(check.proven for check in judgement if check.question == "meaning")
     assert not validate(rung, model, (x,), numerics="bfloat16").passed
 

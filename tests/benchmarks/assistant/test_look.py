@@ -17,7 +17,7 @@ from benchmarks.assistant.workload import arithmetic_of, workload
 from benchmarks.examples import pairs
 from benchmarks.measure.calls import Inputs
 from common.block.workload import ATTENTION, BOTH
-from common.outcome import Told
+from common.outcome import UserError
 from common.runtime.iteration import FORWARD
 from tests.helpers import attention_spellings as spellings
 
@@ -104,7 +104,7 @@ def test_what_is_said_names_model_work_lines_and_what_could_be_done(looked):
 
 @pytest.mark.unit
 def test_a_model_that_raises_is_told():
-    with pytest.raises(Told, match="can't be called on these inputs"):
+    with pytest.raises(UserError, match="can't be called on these inputs"):
         look(nn.Linear(3, 3), (torch.ones(2, 2),))
 
 

@@ -14,7 +14,7 @@ from benchmarks.assistant.program import read
 from benchmarks.assistant.project import ROOT, Project
 from benchmarks.assistant.techniques import sdpa
 from benchmarks.measure.calls import Inputs
-from common.outcome import Told
+from common.outcome import UserError
 
 FILES = {
     "my_model.py": """
@@ -104,7 +104,7 @@ def imports(monkeypatch, tmp_path):
 @pytest.mark.integration
 def test_an_import_inside_a_forward_is_refused(project, imports):
     (project / "neighbour.py").write_text("def twice(x):\n    from common import SCALE\n    return SCALE * x\n")
-    with pytest.raises(Told, match="imports common while the model runs: import it at the top"):
+    with pytest.raises(UserError, match="imports common while the model runs: import it at the top"):
         look(load(f"{project}/my_model.py:build"))
 
 

@@ -11,7 +11,7 @@ from benchmarks.assistant.proving import Prover
 from benchmarks.assistant.source import Place
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.technique import Advice, Found, Technique
-from common.outcome import Told
+from common.outcome import UserError
 
 SHORT, LONG = torch.randn(2, 5, 6), torch.randn(2, 9, 6)
 SOURCE = """
@@ -68,5 +68,5 @@ def test_code_is_judged_on_all_of_them(tmp_path):
                                           ((3,), "hold no tensor"),
                                           ((SHORT.int().float().to(torch.float8_e4m3fn),), "inputs in float8")])
 def test_a_second_that_is_no_input_is_told(second, said):
-    with pytest.raises(Told, match=said):
+    with pytest.raises(UserError, match=said):
         optimize(nn.Linear(6, 6), [(SHORT,), second], quick=True)

@@ -8,9 +8,10 @@ from benchmarks.assistant.combination import Combination
 from benchmarks.assistant.optimized import Added
 from benchmarks.assistant.technique import Technique
 from benchmarks.measure.checks import Check, Judgement
+from benchmarks.measure.names import gradient_of, output
 
-RIGHT = Check("output", "precision", True, True, 1e-7, 2e-6, "rounding of float32")
-ROUGH = Check("output", "precision", True, True, 1e-3, 2e-6, "less accurate, as float16 is", "float16")
+RIGHT = Check(output("output"), "precision", True, True, 1e-7, 2e-6, "rounding of float32")
+ROUGH = Check(output("output"), "precision", True, True, 1e-3, 2e-6, "less accurate, as float16 is", "float16")
 
 
 def gain(low: float) -> tuple[float, float, float]:
@@ -53,8 +54,8 @@ def test_one_that_slows_all_the_others_down_is_in_the_way(times, place):
 
 @pytest.mark.unit
 def test_the_tensor_that_is_less_accurate_is_named():
-    worse = Check("gradient of w", "precision", True, True, 1e-2, 2e-6, "less accurate, as bfloat16 is", "bfloat16")
+    worse = Check(gradient_of("w"), "precision", True, True, 1e-2, 2e-6, "less accurate, as bfloat16 is", "bfloat16")
     assert verdicts._less_accurate(Judgement([RIGHT, ROUGH, worse], "FP64")) == str(worse)
     assert verdicts._less_accurate(Judgement([RIGHT], "FP64")) == verdicts._less_accurate(None) == ""
-    zero = Check("output", "precision", True, True, math.inf, 0.0, "less accurate", "float16")
+    zero = Check(output("output"), "precision", True, True, math.inf, 0.0, "less accurate", "float16")
     assert verdicts._less_accurate(Judgement([zero, ROUGH], "FP64"))

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from benchmarks.assistant import why
 from benchmarks.assistant.techniques import EVERY
-from common.outcome import Told
+from common.outcome import UserError
 from tests.helpers import attention_spellings as spellings
 
 X = torch.randn(2, spellings.LENGTH, spellings.WIDTH, generator=torch.Generator().manual_seed(0))
@@ -80,5 +80,5 @@ def test_an_unknown_technique_names_the_known_ones():
 def test_no_technique_raises_on_a_model_without_a_matmul(technique, without_inductor):
     said = why(technique.name, nn.ReLU(), (X,)).applied
     assert said
-    with pytest.raises(Told):
+    with pytest.raises(UserError):
         why(technique.name, nn.Linear(3, 3), (X,))

@@ -15,7 +15,7 @@ from benchmarks.assistant.source import Place
 from benchmarks.assistant.technique import Advice
 from benchmarks.assistant.techniques import library_norm, sdpa
 from benchmarks.assistant.written import AsWritten, written_out
-from common.outcome import Told
+from common.outcome import UserError
 
 CPU = torch.device("cpu")
 FILES = {
@@ -172,7 +172,7 @@ def test_a_copy_that_is_not_imported_is_left_out(project):
 @pytest.mark.integration
 def test_code_that_does_not_run_is_told(project):
     source = load(f"{project}/my_model.py:build")
-    with pytest.raises(Told, match=r"my_model.py can't be imported: SyntaxError"), \
+    with pytest.raises(UserError, match=r"my_model.py can't be imported: SyntaxError"), \
             written_out(source, [Advice("return (", Place(f"{project}/norms.py", 11))], CPU):
         pass
 

@@ -10,6 +10,7 @@ from benchmarks.examples.pairs import tensor
 from benchmarks.measure import chance
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.judge import validate
+from benchmarks.measure.names import output
 from benchmarks.measure.observing import Work
 
 pytestmark = pytest.mark.unit
@@ -108,7 +109,7 @@ def test_equal_draws_are_told_apart_by_chance_no_more_often_than_is_said():
         shared = torch.randn(96, 1, generator=generator, dtype=torch.float64)
         drawn = shared * torch.randn(1, 40, generator=generator, dtype=torch.float64).abs()
         drawn = drawn + torch.randn(96, 40, generator=generator, dtype=torch.float64)
-        below += sum(not check.passed for check in chance.of_draws("output", drawn[:48], drawn[48:]))
+        below += sum(not check.passed for check in chance.of_draws(output("output"), drawn[:48], drawn[48:]))
     assert below <= 5
 
 
@@ -116,7 +117,7 @@ def test_equal_draws_are_told_apart_by_chance_no_more_often_than_is_said():
 def test_a_spread_on_either_side_of_what_is_told(factor, passes):
     generator = torch.Generator().manual_seed(1)
     ours, theirs = (torch.randn(48, 200, generator=generator, dtype=torch.float64) for _ in range(2))
-    assert all(check.passed for check in chance.of_draws("output", factor * theirs, ours)) == passes
+    assert all(check.passed for check in chance.of_draws(output("output"), factor * theirs, ours)) == passes
 
 
 def half_constant(x: Tensor, p: float, training: bool) -> Tensor:
@@ -142,7 +143,7 @@ def test_rounding_is_no_other_distribution(kind):
 def test_random_numbers_of_few_values_on_either_side(values, passes):
     generator = torch.Generator().manual_seed(1)
     ours, theirs = (torch.rand(32, 2000, generator=generator, dtype=torch.float64) for _ in range(2))
-    found = chance.of_draws("output", (theirs * values).floor() / values, ours)
+    found = chance.of_draws(output("output"), (theirs * values).floor() / values, ours)
     assert all(check.passed for check in found) == passes
 
 
@@ -150,12 +151,12 @@ def test_random_numbers_of_few_values_on_either_side(values, passes):
 def test_a_mean_on_either_side_of_what_rounding_may_move(shift, passes):
     generator = torch.Generator().manual_seed(1)
     ours, theirs = (torch.randn(48, 4000, generator=generator, dtype=torch.float64) for _ in range(2))
-    assert all(check.passed for check in chance.of_draws("output", theirs + shift, ours)) == passes
+    assert all(check.passed for check in chance.of_draws(output("output"), theirs + shift, ours)) == passes
 
 
 def test_draws_of_other_sizes_are_refused_in_a_line():
     with pytest.raises(ValueError, match=r"draws of \(4, 3\) and \(4, 5\)"):
-        chance.of_draws("output", torch.ones(4, 3), torch.ones(4, 5))
+        chance.of_draws(output("output"), torch.ones(4, 3), torch.ones(4, 5))
 
 
 def test_a_large_output_is_looked_at_in_places_and_never_copied_whole():

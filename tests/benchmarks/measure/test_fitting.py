@@ -1,5 +1,7 @@
 """Models that do not fit in FP64: fewer samples tell the meaning, the whole batch the precision, and that is said."""
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from benchmarks.measure.calls import Inputs
 from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import validate
 from benchmarks.measure.observing import Work
+from benchmarks.measure.truth import free_memory, quick_collections
 from common.runtime import machine
 
 pytestmark = pytest.mark.unit
@@ -183,3 +186,34 @@ def test_out_of_memory_of_a_candidate_is_said_and_no_traceback():
 def test_memory_that_is_free_is_some_and_no_more_than_there_is():
     device = torch.device("cpu")
     assert 0 < machine.memory_free(device) <= machine.memory_total(device)
+
+
+@pytest.fixture
+def nothing_frozen():
+    count = gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    if count:
+        gc.freeze()
+
+
+def test_collections_are_quick_meanwhile_and_as_before_afterwards(nothing_frozen):
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+    with quick_collections():
+        assert gc.get_freeze_count() > 100_000
+        made = weakref.ref(Cycle())
+        free_memory()
+        assert made() is None
+        with quick_collections():
+            pass
+        assert gc.get_freeze_count() > 100_000
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_somebody_froze_stays_frozen(nothing_frozen):
+    gc.freeze()
+    with quick_collections():
+        pass
+    assert gc.get_freeze_count() > 0

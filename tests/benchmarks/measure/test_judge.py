@@ -12,8 +12,9 @@ from benchmarks.examples import pairs
 from benchmarks.examples.pairs import LIBRARY, RIGHT, WRONG, Pair, fused, gelu, random, tensor
 from benchmarks.measure.bounds import Standard
 from benchmarks.measure.calls import Inputs
-from benchmarks.measure.checks import WITHOUT_GRADIENTS, Judgement
+from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import Judge, validate
+from benchmarks.measure.names import output
 from benchmarks.measure.observing import Work
 from benchmarks.measure.truth import Truth
 from common import BlockConfig, parameters, steps
@@ -83,7 +84,7 @@ def test_what_has_no_backward_is_judged_where_the_forward_alone_counts(factor, w
     candidate, x = WithoutBackward(factor), torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     alone = Work(Inputs.of((x,)), forward_only=True)
     judgement = Judge(candidate, Truth(Plain(1.0), alone)).judge()
-    assert {name.removesuffix(WITHOUT_GRADIENTS) for name in failed(judgement)} == wrong, judgement
+    assert {check.of.words for check in judgement if not check.passed} == wrong, judgement
     assert not any("gradient of" in check.name for check in judgement)
     with pytest.raises(RuntimeError, match="it has no backward"):
         Judge(candidate, Truth(Plain(1.0), replace(alone, forward_only=False))).judge()
@@ -702,7 +703,7 @@ def test_fast_exponentials_are_off_one_way_by_several_roundings_of_fp32(factor, 
     truth = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     far = truth + 1e-5 * torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     standard = Standard("precision", torch.float32, float(truth.norm()), 0.0)
-    assert standard.tensor("output", [truth * factor], [truth], [far]).passed == passes
+    assert standard.tensor(output("output"), [truth * factor], [truth], [far]).passed == passes
 
 
 # ------------------------------------------------------------------------------------- truths that are wrong themselves

@@ -9,6 +9,7 @@ from benchmarks.measure.bounds import BOUNDS
 from benchmarks.measure.calls import named_parameters
 from benchmarks.measure.checks import Check, Judgement
 from benchmarks.measure.modules import Comparison, compare, record_checks
+from benchmarks.measure.names import Named, gradient_of, output
 from benchmarks.records import significance
 from benchmarks.records.read import Run, extra, paired, verdict
 from common import BlockConfig, steps
@@ -97,10 +98,10 @@ def test_records_of_two_works_are_never_the_same_row():
 
 
 def test_of_hundreds_of_gradients_those_nearest_to_their_bounds_are_recorded():
-    def check(name: str, error: float, bound: float) -> Check:
-        return Check(name, "precision", True, True, error, bound, "")
-    checks = [check("output", 1e-9, 1.0), check("gradient of a", 0.1, 1.0), check("gradient of b", 0.1, 0.2),
-              check("gradient of c", 0.3, 1.0)]
+    def check(of: Named, error: float, bound: float) -> Check:
+        return Check(of, "precision", True, True, error, bound, "")
+    checks = [check(output("output"), 1e-9, 1.0), check(gradient_of("a"), 0.1, 1.0), check(gradient_of("b"), 0.1, 0.2),
+              check(gradient_of("c"), 0.3, 1.0)]
     result = Result("mine", None, "float32", {})
     record_checks(Judgement(checks, "FP64"), result, gradients=2)
     assert set(result.errors) == {"output", "gradient of b", "gradient of c"}

@@ -5,6 +5,7 @@ from torch import nn
 
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.judge import validate
+from benchmarks.measure.names import gradient_of_input
 from benchmarks.measure.observing import Work, cotangent, distance, norm
 from benchmarks.measure.truth import Truth
 
@@ -40,7 +41,8 @@ def test_a_reference_near_a_kink_says_how_far_its_own_gradients_may_be_off():
     """A rounding of the input moves a ReLU to its other side: who lands there makes no mistake."""
     x = torch.tensor([[1.0, -1.0 + 2**-24]])
     truth = Truth(lambda x: torch.relu(x.sum(-1)), Work(Inputs.of(x)))
-    exact, name = truth.exact.gradients["gradient of input 0"], "gradient of input 0"
+    name = gradient_of_input("input 0")
+    exact = truth.exact.gradients[name]
     assert distance(truth.own(None).gradients[name], exact) == 0
     assert distance(truth.furthest(None).gradients[name], exact) == pytest.approx(norm(exact))
 
@@ -52,6 +54,6 @@ def test_where_products_may_be_in_tf32_a_kink_is_as_wide_as_its_rounding(allowed
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
     x = torch.tensor([[1.0, -1.0 + 2**-12]])
     truth = Truth(lambda x: torch.relu(x.sum(-1)), Work(Inputs.of(x)))
-    name = "gradient of input 0"
+    name = gradient_of_input("input 0")
     off = distance(truth.furthest(numerics).gradients[name], truth.exact.gradients[name])
     assert (off > 0) == reached

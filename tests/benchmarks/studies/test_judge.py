@@ -7,6 +7,7 @@ import torch
 from benchmarks.examples.cheats import CHEATS
 from benchmarks.examples.pairs import RIGHT, WRONG
 from benchmarks.measure.checks import Check, Judgement
+from benchmarks.measure.names import gradient_of, output
 from benchmarks.records.read import latest, metric
 from benchmarks.studies import judge
 from benchmarks.studies.judge import cheating
@@ -29,12 +30,12 @@ def test_meaning_tells_what_16_bits_do_not():
 
 @unit
 def test_the_finding_is_the_check_that_failed_even_where_another_has_no_figure():
-    missing = Check("gradient of w", "form", False, True, NAN, NAN, "it has none")
-    small = Check("output", "meaning", True, True, 1e-12, 1e-9, "in FP64")
+    missing = Check(gradient_of("w"), "form", False, True, NAN, NAN, "it has none")
+    small = Check(output("output"), "meaning", True, True, 1e-12, 1e-9, "in FP64")
     found = judge.finding(Judgement([small, missing], "FP64"), "meaning")
     assert (found.passed, found.tensor, found.times_the_bound) == (False, "gradient of w", None)
     assert judge.finding(Judgement([small], "FP64"), "meaning").times_the_bound == pytest.approx(1e-3)
-    other = Check("output", "precision", True, True, 1.0, 2.0, "")
+    other = Check(output("output"), "precision", True, True, 1.0, 2.0, "")
     assert judge.finding(Judgement([small, other], "FP64"), "meaning").times_the_bound == pytest.approx(1e-3)
 
 

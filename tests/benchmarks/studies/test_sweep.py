@@ -94,7 +94,7 @@ def test_memory_is_what_an_iteration_adds():
 
 @unit
 def test_attention_by_hand_is_quadratic_and_fused_is_linear():
-    """Told from peaks that hold parameters, gradients, x and dy besides."""
+    """UserError from peaks that hold parameters, gradients, x and dy besides."""
     lines = []
     for size in (64, 128, 256):
         static = static_bytes(TINY.replace(seq_len=size))
