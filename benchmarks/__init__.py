@@ -1,46 +1,7 @@
-"""Questions asked of the steps: `python -m benchmarks` lists them. README.md beside this file says how to read them.
-
-The names from before there were folders still work: `python -m benchmarks.ladder`, `from benchmarks.study import
-compare`, `from benchmarks.kernels.norms import rms_norm`. This module finds what they mean.
-"""
-import importlib
+"""Questions asked of the steps: `python -m benchmarks` lists them. README.md beside this file says how to read them."""
 import importlib.util
 import sys
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import CodeType, ModuleType
-
-COMMANDS = ("ladder", "ablation", "sweep", "peers", "components", "fusions", "compare")
-MOVED = {
-    **{f"benchmarks.{name}": f"benchmarks.studies.{name}" for name in COMMANDS[:-1]},
-    "benchmarks.compare": "benchmarks.records.compare",
-    "benchmarks.study": "benchmarks.measure.modules",
-    **{f"benchmarks.kernels.{name}": f"benchmarks.kernels.triton.{name}"
-       for name in ("activations", "attention", "norms", "quantize", "softmax")},
-    "benchmarks.kernels.extension": "benchmarks.kernels.cuda.extension",
-}
-
-
-class _Moved(MetaPathFinder, Loader):
-    """Finds a module by its earlier name, and gives the one that stands for it now."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name not in MOVED:
-            return None
-        return ModuleSpec(name, self, origin=f"{__path__[0]}/__main__.py")       # `python -m` makes it __file__
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = importlib.import_module(MOVED[module.__name__])
-
-    def get_code(self, name: str) -> CodeType:
-        """What `python -m` runs under that name."""
-        command = name.removeprefix("benchmarks.")
-        source = f"import sys\nsys.argv[1:1] = [{command!r}]\nfrom benchmarks.__main__ import main\nsys.exit(main())"
-        return compile(source, name, "exec")
 
 
 def _refuse_another_common() -> None:
@@ -58,5 +19,3 @@ def _refuse_another_common() -> None:
 
 
 _refuse_another_common()
-if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
-    sys.meta_path.append(_Moved())

@@ -2,8 +2,8 @@
 
     compute-sanitizer --tool memcheck python -m benchmarks kernels          # likewise racecheck, initcheck, synccheck
 
-Each kernel runs twice and must give the same bits; whether these are right is what the tests and benchmarks.fusions
-check. Exit status: 0 ok, 1 bits differ, 2 usage, 3 out of memory, 4 skipped for want of a GPU, 130 interrupted.
+Each kernel runs twice and must give the same bits; whether these are right is what the tests check, and the study of
+fusions. Exit status: 0 ok, 1 bits differ, 2 usage, 3 out of memory, 4 skipped for want of a GPU, 130 interrupted.
 """
 import argparse
 import itertools

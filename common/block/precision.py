@@ -81,7 +81,7 @@ def compile_gradient_casts(block: nn.Module) -> None:
     """Let compiled code cast the 16-bit gradients of the block's FP32 matrices to FP32.
 
     Under autocast a matmul leaves its weight's gradient in 16 bits, and autograd casts it. Here autograd hands it on as
-    it is, and a hook casts it; benchmarks.peers has a row for what that gives. After backward() the gradients are the
+    it is, and a hook casts it; the study of peers has a row for what that gives. After backward() the gradients are the
     same, bit for bit, where each weight is used once; the gradients of several uses in one backward are added in 16
     bits, and torch.autograd.grad returns these. Does nothing where torch has no Tensor.grad_dtype, and to weights that
     are kept in FP8.

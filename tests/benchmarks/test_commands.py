@@ -1,14 +1,11 @@
 """The one command of all questions, the names from before, and Ctrl-C while torch is imported."""
-import importlib
 import os
-import runpy
 import signal
 import subprocess
 import sys
 
 import pytest
 
-import benchmarks
 from benchmarks import __main__ as command
 from benchmarks import studies
 from common import steps
@@ -59,39 +56,13 @@ def test_each_command_tells_a_mistake_in_one_line(name, capsys):
     assert out == "" and one_line(err).startswith(f"{name}: error: ")
 
 
-# -------------------------------------------------------------------------------------------------- names from before
+# ------------------------------------------------------------------------------------------------- what users import
 
 
-@pytest.mark.parametrize("name", benchmarks.COMMANDS)
-def test_a_command_of_before_still_runs(name, capsys, monkeypatch):
-    """`python -m benchmarks.ladder`."""
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
-    out, err = capsys.readouterr()
-    assert (end.value.code, err) == (0, "")
-    assert out.startswith(f"usage: python -m benchmarks {name} ")
-
-
-@pytest.mark.parametrize("before", benchmarks.MOVED)
-def test_a_module_of_before_is_the_very_one_of_now(before, capsys, monkeypatch):
-    """After `python -m` has run it, too: a second copy would have results and caches of its own."""
-    now = importlib.import_module(benchmarks.MOVED[before])
-    assert importlib.import_module(before) is now
-    folder, _, name = before.rpartition(".")
-    assert getattr(importlib.import_module(folder), name) is now
-    monkeypatch.setattr(sys, "argv", [before, "--help"])
-    monkeypatch.delitem(sys.modules, before)
-    with pytest.raises(SystemExit):
-        runpy.run_module(before, run_name="__main__", alter_sys=True)
-    assert importlib.import_module(before) is now
-
-
-def test_what_users_imported_before_is_there():
-    from benchmarks.kernels.norms import rms_norm
-    from benchmarks.study import compare
-    assert rms_norm.__module__ == "benchmarks.kernels.triton.norms"
-    assert compare.__module__ == "benchmarks.measure.modules"
+def test_a_script_of_ones_own_finds_what_it_needs():
+    from benchmarks.study import Comparison, compare, validate
+    assert {each.__module__ for each in (Comparison, compare)} == {"benchmarks.measure.modules"}
+    assert validate.__module__ == "benchmarks.measure.judge"
 
 
 @pytest.mark.parametrize("kind", ["package", "module", "already imported"])
@@ -118,11 +89,6 @@ def test_a_folder_called_common_without_code_is_in_nobodys_way(tmp_path):
     assert (process.returncode, out) == (0, "imported\n"), err
 
 
-def test_a_name_that_never_was_is_not_there():
-    with pytest.raises(ModuleNotFoundError, match=r"No module named 'benchmarks\.nothing'"):
-        importlib.import_module("benchmarks.nothing")
-
-
 # ----------------------------------------------------------------------------------------------------- whole processes
 
 
@@ -133,9 +99,9 @@ def start(*words: str, environment: dict | None = None) -> subprocess.Popen:
                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
-def test_a_command_of_before_is_a_process_as_it_was(tmp_path):
-    """Its mistakes are one line under its own name, with exit status 2."""
-    process = start("-m", "benchmarks.compare", str(tmp_path / "old"), str(tmp_path / "new"))
+def test_a_mistake_is_one_line_of_a_process(tmp_path):
+    """Under the command's own name, with exit status 2."""
+    process = start("-m", "benchmarks", "compare", str(tmp_path / "old"), str(tmp_path / "new"))
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (2, "")
     assert one_line(err) == f"compare: error: {tmp_path / 'old'}: No such file or directory"
@@ -156,7 +122,7 @@ print("matplotlib" in sys.modules)
 
 @pytest.mark.parametrize("words, name", [
     (["benchmarks"], "benchmarks"), (["benchmarks", "ladder", "--quick"], "ladder"),
-    (["benchmarks", "compare"], "compare"), (["benchmarks.ladder", "--quick"], "ladder")])
+    (["benchmarks", "compare"], "compare")])
 def test_ctrl_c_while_torch_is_imported_is_one_line(words, name, tmp_path):
     """In place of torch there is a module that says that it is being imported, and is never done."""
     (tmp_path / "torch.py").write_text("import time\nprint('torch', flush=True)\ntime.sleep(600)\n")

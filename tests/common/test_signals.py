@@ -41,7 +41,7 @@ def start(*words, torch: str, folder) -> subprocess.Popen:
 @by_signal
 @pytest.mark.parametrize("words, name", [
     *[([step.path.name], step.path.name) for step in steps.ALL], (["-m", "benchmarks"], "benchmarks"),
-    (["-m", "benchmarks", "ladder", "--quick"], "ladder"), (["-m", "benchmarks.ladder", "--quick"], "ladder"),
+    (["-m", "benchmarks", "ladder", "--quick"], "ladder"),
     (["-m", "benchmarks", "compare"], "compare")], ids=lambda value: value if isinstance(value, str) else "")
 def test_a_signal_while_torch_is_imported_is_one_line(words, name, number, tmp_path):
     """In place of torch there is a module that says that it is being imported, and is never done."""

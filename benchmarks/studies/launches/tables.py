@@ -28,7 +28,6 @@ from common.text import NOT_AVAILABLE, figures, ratio, table
 
 NEAR = 0.1                             # a prediction that is off by no more is right
 LITTLE = 1.05                          # times as fast: a graph that buys no more is not worth it
-PREDICTED = {"right": 0.9, "best at the fewest": 4.0, "copied": 0.038}      # for one H200, before it was measured
 Key = tuple[int, str, int]             # step, way, tokens
 Times = tuple[float, float, float]     # ratio of medians, and its 95 % interval
 
@@ -262,27 +261,25 @@ def _changes(lines: list[Record]) -> str:
 
 
 def findings(of_all: dict[Key, Run]) -> list[str]:
-    """What was predicted beside what was measured; nothing where there is no graph."""
+    """How often the prediction holds, and what graphs buy; nothing where there is no graph."""
     off = [abs(each.off) for mode in MODES for _, _, each in predictions(of_all, mode)]
     if not off:
         return []
     right = sum(each <= NEAR for each in off)
-    found = [f"the prediction is within {100 * NEAR:.0f} % on {right} of {len(off)} points; "
-             f"predicted for an H200: {100 * PREDICTED['right']:.0f} % of them"]
+    found = [f"the prediction is within {100 * NEAR:.0f} % on {right} of {len(off)} points"]
     fewest = sizes_of(of_all)[0]
     for number in STEPS:
         if best := best_at(of_all, number, fewest, BOTH):
             way, times = best
-            hoped = f"; predicted for an H200: {PREDICTED['best at the fewest']:g}" if number == 4 else ""
             gained = "no way is faster than" if way == ONE_BY_ONE else f"{way} is {ratio(times)} times as fast as"
-            found.append(f"step {number}, {BOTH}, {fewest} tokens: {gained} one by one{hoped}")
+            found.append(f"step {number}, {BOTH}, {fewest} tokens: {gained} one by one")
         for mode in MODES:
             if gain_of(of_all, number, BY_HAND, fewest, mode):
                 found.append(f"step {number}, {mode}: a graph buys more than 5 % {where_it_pays(of_all, number, mode)}")
     most = sizes_of(of_all)[-1]
     if (share := copied(of_all, most)) is not None:
         found.append(f"{FORWARD}, {most} tokens: to copy its input takes {100 * share:.1f} % of a call by "
-                     f"{REDUCE_OVERHEAD}; predicted for an H200 at gpt2's 32768: {100 * PREDICTED['copied']:.1f} %")
+                     f"{REDUCE_OVERHEAD}")
     return found
 
 

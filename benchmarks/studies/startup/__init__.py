@@ -40,7 +40,6 @@ from common.text import NOT_AVAILABLE, figures, ratio, table
 
 FIRST, KEPT, GRAPHS = "first result", "kept", "graphs"
 TIMES = 3                                              # processes of a cell
-PREDICTED = {"warm": 2.5, "by layer": 4.0}             # for one H200, before it was measured
 MEASURED = [steps.load(2).path, *(Path(__file__).with_name(f"{name}.py") for name in ("stack", "keeping", "process"))]
 QUICK = "--quick leaves out: the forward alone, 12 layers, mega-cache, aot_compile, package, shapes, the price per call"
 Key = tuple[str, int, str, str]                        # way, layers, form, pass
@@ -295,24 +294,24 @@ def _paid_back(uncompiled: Run | None, of_run: Run, cold_s: float | None, launch
 
 
 def findings(lines: list[Record]) -> list[str]:
-    """What was predicted beside what was measured."""
+    """How much faster a warm start is, and a cold one by layer."""
     of_cells, found = by_key(lines), []
     for mode in MODES:
         for layers, form in _forms(of_cells):
             what = f"{form_in_words(layers, form)}, {mode}: warm is"
             found.append(_finding(what, of_cells, (WARM, layers, form, mode), (COLD, layers, form, mode),
-                                  "times as fast as cold", PREDICTED["warm"]))
+                                  "times as fast as cold"))
         for layers, form in _forms(of_cells):
             if form == BY_LAYER:
                 what = f"{layers} layers, {mode}, cold: by layer is"
                 found.append(_finding(what, of_cells, (COLD, layers, form, mode), (COLD, layers, WHOLE, mode),
-                                      "times as fast as whole", PREDICTED["by layer"]))
+                                      "times as fast as whole"))
     return [line for line in found if line]
 
 
-def _finding(what: str, of_cells: dict[Key, Record], one: Key, over: Key, words: str, predicted: float) -> str:
+def _finding(what: str, of_cells: dict[Key, Record], one: Key, over: Key, words: str) -> str:
     own, other = seconds(of_cells, one), seconds(of_cells, over)
-    return f"{what} {other / own:.1f} {words}; predicted for an H200: {predicted:g}" if own and other else ""
+    return f"{what} {other / own:.1f} {words}" if own and other else ""
 
 
 def _why_not(lines: list[Record]) -> str:

@@ -385,7 +385,7 @@ def test_predicted_beside_measured():
     assert tables.best_at(of_all, 4, 16, BOTH)[0] == ways.CALLABLES
     shown = STUDY.told(lines)
     assert "within 10 % on 6 of 8 points" in shown                          # 9 against 8 is off by an eighth
-    assert f"{ways.CALLABLES} is 8.00 [8.00, 8.00] times as fast as one by one; predicted for an H200: 4" in shown
+    assert f"{ways.CALLABLES} is 8.00 [8.00, 8.00] times as fast as one by one" in shown
     assert "step 4, forward+backward: a graph buys more than 5 % below 1024 tokens" in shown
     assert f"at 16 tokens {ways.CALLABLES} makes step 4 8.0 times as fast, from 1024 on nothing" == STUDY.answer(lines)
     assert "3.00" in next(line for line in shown.splitlines() if line.startswith(f"step 4, {ways.CALLABLES}, 16"))

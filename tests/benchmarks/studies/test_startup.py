@@ -210,7 +210,7 @@ def test_the_table_of_a_quick_run(study_main, processes, tmp_path):
     status, out, err = study_main("startup", "--quick", "--json", path, "--chart", tmp_path / "startup")
     assert status == 0, err
     assert re.search(r"^warm folder +2\.00 +4\.0$", out, re.MULTILINE), out
-    assert "warm is 4.0 times as fast as cold; predicted for an H200: 2.5" in out
+    assert "warm is 4.0 times as fast as cold" in out
     assert "--quick leaves out: the forward alone" in out
     assert (tmp_path / "startup-seconds.svg").exists()
     count = len(processes)
@@ -229,7 +229,7 @@ def test_the_whole_table(study_main, processes, uncompiled, tmp_path):
     assert sum(not makes for _, makes in processes) == 3 * (11 + 11 + 8)
     assert sum(makes for _, makes in processes) == 3 * 2 * 2 + 2
     for said in ("a package has no gradient", "one serves one layer", "dynamic=None", "compiled, 2 by layer",
-                 "2 layers, forward, cold: by layer is 1.0 times as fast as whole; predicted for an H200: 4"):
+                 "2 layers, forward, cold: by layer is 1.0 times as fast as whole"):
         assert said in out, out
     assert STUDY.answer(list(read(path))).startswith("on a CPU 2 layers start in 8.00 s")
 
