@@ -5,7 +5,7 @@ from collections import defaultdict
 import torch
 from torch.autograd.profiler import profile
 
-from common.measure.attribution import gpu_intervals
+from common.measure.attribution import category, gpu_intervals
 from common.measure.subject import Subject, on_a_copy
 from common.report.record import Record, record
 from common.report.result import Result
@@ -23,19 +23,17 @@ _NAMES = (
     (CASTS, r"^triton_.*clamp"),
     (SCALES, r"amax|scale_update|delayed_scaling|compute_scale|^aten::abs$"),
     (CASTS, r"^triton_[a-z]+_fused(__to_copy|_view|_clone|_permute|_transpose|_t)+_\d+$"),
-    (ATTENTION, r"^(?!triton_).*(sdpa|flash_(fwd|bwd)|flash::|fmha|mem_eff|fused_attn|_scaled_dot_product)"
-                r"|cudnn::fusion"),
-    (MATMULS, r"^(?!triton_).*(gemm|nvjet|splitK|cutlass.*Kernel|_scaled_mm)|mkldnn.*(linear|matmul)"
-              r"|^aten::(mm|addmm|bmm|linear|matmul)$"),
-    (CASTS, r"^(?!triton_).*(cast|quantize|transpose|fp8_e[45]m|unary_kernel|_copy_kernel|Memcpy)"
-            r"|^aten::(_to_copy|copy_|clone|contiguous|clamp|div)$"),
+    (MATMULS, r"^aten::_scaled_mm"),
+    (CASTS, r"^(?!triton_|nvjet|.*gemm).*(cast|quantize|transpose|fp8_e[45]m)|^aten::(clamp|div)$"),
 )
+_OF_ALL = {"attention": ATTENTION, "GEMM": MATMULS, "casts and copies": CASTS}         # as of every other model
 _PATTERNS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _NAMES]
 
 
 def kind_of(name: str) -> str:
     """What a kernel, or on a CPU an operator, of that name does."""
-    return next((kind for kind, pattern in _PATTERNS if pattern.search(name)), REST)
+    own = next((kind for kind, pattern in _PATTERNS if pattern.search(name)), None)
+    return own or _OF_ALL.get(category(name), REST)
 
 
 def split(subject: Subject, mode: str) -> dict[str, float]:

@@ -75,6 +75,8 @@ def test_of_a_round_that_was_disturbed_neither_sample_nor_burst_counts(timed):
     ("nvjet_sm90_qqhsq_128x192_128x5_2x1_v_bz_coopB_geluauxbias_auxh_TNN", "GEMM"),
     ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128", "attention"),
     ("void cudnn::fusion::compute_dot_do_o_specialized<false, 128>", "attention"),
+    ("triton_tem_fused_flex_attention_0", "attention"),
+    ("triton_poi_fused__scaled_dot_product_cudnn_attention__to_copy_add_permute_select_view_4", attribution.OTHER),
     ("void (anonymous namespace)::softmax_warp_forward<float, float, float, 11>", "softmax and mask"),
     ("void at::native::triu_tril_kernel<bool, int, true, 8, false>", "softmax and mask"),
     ("triton_red_fused__to_copy_add_native_layer_norm_view_5", "normalisation and activation"),
