@@ -3,7 +3,8 @@
 signals, phases, outcome, text;
 block: config, precision, sdpa_backends, parameters, workload, evidence, traits, memory, block_work, steps, oracle,
 emulation;
-runtime: sources, machine, exclusive, timing, rounds, iteration, energy, limit, peaks, compiler, engine, replay;
+runtime: sources, machine, exclusive, timing, rounds, iteration, energy, limit, data_sheets, pieces, peaks, compiler,
+engine, replay;
 report: result, metrics, card, record, record_file;
 measure: subject, measurement, cases, progress, attribution, session;
 command_line, run.

@@ -35,7 +35,7 @@ from common.phases import Phase
 from common.report import metrics
 from common.report.record import Record, record
 from common.report.result import Result
-from common.runtime import peaks
+from common.runtime import pieces
 from common.runtime.iteration import BOTH, FORWARD, LAUNCHES, MODES
 from common.text import NOT_AVAILABLE, figures, ratio
 
@@ -93,8 +93,8 @@ def case_of_matmul(arithmetic: str, data: str, config: BlockConfig, missing: str
         setting.say(Phase.BUILDING)
         torch.manual_seed(setting.seed)
         m, k, n = operation.shape
-        left, right = peaks.matmul_operands("forward", m, k, n, arithmetic, setting.device)
-        multiply = functools.partial(peaks.multiply, dtype=arithmetic)
+        left, right = pieces.matmul_operands("forward", m, k, n, arithmetic, setting.device)
+        multiply = functools.partial(pieces.multiply, dtype=arithmetic)
         setting.say(Phase.CHECKING, "against FP64")
         check(multiply(left, right), left, right, result)
         if data == ZEROS:

@@ -2,10 +2,9 @@
 
 `SUSTAINED`: the block's own work, back to back until the clocks have settled. A GPU at its power cap stays there.
 `BURST`: the best short sample after a rest. No work of a second keeps that up where power is short.
-`DATA_SHEET`: the vendor's dense figures, for the GPUs named below.
+`DATA_SHEET`: the vendor's dense figures, where they are known.
 """
 import dataclasses
-import functools
 import math
 import statistics
 import time
@@ -14,46 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention import SDPBackend
 
-from ..block.precision import multiplying_float32_in
 from ..block.workload import ATTENTION, COPY, MATMUL, MEMORY, Operation, Workload
 from . import machine
+from .data_sheets import data_sheet
 from .iteration import BOTH
 from .limit import Peaks
+from .pieces import Work, attention_work, copy_work, matmul_work
 from .timing import clock_for, nothing
 
 SUSTAINED, BURST, DATA_SHEET = YARDSTICKS = ("sustained", "burst", "data sheet")
 _FUSED = ("float16", "bfloat16")           # dtypes in which fused attention is measured apart
 _BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-
-# ------------------------------------------------------------------------------------------------------- the data sheet
-
-# Dense rates in TFLOP/s, half of what a data sheet gives with sparsity, and TB/s. By the name that torch gives the GPU.
-_HOPPER_SXM = {"float32": 66.9, "tf32": 494.7, "float16": 989.4, "bfloat16": 989.4, "float8": 1978.9}
-_AMPERE = {"float32": 19.5, "tf32": 156.0, "float16": 312.0, "bfloat16": 312.0}
-_SHEETS: dict[str, tuple[dict[str, float], float, str]] = {
-    "NVIDIA H200": (_HOPPER_SXM, 4.8, "NVIDIA H200 Tensor Core GPU data sheet, SXM"),
-    "NVIDIA H100 80GB HBM3": (_HOPPER_SXM, 3.35, "NVIDIA H100 Tensor Core GPU data sheet, SXM"),
-    "NVIDIA H100 PCIe": ({"float32": 51.2, "tf32": 378.0, "float16": 756.5, "bfloat16": 756.5, "float8": 1513.0}, 2.0,
-                         "NVIDIA H100 Tensor Core GPU data sheet, PCIe"),
-    "NVIDIA A100-SXM4-80GB": (_AMPERE, 2.039, "NVIDIA A100 Tensor Core GPU data sheet, 80 GB SXM"),
-    "NVIDIA A100-SXM4-40GB": (_AMPERE, 1.555, "NVIDIA A100 Tensor Core GPU data sheet, 40 GB SXM"),
-    "NVIDIA A100 80GB PCIe": (_AMPERE, 1.935, "NVIDIA A100 Tensor Core GPU data sheet, 80 GB PCIe"),
-    "NVIDIA L40S": ({"float32": 91.6, "tf32": 183.0, "float16": 362.0, "bfloat16": 362.0, "float8": 733.0}, 0.864,
-                    "NVIDIA L40S data sheet"),
-    "NVIDIA L4": ({"float32": 30.3, "tf32": 60.0, "float16": 121.0, "bfloat16": 121.0, "float8": 242.5}, 0.3,
-                  "NVIDIA L4 Tensor Core GPU data sheet"),
-}
-
-
-def data_sheet(name: str) -> tuple[Peaks, str] | None:
-    """(dense peaks, the source) of the GPU that torch gives that name; None for one that is not known here."""
-    if name not in _SHEETS:
-        return None
-    rates, terabytes, source = _SHEETS[name]
-    return Peaks({dtype: 1e12 * rate for dtype, rate in rates.items()}, 1e12 * terabytes), source
 
 
 # ----------------------------------------------------------------------------------------------------------- in a burst
@@ -96,90 +68,6 @@ def _best_seconds(work: Callable, device: torch.device) -> float:
     return min(clock.sample(work, nothing, max(3, min(50, int(100 / first))))) / 1e3
 
 
-# ------------------------------------------------------------------------------------------------------------- the work
-
-
-def matmul_work(layout: str, m: int, k: int, n: int, dtype: str, device: torch.device) -> Callable[[], Any]:
-    """A matmul of `matmul_operands`."""
-    left, right = matmul_operands(layout, m, k, n, dtype, device)
-    return lambda: multiply(left, right, dtype)
-
-
-def matmul_operands(layout: str, m: int, k: int, n: int, dtype: str, device: torch.device
-                    ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[m, k] and [k, n], normal random numbers, which lie in memory as in that pass of a linear layer.
-
-    FP8 reads both operands along k, whatever the pass; they fill its range, as scaling has them do.
-    """
-    if dtype == "float8":
-        a = _in_float8(torch.randn(m, k, device=device))
-        b = _in_float8(torch.randn(n, k, device=device)).t()
-        return a, b
-    kind = getattr(torch, "float32" if dtype == "tf32" else dtype)
-    transposed = layout == "weight gradient"
-    a = torch.randn((k, m) if transposed else (m, k), device=device, dtype=kind)
-    b = torch.randn((n, k) if layout == "forward" else (k, n), device=device, dtype=kind)
-    return a.t() if transposed else a, b.t() if layout == "forward" else b
-
-
-def multiply(left: torch.Tensor, right: torch.Tensor, dtype: str) -> torch.Tensor:
-    """left @ right in that arithmetic; FP8 gives bfloat16, by tensor cores that add up fast."""
-    if dtype == "float8":
-        scale = _one(left.device)
-        return torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16,
-                                use_fast_accum=True)
-    with multiplying_float32_in("high" if dtype == "tf32" else "highest"):
-        return torch.mm(left, right)
-
-
-@functools.cache                           # to fill one for each call would be a kernel more
-def _one(device: torch.device) -> torch.Tensor:
-    return torch.ones((), device=device)
-
-
-def _in_float8(values: torch.Tensor) -> torch.Tensor:
-    """Scaled so that four standard deviations are the largest number of e4m3."""
-    return (values * 112).clamp_(-448, 448).to(torch.float8_e4m3fn)
-
-
-def attention_work(shape: tuple[int, ...], dtype: str, backward: bool, backend: SDPBackend | None,
-                   device: torch.device) -> Callable[[], Any]:
-    """Causal fused attention of a shape B, S, H, D, which lies so in memory, or its backward alone.
-
-    Without a backend torch chooses. Raises RuntimeError where the backend can't do it.
-    """
-    B, S, H, D = shape
-    packed = torch.randn(B, S, 3, H, D, device=device, dtype=getattr(torch, dtype))
-    q, k, v = (part.detach().requires_grad_() for part in packed.permute(2, 0, 3, 1, 4))
-    backends = [backend] if backend else list(SDPBackend.__members__.values())[1:]
-
-    def forward() -> torch.Tensor:
-        with sdpa_kernel(backends):
-            return scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def forward_alone() -> None:
-        with torch.no_grad():
-            forward()
-
-    if not backward:
-        forward_alone()
-        return forward_alone
-    y = forward()
-    dy = torch.randn_like(y)
-
-    def backward_alone() -> None:
-        torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
-    backward_alone()
-    return backward_alone
-
-
-def copy_work(device: torch.device) -> tuple[Callable[[], Any], float]:
-    """(a copy far beyond any cache, the bytes that it reads and writes)."""
-    source = torch.randn(2**28 if device.type == "cuda" else 2**26, device=device)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source), 2.0 * source.nbytes
-
-
 # ------------------------------------------------------------------------------------------------------------ sustained
 
 
@@ -197,14 +85,6 @@ class Method:
 
 # The power controller of an H200 swings with a period of about a second: a look takes all of it in.
 METHODS = {"cuda": Method(look=1.0, trial=0.1, elements=2**24), "cpu": Method(look=0.05, trial=0.01, elements=2**18)}
-
-
-@dataclass(frozen=True)
-class Work:
-    """Something to repeat, and what one repetition amounts to: FLOPs, or bytes read and written."""
-    what: str
-    call: Callable[[], Any]
-    amount: float
 
 
 @dataclass

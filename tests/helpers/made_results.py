@@ -8,7 +8,8 @@ from common.block.workload import COPY
 from common.report.result import Compilation, Result, Row
 from common.runtime.energy import Energy
 from common.runtime.iteration import LAUNCHES, MODES
-from common.runtime.peaks import BURST, DATA_SHEET, SUSTAINED, Sustained, Work
+from common.runtime.peaks import BURST, DATA_SHEET, SUSTAINED, Sustained
+from common.runtime.pieces import Work
 from common.runtime.timing import Timing
 
 CPU_NAME = "A CPU whose name is as long as makers of CPUs like it, 64-Core Processor @ 3.70GHz"

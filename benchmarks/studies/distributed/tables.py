@@ -18,7 +18,7 @@ from benchmarks.studies.distributed.timed import Timed
 from common.block import block_work
 from common.report.record import Record, record
 from common.report.result import Result
-from common.runtime import peaks, rounds
+from common.runtime import data_sheets, rounds
 from common.runtime.iteration import BOTH
 from common.text import NOT_AVAILABLE, figures, percent, ratio, table
 
@@ -94,7 +94,7 @@ def records_of_time(result: Result, of_it: Timed, layers: int, layout: Layout, d
     """What the table of times is made of."""
     assert result.config
     work = block_work.workload(result.config, result.traits, torch.float32, device)
-    sheet = peaks.data_sheet(result.facts["name"])
+    sheet = data_sheets.data_sheet(result.facts["name"])
     flops = layers * work.flops(BOTH) / layout.tensor      # those that share a batch share its work
     peak = sheet[0].flops.get(work.matmul) if sheet else None
     lines = [record(result, LATENCY, "ms", of_it.spread, BOTH, "eager", flops=flops, peak_flops=peak,

@@ -15,7 +15,7 @@ from common.measure.cases import Setting
 from common.outcome import Failed
 from common.report.record import record
 from common.report.result import Result
-from common.runtime import peaks
+from common.runtime import pieces
 from common.runtime.iteration import BOTH, FORWARD, MODES
 from tests.helpers.blocks import case, subject_of
 from tests.helpers.made_records import FACTS, GPU, both, made
@@ -89,7 +89,7 @@ def test_a_matmul_is_checked_on_random_data_and_timed_on_its_own(data):
 
 @unit
 def test_a_wrong_matmul_is_not_timed(monkeypatch):
-    monkeypatch.setattr(peaks, "multiply", lambda left, right, dtype: 1.01 * (left @ right))
+    monkeypatch.setattr(pieces, "multiply", lambda left, right, dtype: 1.01 * (left @ right))
     result = Result("matmul", CONFIG, "float32", FACTS, matmul="float32")
     with pytest.raises(Failed, match=r"the product is off by 1\.0e-02"):
         power.case_of_matmul("float32", power.RANDOM, CONFIG, "").prepare(setting(), result)

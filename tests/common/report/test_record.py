@@ -14,8 +14,9 @@ from common.report.metrics import FLOPS_COUNTED
 from common.report.record import check_records, peak_records, row_records, status_record
 from common.report.result import Compilation, Result
 from common.runtime import limit
+from common.runtime.data_sheets import data_sheet
 from common.runtime.iteration import BACKWARD, BOTH, FORWARD, LAUNCHES, MODES
-from common.runtime.peaks import BURST, COPY, DATA_SHEET, SUSTAINED, MeasuredPeaks, data_sheet
+from common.runtime.peaks import BURST, COPY, DATA_SHEET, SUSTAINED, MeasuredPeaks
 from common.runtime.timing import Timing
 from tests.helpers.made_results import (
     CPU,

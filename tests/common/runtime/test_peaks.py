@@ -16,8 +16,9 @@ from common.measure.cases import Case
 from common.measure.session import Entry, Session
 from common.measure.subject import BlockSubject
 from common.report.result import Result, Row
-from common.runtime import limit
+from common.runtime import data_sheets, limit, pieces
 from common.runtime import peaks as peaks_module
+from common.runtime.data_sheets import data_sheet
 from common.runtime.iteration import BOTH, FORWARD
 from common.runtime.limit import Peaks
 from common.runtime.peaks import (
@@ -27,19 +28,16 @@ from common.runtime.peaks import (
     SUSTAINED,
     MeasuredPeaks,
     Sustained,
-    Work,
     _best_seconds,
     _look,
     _matmul_rate,
     _work,
-    attention_work,
-    data_sheet,
     filling,
-    matmul_work,
     measure_burst,
     measure_sustained,
     steady,
 )
+from common.runtime.pieces import Work, attention_work, matmul_work
 from common.runtime.timing import Timing, calibration
 from tests.helpers.made_results import CPU as CPU_FACTS
 
@@ -345,12 +343,12 @@ def test_float8_operands_fill_its_range_and_are_read_along_k(monkeypatch):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_attention_is_causal_and_of_the_blocks_shape(backward, monkeypatch):
-    asked, real = [], peaks_module.scaled_dot_product_attention
+    asked, real = [], pieces.scaled_dot_product_attention
 
     def attention(q, k, v, **how):
         asked.append((q.shape, q.stride(), torch.is_grad_enabled(), how))
         return real(q, k, v, **how)
-    monkeypatch.setattr(peaks_module, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(pieces, "scaled_dot_product_attention", attention)
     work = attention_work((2, 8, 2, 8), "bfloat16", backward, None, CPU)
     made = len(asked)
     work()
@@ -520,7 +518,7 @@ def test_a_row_beyond_what_is_sustained_has_the_peaks_measured_again(sustaining)
 # ------------------------------------------------------------------------------------------------------- the data sheet
 
 
-@pytest.mark.parametrize("name", sorted(peaks_module._SHEETS))
+@pytest.mark.parametrize("name", sorted(data_sheets._SHEETS))
 def test_a_data_sheets_rates_are_dense_and_have_a_source(name):
     """Of tensor cores FP16 has twice TF32's rate, FP8 twice FP16's; with sparsity a rate would be twice too high."""
     peaks, source = data_sheet(name)
@@ -553,7 +551,7 @@ def test_peaks_of_every_yardstick_fit_on_the_card():
 
 @pytest.mark.unit
 @pytest.mark.parametrize("call", [
-    lambda: peaks_module.multiply(torch.ones(2, 3), torch.ones(2, 3), "tf32"),
+    lambda: pieces.multiply(torch.ones(2, 3), torch.ones(2, 3), "tf32"),
     lambda: calibration("cpu")["gemm"]()])
 def test_the_callers_precision_is_back_after_an_error(call, monkeypatch):
     """Else TF32 would leak into what follows."""
