@@ -14,13 +14,12 @@ import itertools
 
 import torch
 
-from benchmarks import studies
 from benchmarks.measure import counters
 from benchmarks.measure.options import count
 from benchmarks.measure.processes import in_turn
 from benchmarks.records.gains import gain
 from benchmarks.records.read import PROFILED, Run, extra, latest, paired, runs, verdict
-from benchmarks.show import pages, part_charts, tables
+from benchmarks.show import part_charts, tables
 from benchmarks.show.charts import Charts
 from benchmarks.show.study import Options, Study, draw, exit_status, open_session, register, show
 from benchmarks.show.tables import Column, Context
@@ -29,7 +28,6 @@ from common import steps
 from common.block.config import BlockConfig, dtype_name
 from common.command_line import Parser, tell
 from common.measure.cases import Case, Group, step_case
-from common.outcome import EXIT
 from common.phases import Phase
 from common.report.metrics import LIMIT, Metric
 from common.report.record import PARTS, Record, status_record
@@ -80,9 +78,6 @@ def groups(options: Options) -> list[Group]:
 
 def run(study: Study, options: Options) -> int:
     """In this process, or in several: where that was asked for, and where memory does not hold all steps."""
-    if options.readme:
-        pages.write(studies.every())
-        return EXIT["ok"]
     if options.processes > 1:
         each = [options.steps] * options.processes
     elif options.device.type == "cuda" and len(options.steps) > 1 and not holds_all(options):
@@ -313,15 +308,12 @@ def add_arguments(parser: Parser) -> None:
     add("--slow-down", type=float, default=0.0, metavar="PERCENT",
         help="make every row so much slower, by a copy behind it: does compare find that?")
     add("--counters", action="store_true", help="bytes read and written in DRAM, by ncu (slow)")
-    add("--readme", action="store_true", help="the same as `python -m benchmarks pages`")
 
 
 def refine(options: Options) -> None:
     """Raise ValueError for flags that do not go together."""
     if not 0 <= options.slow_down <= 100:
         raise ValueError(f"--slow-down {options.slow_down:g}: give a percentage, at most 100")
-    if options.readme and len(options.argv) > 1:
-        raise ValueError("--readme measures nothing: give it alone")
 
 
 register(Study("ladder", __doc__, groups, text=text, charts=charts, answer=answer, run=run,

@@ -363,24 +363,11 @@ def test_counters_say_why_there_are_none(main):
     (["--steps", "7"], "no row '7'; give some of 0,1-tf32,1,2,3,4"), (["--steps", ""], "no row ''"),
     (["--processes", "0"], "from 1 to 999"), (["--profiled", "two"], "from 1 to 999"),
     (["--rounds", "5"], "at least 6"),
-    (["--what"], "--what"), (["--readme"], "--readme measures nothing: give it alone"),
+    (["--what"], "--what"),
 ])
 def test_mistakes_are_one_line_and_status_two(main, argv, words):
     status, out, err = main(*argv)
     assert (status, out) == (2, "") and words in err and err.startswith("ladder: error: ") and err.count("\n") == 1
-
-
-@unit
-def test_pages_are_rewritten_by_a_command_that_does_nothing_else(tmp_path, capsys, monkeypatch):
-    for argv in (["--readme", "--quick"], ["--json", str(tmp_path / "some"), "--readme"]):
-        with pytest.raises(SystemExit) as ended:
-            frame.main(STUDY, argv)
-        assert ended.value.code == 2 and not (tmp_path / "some").exists()
-        assert capsys.readouterr() == ("", "ladder: error: --readme measures nothing: give it alone\n")
-    written = []
-    monkeypatch.setattr(ladder.pages, "write", written.append)
-    assert frame.main(STUDY, ["--readme"]) == 0
-    assert written == [studies.every()]
 
 
 # ------------------------------------------------------------------------------------------------- in several processes
