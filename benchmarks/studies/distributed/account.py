@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.studies.distributed.layout import Layout
-from benchmarks.studies.distributed.parallel import BY_COLUMNS, BY_ROWS, Sharding
+from benchmarks.studies.distributed.parallel import Sharding, dealt_along
 from common import parameters
 from common.block.config import BlockConfig
 
@@ -122,12 +122,11 @@ def _add_tensor(add: Callable[[str, int, int], None], config: BlockConfig, layer
 
 def sizes_of(config: BlockConfig, layout: Layout) -> Iterator[int]:
     """How many elements of each parameter one rank has, padding included: rows are dealt out over the shards."""
-    for name, (rows, *others) in parameters.shapes(config).items():
-        if name in BY_ROWS:
-            rows //= layout.tensor
-        elif name in BY_COLUMNS:
-            others = [others[0] // layout.tensor]
-        yield math.ceil(rows / layout.shard) * math.prod(others)
+    for name, shape in parameters.shapes(config).items():
+        sizes, along = list(shape), dealt_along(name)
+        if along is not None:
+            sizes[along] //= layout.tensor
+        yield math.ceil(sizes[0] / layout.shard) * math.prod(sizes[1:])
 
 
 def expected_state(config: BlockConfig, layers: int, layout: Layout, dtype: torch.dtype) -> int:
