@@ -60,12 +60,6 @@ def pytest_collection_modifyitems(items):
                                 + "\n  ".join(untiered))
 
 
-def pytest_collection_finish(session):
-    """What is there before the first test is never garbage: each collection would look at all of it."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
@@ -90,6 +84,13 @@ def fp8_missing() -> str | None:
         return f"it does not import ({error})"
     available, reason = engine.transformer_engine().is_fp8_available(return_reason=True)
     return None if available else reason
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections():
+    """What is there before a module's first test is never garbage: each collection would look at all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -32,6 +32,11 @@ class Captured:
         with _disable_current_modes(), torch.no_grad():
             return self._value(node, {})
 
+    def value_where(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+        """The same of a node that depends on some others too, whose values are given."""
+        with _disable_current_modes(), torch.no_grad():
+            return self._value(node, known)
+
     def _value(self, node: Any, known: dict[fx.Node, Any]) -> Any:
         if not isinstance(node, fx.Node):
             return node
@@ -72,6 +77,21 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
                 seen.add(inner)
                 todo.append(inner)
     return seen
+
+
+def between(x: fx.Node, output: fx.Node, graph: Captured) -> tuple[fx.Node, ...]:
+    """Everything that leads from x to the output, in the order of the graph."""
+    from_x = {x}
+    for node in graph.nodes:
+        if any(inner in from_x for inner in node.all_input_nodes):
+            from_x.add(node)
+    inside, todo = {output}, [output]
+    while todo:
+        for inner in todo.pop().all_input_nodes:
+            if inner in from_x and inner is not x and inner not in inside:
+                inside.add(inner)
+                todo.append(inner)
+    return tuple(node for node in graph.nodes if node in inside)
 
 
 class Unknown(Exception):

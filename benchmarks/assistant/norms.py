@@ -11,6 +11,7 @@ from benchmarks.assistant.graph import (
     Refused,
     Region,
     argument,
+    between,
     refuse_mixed_gradients,
     regions,
     shape_of,
@@ -76,8 +77,7 @@ def norm_at(root: fx.Node, graph: Captured) -> Norm | None:
         return None
     norm = Norm(graph, (), _uncast(x), user, float(epsilon), is_centred, weight)
     _with_affine(norm)
-    inside = _between(norm, graph)
-    norm.nodes = tuple(node for node in graph.nodes if node in inside)
+    norm.nodes = between(norm.x, norm.output, graph)
     refuse_mixed_gradients(graph, norm.nodes)
     return norm
 
@@ -188,21 +188,6 @@ def _with_affine(norm: Norm) -> None:
             return                                       # the library's RMSNorm has none
         setattr(norm, wanted, other)
         norm.output = user
-
-
-def _between(norm: Norm, graph: Captured) -> set[fx.Node]:
-    """Everything that leads from x to the output."""
-    from_x = {norm.x}
-    for node in graph.nodes:
-        if any(inner in from_x for inner in node.all_input_nodes):
-            from_x.add(node)
-    inside, todo = {norm.output}, [norm.output]
-    while todo:
-        for inner in todo.pop().all_input_nodes:
-            if inner in from_x and inner is not norm.x and inner not in inside:
-                inside.add(inner)
-                todo.append(inner)
-    return inside
 
 
 # --------------------------------------------------------------------------------------------------------------- nodes

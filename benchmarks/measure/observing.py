@@ -231,7 +231,7 @@ def _overwritten(call: Callable, inputs: Inputs, own: Sequence[Tensor]) -> list[
 
 
 class _Rounding(TorchDispatchMode):
-    """Sees the floating tensors below FP64 that operators make."""
+    """Sees the floating tensors below FP64 that operators make, and single numbers that were rounded to FP32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,17 @@ class _Rounding(TorchDispatchMode):
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and takes_gradient(leaf) and leaf.numel() > 1:
                 self.dtypes.add(leaf.dtype.to_real())
+                if leaf.dtype == torch.float64:
+                    self._look_at_numbers((args, kwargs))
         return result
+
+    def _look_at_numbers(self, given: Any) -> None:
+        """Of those that one in FP64 is made with: torch.tensor(0.1) is off by a rounding, torch.tensor(0.5) is not."""
+        for leaf in pytree.tree_leaves(given):
+            if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 and leaf.numel() == 1 and not leaf.is_meta:
+                is_short = leaf.detach().half().float() == leaf.detach()
+                if not is_short.all():
+                    self.dtypes.add(torch.float32)
 
 
 def rounding_in(call: Callable, work: Work) -> torch.dtype | None:

@@ -9,10 +9,12 @@ from benchmarks.assistant.techniques import (
     fused_qkv,
     graph_break,
     host_sync,
+    library_gelu,
     library_norm,
     sdpa,
     tf32,
 )
 
 EVERY: tuple[Technique, ...] = tuple(module.TECHNIQUE for module in (
-    tf32, autocast, sdpa, flex_attention, library_norm, fused_qkv, fp8, compiled, cuda_graph, graph_break, host_sync))
+    tf32, autocast, sdpa, flex_attention, library_norm, library_gelu, fused_qkv, fp8, compiled, cuda_graph, graph_break,
+    host_sync))

@@ -1,5 +1,4 @@
 """LayerNorm and RMSNorm by hand become the library's: one kernel that reads x once, in place of one an operation."""
-import ast
 import contextlib
 from collections.abc import Sequence
 
@@ -7,14 +6,12 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from benchmarks.assistant.graph import Captured, Refused, place_of
+from benchmarks.assistant.graph import Captured, Refused
 from benchmarks.assistant.norms import Norm, norm_at, roots
+from benchmarks.assistant.one_call import in_one_call
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed, erase_unused
-from benchmarks.assistant.source import Place, text_of
-from benchmarks.assistant.statements import assigned, lines_with, needed_later, statements_of, with_code
-from benchmarks.assistant.technique import Advice, Found, NotWritten, Plan, Technique, found_at, unique
-from benchmarks.assistant.words import expression_of, words_for
+from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique
 from common.block.evidence import Evidence
 
 
@@ -30,42 +27,11 @@ def in_words(norm: Norm) -> str:
 
 
 def advice(program: Program, found: Found) -> Advice:
-    """The library's function, in place of the expression of the last operation. Raises NotWritten.
-
-    Statements that led to it alone go; those that something else needs stay.
-    """
+    """The library's function, in place of the expression of the last operation. Raises NotWritten."""
     norm = found.region
     assert isinstance(norm, Norm)
-    start, end, whole = place_of(norm.nodes[0]), place_of(norm.output), expression_of(norm.output)
-    if start is None or end is None or start.function != end.function:
-        raise NotWritten("its operations stand in different functions")
-    words = words_for(norm.nodes)
     needed = [node for node in (norm.x, norm.weight, norm.bias) if node is not None]
-    if whole is None or any(node not in words for node in needed):
-        raise NotWritten("its lines are not read")
-    *before, last = statements_of(start, end)
-    own = {place.line for node in norm.nodes if (place := place_of(node))}
-    kept = _kept(before, own, last, whole, start.file)
-    read = {name.id for node in needed for name in ast.walk(ast.parse(words[node])) if isinstance(name, ast.Name)}
-    if read & {name for statement in kept for name in assigned(statement)}:
-        raise NotWritten("what it normalises is assigned to in between")
-    text = text_of(start.file).split("\n")
-    lines = lines_with({each: [] for each in before if each not in kept}, (before or [last])[0], last, text)
-    code = with_code(last, whole, _call(norm, [words[node] for node in needed]), text)
-    return Advice("\n".join([*lines, *code]),
-                  Place(start.file, (before or [last])[0].lineno, last.end_lineno or last.lineno))
-
-
-def _kept(before: Sequence[ast.stmt], own: set[int], last: ast.stmt, whole: ast.expr, file: str) -> list[ast.stmt]:
-    """The statements that stay: those with no part in it, and what they and the rest still read."""
-    kept = [each for each in before if not any(each.lineno <= line <= (each.end_lineno or 0) for line in own)]
-    while True:
-        gone = [each for each in before if each not in kept]
-        needed = needed_later({name for each in gone for name in assigned(each)}, kept, last, whole, file)
-        more = [each for each in gone if assigned(each) & needed]
-        if not more:
-            return kept
-        kept = [each for each in before if each in kept or each in more]
+    return in_one_call(norm.nodes, norm.output, needed, lambda words: _call(norm, words))
 
 
 def _call(norm: Norm, words: Sequence[str]) -> str:

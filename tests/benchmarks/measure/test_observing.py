@@ -6,7 +6,7 @@ from torch import nn
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.judge import validate
 from benchmarks.measure.names import gradient_of_input
-from benchmarks.measure.observing import Work, cotangent, distance, norm
+from benchmarks.measure.observing import Work, cotangent, distance, norm, rounding_in
 from benchmarks.measure.truth import Truth
 
 pytestmark = pytest.mark.unit
@@ -57,3 +57,20 @@ def test_where_products_may_be_in_tf32_a_kink_is_as_wide_as_its_rounding(allowed
     name = gradient_of_input("input 0")
     off = distance(truth.furthest(numerics).gradients[name], truth.exact.gradients[name])
     assert (off > 0) == reached
+
+
+@pytest.mark.parametrize("call, expected", [
+    (lambda x: torch.tensor(0.1) * x, torch.float32), (lambda x: torch.tensor(0.5) * x, None),
+    (lambda x: torch.sqrt(torch.tensor(2.0 / torch.pi)) * x, torch.float32), (lambda x: 0.1 * x, None),
+    (lambda x: torch.tensor(0.1, dtype=torch.float64) * x, None), (lambda x: x + torch.tensor([0.1]), torch.float32)])
+def test_a_number_that_was_rounded_to_fp32_counts(call, expected):
+    """LLMs-from-scratch's GELU has one: F.gelu in its place was judged another function."""
+    assert rounding_in(call, Work(Inputs.of(torch.randn(3, 4)))) == expected
+
+
+def test_the_library_is_right_in_place_of_a_formula_with_a_rounded_number():
+    def by_hand(x):
+        return 0.5 * x * (1 + torch.tanh(torch.sqrt(torch.tensor(2.0 / torch.pi)) * (x + 0.044715 * x**3)))
+    x = torch.randn(8, 16)
+    assert validate(lambda x: torch.nn.functional.gelu(x, approximate="tanh"), by_hand, (x,)).proven
+    assert not validate(lambda x: torch.nn.functional.gelu(x), by_hand, (x,)).passed
