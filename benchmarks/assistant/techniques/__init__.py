@@ -2,6 +2,7 @@
 from benchmarks.assistant.technique import Technique
 from benchmarks.assistant.techniques import (
     autocast,
+    channels_last,
     compiled,
     cuda_graph,
     flex_attention,
@@ -16,5 +17,5 @@ from benchmarks.assistant.techniques import (
 )
 
 EVERY: tuple[Technique, ...] = tuple(module.TECHNIQUE for module in (
-    tf32, autocast, sdpa, flex_attention, library_norm, library_gelu, fused_qkv, fp8, compiled, cuda_graph, graph_break,
-    host_sync))
+    tf32, autocast, channels_last, sdpa, flex_attention, library_norm, library_gelu, fused_qkv, fp8, compiled,
+    cuda_graph, graph_break, host_sync))

@@ -3,13 +3,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks.study import validate
 
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
 from benchmarks.assistant.technique import NotWritten
 from benchmarks.assistant.techniques import autocast, compiled, flex_attention, sdpa
 from benchmarks.measure.calls import Inputs
+from benchmarks.study import validate
 from common.block.evidence import kind_of, observe
 from tests.helpers import capped_attention as spellings
 from tests.helpers.pasting import pasted

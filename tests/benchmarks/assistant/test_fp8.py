@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks.study import validate
 from torch import nn
 from torch.nn import functional as F
 
@@ -24,6 +23,7 @@ from benchmarks.measure.calls import Inputs
 from benchmarks.measure.names import Kind
 from benchmarks.recipes import emulated
 from benchmarks.recipes.recipe import CURRENT
+from benchmarks.study import validate
 from common.runtime import engine
 
 unit, integration = pytest.mark.unit, pytest.mark.integration

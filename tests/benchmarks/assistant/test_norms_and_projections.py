@@ -1,13 +1,13 @@
 """Norms by hand and linear layers on one input: found, rewritten, the same function, and their advice can be pasted."""
 import pytest
 import torch
-from benchmarks.study import validate
 
 from benchmarks.assistant import optimize, source
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
 from benchmarks.assistant.techniques import fused_qkv, library_norm
 from benchmarks.measure.calls import Inputs
+from benchmarks.study import validate
 from common.block.evidence import observe
 from tests.helpers import layer_spellings as spellings
 from tests.helpers.pasting import pasted

@@ -3,12 +3,12 @@ import inspect
 
 import pytest
 import torch
-from benchmarks.study import validate
 
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
 from benchmarks.assistant.techniques import sdpa
 from benchmarks.measure.calls import Inputs
+from benchmarks.study import validate
 from common.block.evidence import kind_of, observe
 from tests.helpers import attention_spellings as spellings
 from tests.helpers.pasting import pasted

@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from benchmarks.study import validate
 from torch import nn
 
 from benchmarks.assistant.program import read
@@ -23,6 +22,7 @@ from benchmarks.assistant.techniques import (
 )
 from benchmarks.examples import gpt, gpt_good
 from benchmarks.measure.calls import Inputs
+from benchmarks.study import validate
 from tests.helpers.pasting import all_pasted, pasted
 
 CPU, X = torch.device("cpu"), torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

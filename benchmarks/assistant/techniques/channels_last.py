@@ -1,0 +1,61 @@
+"""Convolutions on channels-last tensors (NHWC): tensor cores read them so, and else each call transposes them first."""
+import torch
+from torch import Tensor, nn
+
+from benchmarks.assistant.program import Program
+from benchmarks.assistant.technique import Advice, Found, Plan, Technique
+from common.block.evidence import Evidence
+
+CODE = "model = model.to(memory_format=torch.channels_last)"
+TRANSPOSES = ("nchwtonhwc", "nhwctonchw")              # in the names of cuDNN's kernels, in lower case
+
+
+def find(program: Program) -> list[Found]:
+    """All convolutions in two dimensions, unless their weights are channels-last already."""
+    convolutions = [call for call in program.trace.calls
+                    if any("conv" in product.operator and len(product.shapes[0]) == 4 for product in call.products)]
+    if not convolutions or not any(map(_is_contiguous, program.model.parameters())):
+        return []
+    percent = 100 * sum(call.flops for call in convolutions) / program.trace.flops
+    count = "1 convolution" if len(convolutions) == 1 else f"{len(convolutions)} convolutions"
+    return [Found(None, "", 1, f"{count} on NCHW tensors: {percent:.0f} % of all FLOPs")]
+
+
+def _is_contiguous(weight: Tensor) -> bool:
+    """Whether it is a weight of convolutions that lies as NCHW. One of 1 x 1 lies both ways."""
+    return weight.dim() == 4 and not weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def apply(plan: Plan) -> None:
+    """To the weights. What a convolution gives is then channels-last too, and so is all behind it."""
+    plan.changes.append(convert)
+
+
+def convert(model: nn.Module) -> None:
+    """From here on the model has weights of its own, channels-last, under the names of those before."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.dim() == 4:
+                if id(weight) not in made:             # a tied one stays tied
+                    own = weight.detach().clone(memory_format=torch.channels_last)
+                    made[id(weight)] = nn.Parameter(own, requires_grad=weight.requires_grad)
+                setattr(module, name, made[id(weight)])
+
+
+def advice(program: Program, found: Found) -> Advice:
+    """Once, before the model is compiled."""
+    return Advice(CODE)
+
+
+def fired(program: Program, before: Evidence, seen: Evidence) -> str:
+    """Which transposes it causes: more than there were. A CPU's operators do not tell theirs."""
+    more = _transposes(seen) - _transposes(before)
+    return f"{more} transposes more than without it" if more > 0 else ""
+
+
+def _transposes(seen: Evidence) -> int:
+    return sum(count for name, count in seen.kernels.items() if any(word in name.lower() for word in TRANSPOSES))
+
+
+TECHNIQUE = Technique("channels-last", "convolutions on NCHW -> NHWC", find, apply, advice, fired=fired)
