@@ -14,14 +14,14 @@ def find(program: Program) -> list[Found]:
     """All convolutions in two dimensions, unless their weights are channels-last already."""
     convolutions = [call for call in program.trace.calls
                     if any("conv" in product.operator and len(product.shapes[0]) == 4 for product in call.products)]
-    if not convolutions or not any(map(_is_contiguous, program.model.parameters())):
+    if not convolutions or not any(map(_is_nchw, program.model.parameters())):
         return []
     percent = 100 * sum(call.flops for call in convolutions) / program.trace.flops
     count = "1 convolution" if len(convolutions) == 1 else f"{len(convolutions)} convolutions"
     return [Found(None, "", 1, f"{count} on NCHW tensors: {percent:.0f} % of all FLOPs")]
 
 
-def _is_contiguous(weight: Tensor) -> bool:
+def _is_nchw(weight: Tensor) -> bool:
     """Whether it is a weight of convolutions that lies as NCHW. One of 1 x 1 lies both ways."""
     return weight.dim() == 4 and not weight.is_contiguous(memory_format=torch.channels_last)
 

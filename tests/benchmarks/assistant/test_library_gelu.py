@@ -110,3 +110,24 @@ def test_a_wrong_rewrite_is_unsafe(wrong, monkeypatch):
     monkeypatch.setattr(library_gelu, "gelu_at", spoilt)
     model = made(spellings.NewGELU)
     assert not validate(Rung(model, [TECHNIQUE]), model, (X,)).passed
+
+
+class Unrolled(torch.nn.Module):
+    """A recurrence of many steps: each tanh has all earlier ones before it."""
+
+    def forward(self, x):
+        state = x
+        for _ in range(100):
+            state = 0.5 * state + 0.5 * torch.tanh(state + x)
+        return state
+
+
+def test_of_a_long_recurrence_a_part_is_looked_at(monkeypatch):
+    """All that stands before each tanh would be a million operations."""
+    program, found = found_in(Unrolled())
+    assert found == []
+    looked, evaluate = [], activations._evaluate
+    monkeypatch.setattr(activations, "_evaluate", lambda *given: (looked.append(1), evaluate(*given)))
+    [graph] = program.graphs
+    activations.gelus_in(graph)
+    assert len(looked) < 1e6
