@@ -33,8 +33,12 @@ from benchmarks.recipes import checking, tiny_gpt
 from benchmarks.recipes.checking import Operands
 from benchmarks.recipes.emulated import Linear
 from benchmarks.recipes.recipe import RECIPES, Recipe
+from benchmarks.records import RESULTS
+from benchmarks.records.files import files
+from benchmarks.records.provenance import provenance
+from benchmarks.records.read import read, runs
 from benchmarks.show.study import Options, Study, draw, exit_status, open_session, register
-from benchmarks.studies.recipes import blocks, tables, timed
+from benchmarks.studies.recipes import blocks, speed, tables, timed
 from benchmarks.studies.recipes.tables import EXPECTED, FP32, LOSS, NORMAL, OUTLIERS, OVERFLOWS, TRAINED, outliers_of
 from common.command_line import Parser, tell
 from common.measure.session import Session
@@ -202,6 +206,16 @@ def refine(options: Options) -> None:
     options.seeds = options.seeds or (QUICK_SEEDS if options.quick else SEEDS)
 
 
+def recorded_speed() -> str:
+    """The tables of layers, blocks and the map, machine by machine."""
+    told = []
+    for path in files(RESULTS, "*/recipes-*"):
+        lines = read(path)
+        if tables_of_it := speed.blocks_of_text(runs(lines), 120):
+            told.append("\n\n".join([provenance(lines), "```", *tables_of_it, "```"]))
+    return "\n\n".join(told) or "Layers, blocks and the map: not recorded."
+
+
 register(Study("recipes", __doc__, lambda options: [], text=tables.text, charts=tables.charts, answer=tables.answer,
-               run=run, add_arguments=add_arguments, refine=refine, place=10,
+               run=run, add_arguments=add_arguments, refine=refine, place=10, parts={"recipes speed": recorded_speed},
                no_chart="fewer than two sizes of outliers were asked"))

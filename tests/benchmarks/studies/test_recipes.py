@@ -1,4 +1,5 @@
 """The study of recipes: what it records, shows and refuses."""
+import json
 import math
 import re
 
@@ -317,3 +318,14 @@ def test_a_trained_layer_gives_what_it_was_called_with():
 def test_records_of_losses_hold_each_step():
     [line] = trainings("MXFP8", 3.0, 2.0)
     assert values(line) == [3.0, 2.0]
+
+
+@unit
+def test_what_was_recorded_of_speed_stands_on_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipes, "RESULTS", tmp_path)
+    assert recipes.recorded_speed() == "Layers, blocks and the map: not recorded."
+    lines = [*timed_rows("BF16", 10.0, {split.MATMULS: 8.0}), *timed_rows("FP8 current", 8.0, {split.MATMULS: 4.0})]
+    (tmp_path / "h100").mkdir()
+    (tmp_path / "h100" / "recipes-te-tutorial.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    told = recipes.recorded_speed()
+    assert "\n```\n" in told and "whose gain, f+b: a layer, 16 x 32 x 48" in told
