@@ -1,4 +1,5 @@
 """GELU by hand, as it stands in a graph: in whichever spelling, what it computes is compared with the library's."""
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,16 +52,13 @@ def gelu_at(root: fx.Node, graph: Captured) -> Gelu | None:
     """The GELU around a tanh or erf; None where it is none. Raises Refused where it is one with other constants."""
     form, nearest = ROOTS[name_of(root)], math.inf
     expected = F.gelu(_POINTS, approximate=form)
-    for output in reversed(list(_behind(root))):
-        for x in _before(root):
-            if shape_of(x) != shape_of(output):
-                continue
-            apart = _apart(output, x, graph, expected)
-            nearest = min(nearest, apart)
-            if apart <= EXACT:
-                nodes = between(x, output, graph)
-                refuse_mixed_gradients(graph, nodes)
-                return Gelu(graph, nodes, x, output, form)
+    for output, x in itertools.product(reversed(list(_behind(root))), _before(root)):
+        apart = _apart(output, x, graph, expected)
+        nearest = min(nearest, apart)
+        if apart <= EXACT:
+            nodes = between(x, output, graph)
+            refuse_mixed_gradients(graph, nodes)
+            return Gelu(graph, nodes, x, output, form)
     if nearest <= NEAR:
         raise Refused(f"it is up to {nearest:.0e} away from the library's GELU")
     return None
@@ -92,7 +90,9 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _apart(output: fx.Node, x: fx.Node, graph: Captured, expected: torch.Tensor) -> float:
-    """The largest difference of what it is of many x; infinite where it depends on something else."""
+    """The largest difference of what it is of many x; infinite where it depends on something else, or is broadcast."""
+    if shape_of(x) != shape_of(output):
+        return math.inf
     known: dict[fx.Node, Any] = {x: _POINTS}
     try:
         _evaluate(output, known, set(), graph)

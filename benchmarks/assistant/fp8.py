@@ -55,7 +55,7 @@ def _is_linear(model: nn.Module, path: str) -> bool:
 def _layer(module: nn.Module, path: str, calls: Sequence[Call], is_last: bool) -> Layer:
     assert isinstance(module, nn.Linear)
     tokens = {round(call.flops / (2 * module.weight.numel())) for call in calls}
-    size = (min(tokens), module.in_features, module.out_features)
+    size = (min(tokens), module.in_features, module.out_features)          # the fewest: there FP8 gains least
     odd = [value for value in (*tokens, *size[1:]) if value % MULTIPLE]
     why_not = LAST if is_last else ""
     if odd:

@@ -62,6 +62,19 @@ def erase_unused(node: Any, nodes: fx.Graph) -> None:
             erase_unused(inner, nodes)
 
 
+def put_in_place(output: fx.Node, nodes: fx.Graph, function: Callable, args: tuple, kwargs: dict | None = None) -> None:
+    """Whoever uses `output` gets that call's result in its dtype; what led to it alone goes."""
+    value = output.meta.get("example_value")
+    with nodes.inserting_before(output):
+        made = nodes.call_function(function, args, kwargs)
+        made.meta = dict(output.meta)
+        if isinstance(value, Tensor):
+            made = nodes.call_method("to", (made, value.dtype))
+            made.meta = dict(output.meta)
+    output.replace_all_uses_with(made)
+    erase_unused(output, nodes)
+
+
 class Rewritten:
     """A backend of torch.compile: every graph goes through the passes, and then to Inductor where that is asked for."""
 

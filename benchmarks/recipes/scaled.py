@@ -90,6 +90,11 @@ def transposed(quantizer: Quantizer, matrix: Tensor, known: Packed) -> Packed:
     return packed(quantizer, matrix.t().contiguous())
 
 
+def _to_transpose(quantizer: Quantizer, matrix: Tensor, known: Packed) -> tuple[Tensor | None, ...]:
+    """(the matrix, its values, its scale), of these what `transposed` reads: a backward keeps no more."""
+    return (None, known.values, known.scale) if quantizer.block == (0, 0) else (matrix, None, None)
+
+
 def matmul(left: Packed, right: Packed, dtype: torch.dtype, fast: bool) -> Tensor:
     """left @ right.T in `dtype`. `fast`: sums are kept in fewer bits, as it is usual in a forward."""
     of_right = right.scale.t() if right.scale.dim() else right.scale
@@ -102,23 +107,26 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
         of_x, of_weight = packed(recipe.x, x), packed(recipe.weight, weight)
-        ctx.save_for_backward(x, weight, of_x.values, of_x.scale, of_weight.values, of_weight.scale)
-        ctx.recipe, ctx.dtype, ctx.kinds = recipe, dtype, (of_x.kind, of_weight.kind)
+        of_x_again = (x, None, None) if recipe.of_weight_gradient else _to_transpose(recipe.x, x, of_x)
+        ctx.save_for_backward(*of_x_again, *_to_transpose(recipe.weight, weight, of_weight))
+        ctx.recipe, ctx.dtype = recipe, dtype
+        ctx.dtypes, ctx.kinds = (x.dtype, weight.dtype), (of_x.kind, of_weight.kind)
         return matmul(of_x, of_weight, dtype, fast=True)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        x, weight, x_values, x_scale, weight_values, weight_scale = ctx.saved_tensors
-        recipe, dtype, (x_kind, weight_kind) = ctx.recipe, ctx.dtype, ctx.kinds
+        x, x_values, x_scale, weight, weight_values, weight_scale = ctx.saved_tensors
+        recipe, dtype = ctx.recipe, ctx.dtype
+        (x_dtype, weight_dtype), (x_kind, weight_kind) = ctx.dtypes, ctx.kinds
         of_dy = packed(recipe.dy, dy)
         weight_again = transposed(recipe.weight, weight, Packed(weight_values, weight_scale, weight_kind))
-        dx = matmul(of_dy, weight_again, dtype, fast=False).to(x.dtype)
-        if recipe.of_weight_gradient is not None:
+        dx = matmul(of_dy, weight_again, dtype, fast=False).to(x_dtype)
+        if recipe.of_weight_gradient:
             dweight = dy.t() @ x.to(dtype)
         else:
             x_again = transposed(recipe.x, x, Packed(x_values, x_scale, x_kind))
             dweight = matmul(transposed(recipe.dy, dy, of_dy), x_again, dtype, fast=False)
-        return dx, dweight.to(weight.dtype), None, None
+        return dx, dweight.to(weight_dtype), None, None
 
 
 class Scaled(nn.Module):

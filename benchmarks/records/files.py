@@ -43,10 +43,10 @@ def text_of(path: Path) -> str:
 def compress_large(folder: Path = RESULTS) -> None:
     """Compress each file of records from LARGE on, in that folder and in those inside of it.
 
-    Of the same records it makes the same bytes. A compressed file of that name is replaced.
+    Of the same records it makes the same bytes. A plain file of any size replaces the compressed one beside it.
     """
-    for path in files(folder, "**/*"):
-        if path.name.endswith(PLAIN) and path.stat().st_size >= LARGE:
-            compressed = gzip.compress(path.read_bytes(), mtime=0)
-            path.with_name(path.name + ".gz").write_bytes(compressed)
+    for path in folder.glob("**/*" + PLAIN):
+        compressed = path.with_name(path.name + ".gz")
+        if path.stat().st_size >= LARGE or compressed.exists():
+            compressed.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
             path.unlink()

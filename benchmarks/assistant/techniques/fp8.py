@@ -1,4 +1,4 @@
-"""Linear layers in FP8 by Transformer Engine: twice the multiplications a second, for casts at each call.
+"""Linear layers in FP8 by Transformer Engine: faster matmuls, for casts at each call.
 
 Which of them is decided by the time of each size on this machine. Scales are of the tensor itself (current scaling): a
 call depends on no call before.
@@ -74,5 +74,5 @@ def fired(program: Program, before: Evidence, seen: Evidence) -> str:
     return "" if seen.kinds["FP8 matmul"] or seen.kinds["FP8 matmul with GELU"] else "no FP8 matmul ran"
 
 
-TECHNIQUE = Technique("fp8", "linear layers in 16 bits -> FP8 by Transformer Engine", find, apply, advice, missing,
+TECHNIQUE = Technique("fp8", "linear layers -> FP8 by Transformer Engine", find, apply, advice, missing,
                       fired)

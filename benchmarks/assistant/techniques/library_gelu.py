@@ -1,15 +1,13 @@
 """GELU by hand becomes the library's: one pass over x, in place of one an operation."""
 import contextlib
 
-import torch
-from torch import fx
 from torch.nn import functional as F
 
 from benchmarks.assistant.activations import Gelu, gelu_at, roots
 from benchmarks.assistant.graph import Captured, Refused
 from benchmarks.assistant.one_call import in_one_call
 from benchmarks.assistant.program import Program
-from benchmarks.assistant.rewriting import Assumed, erase_unused
+from benchmarks.assistant.rewriting import Assumed, put_in_place
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique
 from common.block.evidence import Evidence
 
@@ -39,21 +37,9 @@ def rewrite(graph: Captured) -> list[Assumed]:
     for root in roots(graph):                                    # one at a time: each changes the graph
         with contextlib.suppress(Refused):
             if root in graph.nodes and (gelu := gelu_at(root, graph)):
-                _rewrite(gelu, graph.module.graph)
+                put_in_place(gelu.output, graph.module.graph, F.gelu, (gelu.x,), {"approximate": gelu.approximate})
     graph.module.recompile()
     return []
-
-
-def _rewrite(gelu: Gelu, nodes: fx.Graph) -> None:
-    value = gelu.output.meta.get("example_value")
-    with nodes.inserting_before(gelu.output):
-        made = nodes.call_function(F.gelu, (gelu.x,), {"approximate": gelu.approximate})
-        made.meta = dict(gelu.output.meta)
-        if isinstance(value, torch.Tensor):
-            made = nodes.call_method("to", (made, value.dtype))
-            made.meta = dict(gelu.output.meta)
-    gelu.output.replace_all_uses_with(made)
-    erase_unused(gelu.output, nodes)
 
 
 def apply(plan: Plan) -> None:

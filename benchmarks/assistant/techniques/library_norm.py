@@ -2,7 +2,6 @@
 import contextlib
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 from torch.nn import functional as F
 
@@ -10,7 +9,7 @@ from benchmarks.assistant.graph import Captured, Refused
 from benchmarks.assistant.norms import Norm, norm_at, roots
 from benchmarks.assistant.one_call import in_one_call
 from benchmarks.assistant.program import Program
-from benchmarks.assistant.rewriting import Assumed, erase_unused
+from benchmarks.assistant.rewriting import Assumed, put_in_place
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique
 from common.block.evidence import Evidence
 
@@ -55,15 +54,7 @@ def rewrite(graph: Captured) -> list[Assumed]:
 def _rewrite(norm: Norm, nodes: fx.Graph) -> None:
     function = F.layer_norm if norm.is_centred else F.rms_norm
     affine = (norm.weight, norm.bias) if norm.is_centred else (norm.weight,)
-    with nodes.inserting_before(norm.output):
-        fused = nodes.call_function(function, (norm.x, (norm.width,), *affine, norm.epsilon))
-        value = norm.output.meta.get("example_value")
-        fused.meta = dict(norm.output.meta)
-        if isinstance(value, torch.Tensor):
-            fused = nodes.call_method("to", (fused, value.dtype))
-            fused.meta = dict(norm.output.meta)
-    norm.output.replace_all_uses_with(fused)
-    erase_unused(norm.output, nodes)
+    put_in_place(norm.output, nodes, function, (norm.x, (norm.width,), *affine, norm.epsilon))
 
 
 def apply(plan: Plan) -> None:

@@ -1,6 +1,6 @@
 """The block by each recipe: step 3 with its linear layers in FP8 by torch and torchao, step 4 by its recipes."""
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from common import steps
 from common.block.config import BlockConfig
 from common.block.traits import DELAYED, DYNAMIC, FUSED, Traits
 from common.measure.cases import Case, Group, block_case
-from common.runtime import compiler, engine
+from common.runtime import compiler
 
 STEP_3, TORCH, TORCHAO = "step 3", "step 3, torch", "step 3, torchao"
 STEP_4, FP8_ATTENTION = "step 4", "step 4, FP8 attention"
@@ -43,45 +43,37 @@ def by_transformer_engine(recipe: Recipe, config: BlockConfig, values: dict[str,
 def cases(config: BlockConfig, chosen: Sequence[Recipe], device: torch.device) -> list[Case]:
     """All recipes by all ways, and both 16-bit formats beside them."""
     config = config.replace(amp_dtype=torch.bfloat16)
+    missing = peers.missing_libraries(config, torch.float32, device)
     every = []
     for name, dtype in layers.DTYPES.items():
         step = steps.load(3)
-        every.append(_case(RECIPES[name], STEP_3, step.build, config.replace(amp_dtype=dtype), step.traits, device))
+        every.append(_case(RECIPES[name], STEP_3, step.build, config.replace(amp_dtype=dtype), step.traits, device, ""))
     for recipe in chosen:
         if recipe in layers.recipes_of(layers.TORCH):
             every.append(_case(recipe, TORCH, functools.partial(by_torch, recipe), config, COMPILED, device,
-                               missing=scaled.why_not(recipe, device)))
+                               scaled.why_not(recipe, device) or missing["FP8"]))
         if recipe.name in IN_TORCHAO:
             build = functools.partial(peers.build_torchao, IN_TORCHAO[recipe.name])
-            missing = peers.missing_libraries(config, torch.float32, device)["torchao"]
-            every.append(_case(recipe, TORCHAO, build, config, COMPILED, device, missing=missing))
+            every.append(_case(recipe, TORCHAO, build, config, COMPILED, device, missing["torchao"] or missing["FP8"]))
         if recipe in layers.recipes_of(layers.TE):
-            every += _of_step_4(recipe, config, device)
+            every += _of_step_4(recipe, config, device, missing["Transformer Engine"] or missing["FP8"])
     return every
 
 
-def _of_step_4(recipe: Recipe, config: BlockConfig, device: torch.device) -> list[Case]:
+def _of_step_4(recipe: Recipe, config: BlockConfig, device: torch.device, missing: str) -> list[Case]:
     """By that recipe, and where it has attention in FP8 too, with it."""
-    missing = engine.why_not(config, torch.float32, device) or ""
     build = functools.partial(by_transformer_engine, recipe)
     traits = Traits(FUSED, tf32=True, autocast=True, fp8=DELAYED if recipe.history else DYNAMIC,
                     residual_in_16_bits=True)
-    of_it = [_case(recipe, STEP_4, build, config, traits, device, missing=missing)]
+    ways = {STEP_4: config}
     if recipe.history:
-        in_attention = config.replace(fp8_attention=True)
-        of_it.append(_case(recipe, FP8_ATTENTION, build, in_attention, traits, device, missing=missing))
-    return of_it
+        ways[FP8_ATTENTION] = config.replace(fp8_attention=True)
+    return [_case(recipe, way, build, of_way, traits, device, missing) for way, of_way in ways.items()]
 
 
 def _case(recipe: Recipe, way: str, build: Any, config: BlockConfig, traits: Traits, device: torch.device,
-          missing: str = "") -> Case:
-    variant: Mapping[str, Any] = {"data": BLOCK, "by": way}
-    if traits.fp8 and not missing:
-        try:
-            config.check_fp8()
-        except ValueError as error:
-            missing = str(error)
-    return block_case(recipe.name, build, config, traits, device, variant=variant, missing=missing)
+          missing: str) -> Case:
+    return block_case(recipe.name, build, config, traits, device, variant={"data": BLOCK, "by": way}, missing=missing)
 
 
 def group(config: BlockConfig, chosen: Sequence[Recipe], device: torch.device) -> Group:

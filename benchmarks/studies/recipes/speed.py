@@ -5,7 +5,7 @@ from benchmarks.records.read import Run, extra, paired, verdict
 from benchmarks.show.tables import joules
 from benchmarks.studies.recipes.split import CASTS, KINDS, MATMULS, SCALES, SPLIT
 from common.report.metrics import PEAK_MEMORY, SHARE
-from common.runtime.iteration import BOTH, MODES
+from common.runtime.iteration import BOTH, FORWARD, MODES
 from common.runtime.peaks import BURST
 from common.text import NOT_AVAILABLE, figures, number, only, ratio, table
 
@@ -13,8 +13,9 @@ LAYER, BLOCK, MAP = "layer", "block", "map"        # what a row is of
 ERRORS = ("y", "dx", "dweight", "branch", "input gradient", "parameter gradient")
 SAID = """\
 Error: the largest of y and the gradients, against FP64; of a block that of its branch and gradients. x BF16: how many
-times as fast as in BF16, in the same rounds. f+b: forward+backward. The ms by kind are of its kernels, profiled after
-the rounds; what is short of f+b ms the GPU has waited."""
+times as fast as in BF16, in the same rounds. f+b: forward+backward. The ms by kind of kernel, J and GiB are of f+b, or
+of the forward where there is no backward. Kernels are profiled after the rounds; what is short of the ms the GPU has
+waited."""
 WHOSE = """\
 Share: of BF16's time that matmuls take. If only they changed: the gain that this share and the gain of matmuls leave
 (Amdahl). Measured: what is left of it. Casts: these, transposes, amax and scales. Rest: all other kernels. Waits: the
@@ -59,9 +60,9 @@ def _plain(alike: Sequence[Run]) -> Run | None:
     return next((run for run in alike if run.case["name"] == "BF16"), None)
 
 
-def kinds(run: Run) -> dict[str, float]:
-    """Kind of kernel -> ms in a forward+backward; empty where it was not profiled."""
-    line = run.find(BOTH, SPLIT)
+def kinds(run: Run, mode: str = BOTH) -> dict[str, float]:
+    """Kind of kernel -> ms in an iteration; empty where it was not profiled."""
+    line = run.find(mode, SPLIT)
     return extra(line)["parts"] if line else {}
 
 
@@ -82,8 +83,8 @@ def _row(run: Run, plain: Run | None) -> list[str]:
     times = [figures(ms) if (ms := run.best_ms(mode)) else "" for mode in MODES]
     faster = [_faster(plain, run, mode) for mode in MODES]
     shares = [run.shown(SHARE[BURST], mode) for mode in MODES]
-    spent, used = kinds(run), joules(run, BOTH)
-    memory = run.figure(PEAK_MEMORY, BOTH, "eager")
+    whole = BOTH if run.best(BOTH) else FORWARD
+    spent, used, memory = kinds(run, whole), joules(run, whole), run.figure(PEAK_MEMORY, whole, "eager")
     return [run.case["name"], run.variant["by"], f"{max(errors):.1e}" if errors else "", *times, *faster,
             *("" if share == NOT_AVAILABLE else share for share in shares),
             *(figures(spent[kind]) if spent.get(kind) else "" for kind in KINDS),

@@ -9,6 +9,7 @@ from common.measure.attribution import category, gpu_intervals
 from common.measure.subject import Subject, on_a_copy
 from common.report.record import Record, record
 from common.report.result import Result
+from common.runtime.iteration import BOTH, FORWARD
 
 ITERATIONS = 10                        # that are profiled, after as many more
 SPLIT = "time by kind of kernel"       # the metric
@@ -73,10 +74,11 @@ def _on_a_cpu(profiler: profile) -> dict[str, float]:
 
 
 def records(timed: list[tuple[Result, Subject]], mode: str) -> list[Record]:
-    """One for each case, of that pass."""
+    """One for each case, of its forward+backward, or of its forward where it has no backward."""
     lines = []
     for result, subject in timed:
-        if result.status == "ok" and subject.has(mode):
+        shown = BOTH if subject.has(BOTH) else FORWARD
+        if result.status == "ok" and mode == shown:
             spent = split(subject, mode)
             lines.append(record(result, SPLIT, "ms", [sum(spent.values())], mode, parts=spent))
     return lines

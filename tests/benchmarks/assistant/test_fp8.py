@@ -263,11 +263,12 @@ def test_what_is_written_is_what_was_tried(has_fp8, monkeypatch):
 
 @integration
 def test_the_whole_assistant_with_it(has_fp8):
-    """Slower, as the emulation is: what counts is that it was judged, timed and told."""
+    """How fast the emulation is tells nothing: it was judged, timed and told."""
     model, x = made()
     result = optimize(model, x, quick=True, techniques=(replace(fp8.TECHNIQUE, missing=lambda device: ""),))
     [one] = result.opportunities
-    assert one.verdict == "no gain" and one.speedup < 1 and not result.failures, result
+    assert one.verdict in ("no gain", "different numerics") and one.speedup and not result.failures, result
+    assert one.error and result.judgements["fp8"].numerics == "float8"
 
 
 @integration

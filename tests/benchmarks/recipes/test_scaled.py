@@ -1,4 +1,5 @@
 """A linear layer that multiplies in FP8 is the emulated one, and each way to have one has the error that is derived."""
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,19 @@ def test_it_stands_where_a_linear_layer_stood(autocast):
     assert apart(given.grad.flatten(0, 1), made["dx"].value()) < ROUNDED
     assert apart(model[0].weight.grad, made["dweight"].value()) < ROUNDED
     assert apart(model[0].bias.grad, dy.sum(0)) < ROUNDED
+
+
+@needs_fp8
+@unit
+@pytest.mark.parametrize("name, kept", [("FP8 current", {"float8_e4m3fn": 2}), ("FP8 row", {"bfloat16": 2}),
+                                        ("FP8 current, dweight in BF16", {"float8_e4m3fn": 1, "bfloat16": 1})])
+def test_a_backward_keeps_what_it_reads(name, kept):
+    x, weight, _ = (each.bfloat16() for each in operands(1.0, 0, CPU))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        Scaled(weight, RECIPES[name])(x)
+    matrices = [str(t.dtype).removeprefix("torch.") for t in saved if t.numel() > 1]
+    assert dict(Counter(matrices)) == kept
 
 
 BY_WAY = [(way, each.name) for way in layers.WAYS for each in layers.recipes_of(way)]

@@ -37,6 +37,15 @@ def test_a_large_file_is_compressed_and_read_as_before(folder):
     assert large.read_bytes() == first and not large.with_suffix("").exists()
 
 
+def test_new_records_replace_those_that_were_compressed(folder):
+    """Also where there are so few that they would stay plain."""
+    compress_large(folder)
+    (folder / "h200" / "large-a.jsonl").write_text(LINES_AS_TEXT[0] + "\n")
+    compress_large(folder)
+    assert files(folder / "h200") == [folder / "h200" / "large-a.jsonl.gz"]
+    assert read(folder / "h200") == [json.loads(LINES_AS_TEXT[0])]
+
+
 def test_a_name_stands_for_the_file_that_is_there(folder):
     assert file_of(folder / "h200" / "large-a").name == "large-a.jsonl"
     compress_large(folder)
