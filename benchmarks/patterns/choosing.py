@@ -147,6 +147,8 @@ def _told(pattern: Pattern, shape: Shape, trains: bool, tried: Sequence[Tried]) 
     passes = "forward and backward" if trains else "forward"
     head = (f"{pattern.name} at q {[shape.batch, shape.heads, shape.queries, shape.width]}, k "
             f"{[shape.batch, shape.kv_heads, shape.keys, shape.width]}, {passes}: {first.way}")
+    if pattern.window is not None and pattern.window >= shape.keys:
+        head += f"\na window of {pattern.window} over {shape.keys} keys leaves none out"
     rows = []
     for one in tried:
         rows.append([one.way, figures(one.milliseconds) if one.milliseconds else "", one.why_not])

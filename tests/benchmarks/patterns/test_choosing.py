@@ -50,6 +50,18 @@ def test_the_fastest_of_those_that_are_right_is_taken(made):
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("window, leaves_none_out", [(29, False), (30, True), (999, True)])
+def test_a_window_that_leaves_no_key_out_says_so(window, leaves_none_out, made):
+    """It is causal attention, as a model with a long window has it on a short prompt."""
+    made({"one": (by_hand, 1.0)})
+    attend, given = attention("sliding_window", window=window), tensors((4, 30), (2, 30), (2, 30))
+    y = attend(*given)
+    assert (f"a window of {window} over 30 keys leaves none out" in str(attend)) == leaves_none_out
+    causal = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
+    assert torch.allclose(y, causal, atol=1e-5) == leaves_none_out
+
+
+@pytest.mark.unit
 def test_it_is_tried_once_for_a_shape_and_anew_for_another(made):
     """A mask of the length before would be stale."""
     built = []
