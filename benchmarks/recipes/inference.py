@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from benchmarks.recipes.formats import INT4, INT8
 from benchmarks.recipes.quantizing import two_of_four
 from benchmarks.recipes.recipe import Recipe
+from common.runtime import compiler
 
 
 def packed_in_pairs(values: Tensor) -> Tensor:
@@ -41,6 +42,7 @@ class WeightOnly(nn.Module):
         quantizer = recipe.weight
         if quantizer.format not in (INT8, INT4):
             raise NotImplementedError("its weights are no whole numbers")
+        compiler.allow_many_graphs()
         with torch.no_grad():
             rounded = quantizer(weight.float())
             numbers = rounded.values.to(torch.int8)

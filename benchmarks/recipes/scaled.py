@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from benchmarks.recipes.formats import E4M3, E5M2, Format
 from benchmarks.recipes.quantizing import Quantizer
 from benchmarks.recipes.recipe import Recipe
+from common.runtime import compiler
 
 DTYPES: dict[Format, torch.dtype] = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 KINDS = {(0, 0): "TensorWise", (1, 0): "RowWise", (1, 128): "BlockWise1x128", (128, 128): "BlockWise128x128"}
@@ -54,14 +55,21 @@ def why_not(recipe: Recipe, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Packed:
-    """values: FP8 [rows, columns], whose last axis a matmul sums over; scale: FP32, as `scaled_mm` takes it."""
+    """values: FP8 [rows, columns], whose last axis a matmul sums over; scale: FP32 of each block, `laid_out`."""
     values: Tensor
     scale: Tensor
-    kind: Any
+    block: tuple[int, int]
+
+    @property
+    def kind(self) -> Any:
+        """As `scaled_mm` names it."""
+        return getattr(F.ScalingType, KINDS[self.block])
 
 
-def _scaled(matrix: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _scaled(matrix: Tensor, quantizer: Quantizer, dtype: torch.dtype, of_transposed: bool) -> tuple[Tensor, Tensor]:
     """(FP8 values, the scale of each part, [rows of parts, columns of parts]): two passes, one for the magnitudes."""
+    if of_transposed:
+        matrix = matrix.t().contiguous()
     parts = quantizer.parted(matrix)
     scale = quantizer.scale_of(parts.abs().amax((1, 3), keepdim=True).float())
     largest = quantizer.format.largest
@@ -69,25 +77,40 @@ def _scaled(matrix: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> tuple[T
     return values.view(matrix.shape), scale[:, 0, :, 0]
 
 
+def _moved(values: Tensor) -> Tensor:
+    """FP8 values transposed, in a new tensor."""
+    return values.view(torch.uint8).t().contiguous().view(values.dtype)
+
+
+# Compiled: torch's own copy of a transposed matrix of bytes is several times as slow as its cast.
 _compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_scaled, dynamic=False)
+_compiled_moved: Callable[[Tensor], Tensor] = torch.compile(_moved, dynamic=False)
 
 
-def packed(quantizer: Quantizer, matrix: Tensor) -> Packed:
-    """In the format, with the scales of its parts."""
+def packed(quantizer: Quantizer, matrix: Tensor, of_transposed: bool = False) -> Packed:
+    """The matrix, or the transposed one, in the format, with the scales of its parts."""
     scaled = _compiled if matrix.is_cuda else _scaled
-    values, scale = scaled(matrix, quantizer, DTYPES[quantizer.format])
-    if quantizer.block == (0, 0):
-        scale = scale.view(())
-    elif quantizer.block == (1, 128):                      # what cuBLASLt reads: the scales of a column side by side
-        scale = scale.t().contiguous().t()
-    return Packed(values, scale, getattr(F.ScalingType, KINDS[quantizer.block]))
+    values, scale = scaled(matrix, quantizer, DTYPES[quantizer.format], of_transposed)
+    return Packed(values, laid_out(scale, quantizer.block), quantizer.block)
+
+
+def laid_out(scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """The scales [rows of parts, columns of parts] as cuBLASLt reads them."""
+    if block == (0, 0):
+        return scale.view(())
+    if block == (1, 128):                                  # [rows, columns], those of a column side by side
+        return scale.t().contiguous().t()
+    if block == (128, 128):                                # [columns, rows], the columns filled up to a multiple of 4
+        return F.pad(scale, (0, -scale.size(1) % 4)).contiguous().t()
+    return scale
 
 
 def transposed(quantizer: Quantizer, matrix: Tensor, known: Packed) -> Packed:
     """The transposed matrix packed, of which the one that is not is known: with one scale only its values move."""
     if quantizer.block == (0, 0):
-        return Packed(known.values.t().contiguous(), known.scale, known.kind)
-    return packed(quantizer, matrix.t().contiguous())
+        moved = _compiled_moved if known.values.is_cuda else _moved
+        return Packed(moved(known.values), known.scale, known.block)
+    return packed(quantizer, matrix, of_transposed=True)
 
 
 def _to_transpose(quantizer: Quantizer, matrix: Tensor, known: Packed) -> tuple[Tensor | None, ...]:
@@ -96,8 +119,9 @@ def _to_transpose(quantizer: Quantizer, matrix: Tensor, known: Packed) -> tuple[
 
 
 def matmul(left: Packed, right: Packed, dtype: torch.dtype, fast: bool) -> Tensor:
-    """left @ right.T in `dtype`. `fast`: sums are kept in fewer bits, as it is usual in a forward."""
-    of_right = right.scale.t() if right.scale.dim() else right.scale
+    """left @ right.T in `dtype`. `fast`: sums are kept in fewer bits, as is usual in a forward. Blocks have no such."""
+    of_right = right.scale.t() if right.block == (1, 0) else right.scale
+    fast = fast and left.block in ((0, 0), (1, 0))
     return F.scaled_mm(left.values, right.values.t(), left.scale, left.kind, of_right, right.kind, output_dtype=dtype,
                        use_fast_accum=fast)
 
@@ -110,21 +134,21 @@ class _Linear(torch.autograd.Function):
         of_x_again = (x, None, None) if recipe.of_weight_gradient else _to_transpose(recipe.x, x, of_x)
         ctx.save_for_backward(*of_x_again, *_to_transpose(recipe.weight, weight, of_weight))
         ctx.recipe, ctx.dtype = recipe, dtype
-        ctx.dtypes, ctx.kinds = (x.dtype, weight.dtype), (of_x.kind, of_weight.kind)
+        ctx.dtypes = x.dtype, weight.dtype
         return matmul(of_x, of_weight, dtype, fast=True)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         x, x_values, x_scale, weight, weight_values, weight_scale = ctx.saved_tensors
         recipe, dtype = ctx.recipe, ctx.dtype
-        (x_dtype, weight_dtype), (x_kind, weight_kind) = ctx.dtypes, ctx.kinds
+        x_dtype, weight_dtype = ctx.dtypes
         of_dy = packed(recipe.dy, dy)
-        weight_again = transposed(recipe.weight, weight, Packed(weight_values, weight_scale, weight_kind))
+        weight_again = transposed(recipe.weight, weight, Packed(weight_values, weight_scale, recipe.weight.block))
         dx = matmul(of_dy, weight_again, dtype, fast=False).to(x_dtype)
         if recipe.of_weight_gradient:
             dweight = dy.t() @ x.to(dtype)
         else:
-            x_again = transposed(recipe.x, x, Packed(x_values, x_scale, x_kind))
+            x_again = transposed(recipe.x, x, Packed(x_values, x_scale, recipe.x.block))
             dweight = matmul(transposed(recipe.dy, dy, of_dy), x_again, dtype, fast=False)
         return dx, dweight.to(weight_dtype), None, None
 
@@ -141,6 +165,7 @@ class Scaled(nn.Module):
             raise NotImplementedError(reason)
         if any(size % 16 for size in weight.shape):
             raise ValueError(f"the weight is {weight.size(0)} x {weight.size(1)}: FP8 takes multiples of 16")
+        compiler.allow_many_graphs()
         self.weight, self.recipe = nn.Parameter(weight.detach().clone()), recipe
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 

@@ -37,6 +37,8 @@ def by_transformer_engine(recipe: Recipe, config: BlockConfig, values: dict[str,
     block: Any = steps.load(4).build(config, values, device)
     if not config.fp8_attention:
         block.recipe = layers.recipe_of_transformer_engine(recipe, device)
+    if recipe.x.block != (0, 0):                           # its library fuses no GELU with a matmul of blocks
+        block.mlp.gemm_gelu_fusion = False
     return block
 
 

@@ -23,6 +23,17 @@ def apart(found, expected):
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
+@unit
+def test_scales_lie_as_the_library_reads_them():
+    scale = torch.arange(12.0).view(2, 6)
+    assert scaled.laid_out(torch.ones(1, 1), (0, 0)).shape == () and scaled.laid_out(scale, (1, 0)) is scale
+    columns = scaled.laid_out(scale, (1, 128))
+    assert columns.shape == (2, 6) and columns.stride() == (1, 2) and torch.equal(columns, scale)
+    tiles = scaled.laid_out(scale, (128, 128))
+    assert tiles.shape == (8, 2) and tiles.stride() == (1, 8)
+    assert torch.equal(tiles[:6], scale.t()) and not tiles[6:].any()
+
+
 def checked(recipe, device, outliers=1.0):
     """Its output and gradients beside those that are emulated."""
     x, weight, dy = (each.bfloat16() for each in operands(outliers, 0, device))
@@ -150,10 +161,13 @@ def test_what_a_gpu_gets_compiled_is_the_same():
     x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     for name in ("FP8 current", "FP8 row", "FP8 block 128"):
         for quantizer in {RECIPES[name].x, RECIPES[name].weight}:
-            given = x, quantizer, torch.float8_e4m3fn
-            plain, compiled = scaled._scaled(*given), scaled._compiled(*given)
-            assert torch.equal(plain[1], compiled[1])
-            assert (plain[0].float() != compiled[0].float()).float().mean() < 1e-3       # a division rounds otherwise
+            for of_transposed in (False, True):
+                given = x, quantizer, torch.float8_e4m3fn, of_transposed
+                plain, compiled = scaled._scaled(*given), scaled._compiled(*given)
+                assert torch.equal(plain[1], compiled[1]) and compiled[0].is_contiguous()
+                assert (plain[0].float() != compiled[0].float()).float().mean() < 1e-3   # a division rounds otherwise
+    values = plain[0]
+    assert torch.equal(scaled._compiled_moved(values).view(torch.uint8), values.t().contiguous().view(torch.uint8))
     layer = inference.WeightOnly(x, RECIPES["INT4 weights"])
     given = x[:3], layer.values, layer.scale, layer.is_paired
     assert apart(inference._compiled(*given), inference._multiplied(*given)) < 1e-2

@@ -143,6 +143,20 @@ def test_a_block_by_torch_is_compiled_whole():
     assert block.mlp.fc.weight.grad.abs().max() > 0
 
 
+@pytest.mark.gpu
+@integration
+def test_each_block_passes_its_check_on_a_gpu(study_main, tmp_path):
+    path = tmp_path / "records.jsonl"
+    status, out, _ = study_main("recipes", "--part", "blocks", "--batch-size", "4", "--seq-len", "128", "--hidden-size",
+                                "256", "--num-heads", "2", "--rounds", "6", "--json", str(path))
+    assert status == 0, out
+    allowed = scaled.why_not(RECIPES["FP8 block 128"], torch.device("cuda")) == ""
+    found = {(run.case["name"], run.variant["by"]): run.status for run in runs(read(path))}
+    assert {name for (name, way), status in found.items() if (way, status) == (blocks.TORCH, "ok")} == (
+        {"FP8 current", "FP8 current, dweight in BF16", "FP8 row", "FP8 block 128"} if allowed else set())
+    assert not [key for key, status in found.items() if status == "failed"]
+
+
 @unit
 def test_a_block_that_8_bits_can_not_take_is_a_line():
     config = PRESETS["tiny"].replace(seq_len=63)
