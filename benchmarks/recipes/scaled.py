@@ -4,7 +4,7 @@ torch hands `scaled_mm` to cuBLASLt on a GPU. Hopper multiplies two operands in 
 over, so each backward needs transposed copies of them: they are part of what FP8 costs.
 """
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +60,6 @@ class Packed:
     scale: Tensor
     block: tuple[int, int]
 
-    @property
-    def kind(self) -> Any:
-        """As `scaled_mm` names it."""
-        return getattr(F.ScalingType, KINDS[self.block])
-
 
 def _scaled(matrix: Tensor, quantizer: Quantizer, dtype: torch.dtype, of_transposed: bool) -> tuple[Tensor, Tensor]:
     """(FP8 values, the scale of each part, [rows of parts, columns of parts]): two passes, one for the magnitudes."""
@@ -118,12 +113,40 @@ def _to_transpose(quantizer: Quantizer, matrix: Tensor, known: Packed) -> tuple[
     return (None, known.values, known.scale) if quantizer.block == (0, 0) else (matrix, None, None)
 
 
-def matmul(left: Packed, right: Packed, dtype: torch.dtype, fast: bool) -> Tensor:
-    """left @ right.T in `dtype`. `fast`: sums are kept in fewer bits, as is usual in a forward. Blocks have no such."""
-    of_right = right.scale.t() if right.block == (1, 0) else right.scale
-    fast = fast and left.block in ((0, 0), (1, 0))
-    return F.scaled_mm(left.values, right.values.t(), left.scale, left.kind, of_right, right.kind, output_dtype=dtype,
+def _multiplied(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, blocks: Sequence[int],
+                dtype: torch.dtype, fast: bool) -> Tensor:
+    """left @ right.T of FP8 values with their scales `laid_out`; blocks: those of left and of right, two numbers each.
+
+    `fast`: sums are kept in fewer bits, as is usual in a forward. Blocks have no such.
+    """
+    block, of_other = (blocks[0], blocks[1]), (blocks[2], blocks[3])
+    scale = of_right.t() if of_other == (1, 0) else of_right
+    fast = fast and block in ((0, 0), (1, 0))
+    return F.scaled_mm(left, right.t(), of_left, _kind(block), scale, _kind(of_other), output_dtype=dtype,
                        use_fast_accum=fast)
+
+
+def _kind(block: tuple[int, int]) -> Any:
+    """As torch names it."""
+    return getattr(F.ScalingType, KINDS[block])
+
+
+_in_a_graph = torch.library.custom_op(
+    "transformer_block::scaled_mm", _multiplied, mutates_args=(),
+    schema="(Tensor left, Tensor right, Tensor of_left, Tensor of_right, int[] blocks, ScalarType dtype, bool fast)"
+           " -> Tensor")
+
+
+@_in_a_graph.register_fake
+def _(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, blocks: Sequence[int], dtype: torch.dtype,
+      fast: bool) -> Tensor:
+    return left.new_empty(left.size(0), right.size(0), dtype=dtype)
+
+
+def matmul(left: Packed, right: Packed, dtype: torch.dtype, fast: bool) -> Tensor:
+    """left @ right.T in `dtype`."""
+    multiplied = _in_a_graph if torch.compiler.is_compiling() else _multiplied     # torch 2.11 traces no scaled_mm
+    return multiplied(left.values, right.values, left.scale, right.scale, [*left.block, *right.block], dtype, fast)
 
 
 class _Linear(torch.autograd.Function):

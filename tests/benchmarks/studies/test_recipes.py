@@ -157,6 +157,7 @@ def test_each_block_passes_its_check_on_a_gpu(study_main, tmp_path):
     assert not [key for key, status in found.items() if status == "failed"]
 
 
+@needs_fp8
 @unit
 def test_a_block_that_8_bits_can_not_take_is_a_line():
     config = PRESETS["tiny"].replace(seq_len=63)
