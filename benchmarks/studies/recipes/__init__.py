@@ -50,6 +50,7 @@ from common.runtime import exclusive
 
 STEPS, QUICK_STEPS = 300, 60
 SEEDS, QUICK_SEEDS = 3, 1
+WIDTH = 120                            # of a table on the page, in characters
 LOOKED_AT = "blocks.1.up"              # the layer of the GPT whose operands are
 PARTS = ACCURACY, LAYERS, BLOCKS, MAP, TRAINING = ("accuracy", "layers", "blocks", "map", tables.TRAINING)
 
@@ -207,13 +208,17 @@ def refine(options: Options) -> None:
 
 
 def recorded_speed() -> str:
-    """The tables of layers, blocks and the map, machine by machine."""
-    told = []
+    """The tables of layers, blocks and the map, machine by machine, and below them what their columns mean."""
+    told: list[str] = []
+    words: list[str] = []
     for path in files(RESULTS, "*/recipes-*"):
         lines = read(path)
-        if tables_of_it := speed.blocks_of_text(runs(lines), 120):
-            told.append("\n\n".join([provenance(lines), "```", *tables_of_it, "```"]))
-    return "\n\n".join(told) or "Layers, blocks and the map: not recorded."
+        tables_of_it = speed.tables_of(runs(lines), WIDTH)
+        shown = "\n\n".join([*tables_of_it.measured, *tables_of_it.gained, *tables_of_it.mapped])
+        if shown:
+            told += [provenance(lines), f"```\n{shown}\n```"]
+            words += tables_of_it.words
+    return "\n\n".join([*told, *dict.fromkeys(words)]) or "Layers, blocks and the map: not recorded."
 
 
 register(Study("recipes", __doc__, lambda options: [], text=tables.text, charts=tables.charts, answer=tables.answer,

@@ -1,5 +1,6 @@
 """What the study of recipes tells of time: layers, blocks, whose gain it is, and from which sizes on a recipe pays."""
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from benchmarks.records.read import Run, extra, paired, verdict
 from benchmarks.show.tables import joules
@@ -11,36 +12,54 @@ from common.text import NOT_AVAILABLE, figures, number, only, ratio, table
 
 LAYER, BLOCK, MAP = "layer", "block", "map"        # what a row is of
 ERRORS = ("y", "dx", "dweight", "branch", "input gradient", "parameter gradient")
+HEADERS = ("matmuls", "attention", "casts", "amax", "rest")            # of KINDS
 SAID = """\
-Error: the largest of y and the gradients, against FP64; of a block that of its branch and gradients. x BF16: how many
-times as fast as in BF16, in the same rounds. f+b: forward+backward. The ms by kind of kernel, J and GiB are of f+b, or
-of the forward where there is no backward. Kernels are profiled after the rounds; what is short of the ms the GPU has
-waited."""
+x BF16: how many times as fast as in BF16, in the same rounds. f+b: forward+backward. Error: the largest of y and the
+gradients, against FP64; of a block that of its branch and gradients. Matmuls to rest are ms by kind of kernel (casts:
+and transposes; amax: and scales). These, J and GiB are of f+b, or of the forward where there is no backward. Kernels
+are profiled after the rounds; what is short of the ms the GPU has waited."""
 WHOSE = """\
-Share: of BF16's time that matmuls take. If only they changed: the gain that this share and the gain of matmuls leave
-(Amdahl). Measured: what is left of it. Casts: these, transposes, amax and scales. Rest: all other kernels. Waits: the
-GPU is idle between kernels. + is beyond BF16's."""
+Share: of BF16's time that matmuls take. Promise: the gain if only they changed, which follows from this share and the
+gain of matmuls (Amdahl). Measured: what is left of it. Casts to waits are ms beyond BF16's. Casts: these, transposes,
+amax and scales. Rest: all other kernels, also a LayerNorm or GELU that casts on the way. Waits: the GPU is idle between
+kernels."""
 OF_MAP = """\
 How many times as fast as in BF16, forward+backward, in the same rounds. Pays from: the fewest tokens from which on its
 interval is above 1 at all that were measured."""
 
 
-def blocks_of_text(every: Sequence[Run], width: int | None) -> list[str]:
-    """Everything that was timed, from its runs."""
+@dataclass(frozen=True)
+class Tables:
+    """Of each layer and block what was measured, and whose gain it is; and the map."""
+    measured: list[str]
+    gained: list[str]
+    mapped: list[str]
+
+    @property
+    def words(self) -> list[str]:
+        """What their columns mean."""
+        said = {SAID: self.measured, WHOSE: self.gained, OF_MAP: self.mapped}
+        return [words for words, tables in said.items() if tables]
+
+
+def tables_of(every: Sequence[Run], width: int | None) -> Tables:
+    """Of everything that was timed, from its runs."""
     timed: dict[str, list[Run]] = {LAYER: [], BLOCK: [], MAP: []}
     for run in every:
         if run.status == "ok" and run.variant["data"] in timed:
             timed[run.variant["data"]].append(run)
-    told, gained = [], []
-    for shape, of_shape in _grouped(timed[LAYER], size_of).items():
-        told.append(_table_of(of_shape, "a layer, tokens x K x N: " + shape, width))
-        gained.append(_whose(of_shape, "a layer, " + shape, width))
-    for shape, of_shape in _grouped(timed[BLOCK], lambda run: run.shape).items():
-        told.append(_table_of(of_shape, "a block, " + shape, width))
-        gained.append(_whose(of_shape, "a block, " + shape, width))
-    gained = list(filter(None, gained))
-    mapped = _map(timed[MAP], width)
-    return [*told, *([SAID] if told else []), *gained, *([WHOSE] if gained else []), *mapped]
+    groups = {"a layer, tokens x K x N: " + shape: alike for shape, alike in _grouped(timed[LAYER], size_of).items()}
+    groups |= {"a block, " + shape: alike for shape, alike in _grouped(timed[BLOCK], lambda run: run.shape).items()}
+    measured = [f"{title}\n\n{_table_of(alike, width)}" for title, alike in groups.items()]
+    gained = [f"whose gain, f+b: {title}\n\n{told}" for title, alike in groups.items()
+              if (told := _whose(alike, width))]
+    return Tables(measured, gained, _map(timed[MAP], width))
+
+
+def blocks_of_text(every: Sequence[Run], width: int | None) -> list[str]:
+    """All of it, the words below the tables."""
+    tables = tables_of(every, width)
+    return [*tables.measured, *tables.gained, *tables.mapped, *tables.words]
 
 
 def size_of(run: Run) -> str:
@@ -69,24 +88,32 @@ def kinds(run: Run, mode: str = BOTH) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------------------- one by one
 
 
-def _table_of(alike: Sequence[Run], title: str, width: int | None) -> str:
-    """A row for each recipe by each way to have it; columns that hold nothing are left out."""
-    headers = [title, "by", "error", "forward ms", "f+b ms", "x BF16, forward", "f+b", "% of limit", "f+b %",
-               *(f"{kind} ms" for kind in KINDS), "J", "GiB"]
-    rows = [_row(run, _plain(alike)) for run in alike]
-    told = [place for place in range(len(headers)) if place < 2 or any(row[place] for row in rows)]
-    return table([only(row, told) for row in rows], only(headers, told), width, keys=2)
+def _table_of(alike: Sequence[Run], width: int | None) -> str:
+    """Two tables, of time and of where it goes: a row for each recipe by each way to have it, no column empty."""
+    both = []
+    for headers, cells in ((["forward ms", "f+b ms", "x BF16 forward", "x BF16 f+b", "% of limit", "f+b %"], _times),
+                           (["error", *HEADERS, "J", "GiB"], _where)):
+        rows = [[run.case["name"], run.variant["by"], *cells(run, _plain(alike))] for run in alike]
+        headers = ["recipe", "by", *headers]
+        told = [place for place in range(len(headers)) if place < 2 or any(row[place] for row in rows)]
+        if len(told) > 2:
+            both.append(table([only(row, told) for row in rows], only(headers, told), width, keys=2))
+    return "\n\n".join(both)
 
 
-def _row(run: Run, plain: Run | None) -> list[str]:
-    errors = [found for what in ERRORS if (found := run.value("check", f"{what} error")) is not None]
+def _times(run: Run, plain: Run | None) -> list[str]:
     times = [figures(ms) if (ms := run.best_ms(mode)) else "" for mode in MODES]
-    faster = [_faster(plain, run, mode) for mode in MODES]
     shares = [run.shown(SHARE[BURST], mode) for mode in MODES]
+    forward = paired(plain, run, FORWARD) if run is not plain else None
+    return [*times, _in_short(forward), _faster(plain, run, BOTH),
+            *("" if share == NOT_AVAILABLE else share for share in shares)]
+
+
+def _where(run: Run, plain: Run | None) -> list[str]:
+    errors = [found for what in ERRORS if (found := run.value("check", f"{what} error")) is not None]
     whole = BOTH if run.best(BOTH) else FORWARD
     spent, used, memory = kinds(run, whole), joules(run, whole), run.figure(PEAK_MEMORY, whole, "eager")
-    return [run.case["name"], run.variant["by"], f"{max(errors):.1e}" if errors else "", *times, *faster,
-            *("" if share == NOT_AVAILABLE else share for share in shares),
+    return [f"{max(errors):.1e}" if errors else "",
             *(figures(spent[kind]) if spent.get(kind) else "" for kind in KINDS),
             "" if used is None else figures(used), "" if memory is None else number(memory * PEAK_MEMORY.scale, ".2f")]
 
@@ -104,7 +131,7 @@ def amdahl(share: float, faster: float) -> float:
     return 1 / (1 - share + share / faster)
 
 
-def _whose(alike: Sequence[Run], title: str, width: int | None) -> str:
+def _whose(alike: Sequence[Run], width: int | None) -> str:
     """Of each recipe with a backward: what its matmuls promise, and where that goes."""
     plain, rows = _plain(alike), []
     if plain is None or not kinds(plain):
@@ -120,8 +147,7 @@ def _whose(alike: Sequence[Run], title: str, width: int | None) -> str:
         waits = (now_ms - sum(now.values())) - (before_ms - sum(before.values()))
         rows.append([run.case["name"], run.variant["by"], f"{100 * share:.0f} %", f"{faster:.2f}",
                      f"{amdahl(share, faster):.2f}", ratio(times), *(figures(ms, "+") for ms in (casts, rest, waits))])
-    headers = ["whose gain, f+b: " + title, "by", "share", "matmuls x", "if only they changed", "measured", "casts ms",
-               "rest ms", "waits ms"]
+    headers = ["recipe", "by", "share", "matmuls x", "promise", "measured", "casts", "rest", "waits"]
     return table(rows, headers, width, keys=2) if rows else ""
 
 
@@ -146,7 +172,7 @@ def _map(layers: Sequence[Run], width: int | None) -> list[str]:
     for (name, way, sizes), of_row in cells.items():
         rows.append([name, way, sizes, *(_in_short(of_row.get(tokens)) for tokens in every), pays_from(of_row)])
     headers = ["x BF16, f+b", "by", "K x N", *(f"{tokens:,}" for tokens in every), "pays from"]
-    return [table(rows, headers, width, keys=3), OF_MAP]
+    return [table(rows, headers, width, keys=3)]
 
 
 def _in_short(times: tuple[float, float, float] | None) -> str:

@@ -84,11 +84,11 @@ def test_layers_are_timed_beside_16_bits(study_main, tmp_path):
     status, out, _ = study_main("recipes", *words, "--json", str(path))
     assert status == 0, out
     assert {run.status for run in runs(read(path)) if run.variant.get("by") == layers.TE} == {"skipped"}
-    assert re.search(r"^a layer, tokens x K x N: 32 x 64 x 48 ", out, re.MULTILINE)
-    [before, _] = out.split("\nwhose gain, f+b: a layer, 32 x 64 x 48 ")
+    assert re.search(r"^a layer, tokens x K x N: 32 x 64 x 48$", out, re.MULTILINE)
+    [before, _] = out.split("\nwhose gain, f+b: a layer, tokens x K x N: 32 x 64 x 48\n")
     rows = re.findall(r"^(BF16|FP16|FP8 current) +(16 bits|torch) .*$", before, re.MULTILINE)
     in_fp8 = [("FP8 current", "torch")] if scaled.on_a_cpu() else []
-    assert rows == [("BF16", "16 bits"), ("FP16", "16 bits"), *in_fp8]
+    assert rows == 2 * [("BF16", "16 bits"), ("FP16", "16 bits"), *in_fp8]           # of time, and where it goes
     assert "normal" not in out and "trained" not in out
 
 
@@ -121,7 +121,7 @@ def test_blocks_are_timed_beside_step_3(study_main, tmp_path, monkeypatch):
              "--recipe", "FP8 delayed"]
     status, out, _ = study_main("recipes", *words, "--json", str(path))
     assert status == 0, out
-    assert re.search(r"^a block, B2 S64 E64 H4 D16 F256 ", out, re.MULTILINE)
+    assert re.search(r"^a block, B2 S64 E64 H4 D16 F256$", out, re.MULTILINE)
     rows = re.findall(r"^(BF16|FP16|FP8 current) +(step 3(?:, torch)?) +\d", out, re.MULTILINE)
     assert set(rows) == {("BF16", "step 3"), ("FP16", "step 3"), ("FP8 current", "step 3, torch")}
     assert re.search(r"^whose gain, f\+b: a block", out, re.MULTILINE)
@@ -343,4 +343,5 @@ def test_what_was_recorded_of_speed_stands_on_the_page(tmp_path, monkeypatch):
     (tmp_path / "h100").mkdir()
     (tmp_path / "h100" / "recipes-te-tutorial.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     told = recipes.recorded_speed()
-    assert "\n```\n" in told and "whose gain, f+b: a layer, 16 x 32 x 48" in told
+    assert "\n```\na layer" in told and "whose gain, f+b: a layer, tokens x K x N: 16 x 32 x 48" in told
+    assert told.endswith(speed.WHOSE) and told.count(speed.SAID) == 1
