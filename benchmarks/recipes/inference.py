@@ -31,7 +31,8 @@ def _multiplied(x: Tensor, values: Tensor, scale: Tensor, is_paired: bool) -> Te
     return F.linear(x, parts.flatten(-2).to(x.dtype))
 
 
-_compiled: Any = torch.compile(_multiplied, dynamic=False)
+# By this option Inductor makes of one row a sum that multiplies weights back on the way: it reads them once, in 8 bits.
+_compiled: Any = torch.compile(_multiplied, dynamic=False, options={"coordinate_descent_tuning": True})
 
 
 class WeightOnly(nn.Module):

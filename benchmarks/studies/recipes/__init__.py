@@ -14,8 +14,8 @@ is trained by each recipe, from the same parameters on the same batches.
 Layers, blocks and the map multiply in hardware, by torch and by Transformer Engine. Layers, those of a block or of
 --shapes, are held against FP64 in the same way, and are timed side by side. Blocks are step 3 with its linear layers in
 FP8 and step 4 by each recipe, checked as a step is. For both a table says whose gain it is: what faster matmuls
-promise, and what casts and waiting leave of it. The map says from which sizes on a recipe pays. Without a GPU these
-parts run only where they are asked for.
+promise, and what casts and waiting leave of it. The map says from how many tokens on a recipe pays, and up to how many
+weights alone do. Without a GPU these parts run only where they are asked for.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 import argparse
@@ -125,8 +125,9 @@ def _measured(session: Session, options: Options) -> list[str]:
     if BLOCKS in options.part:
         session.measure(blocks.group(options.config, chosen, options.device))
     if MAP in options.part:
-        for shape in options.shapes or options.grid:
-            session.measure(timed.group_of_map(shape, chosen, options.device))
+        for group in timed.groups_of_map(options.shapes or options.grid, options.shapes or options.served, chosen,
+                                         options.device):
+            session.measure(group)
     if ACCURACY in options.part:
         statuses += _accuracies(session, options, chosen)
     if TRAINING in options.part:
@@ -203,6 +204,7 @@ def refine(options: Options) -> None:
     if not options.part:
         options.part = [LAYERS] if options.shapes else [ACCURACY, TRAINING, *([LAYERS] if on_gpu else [])]
     options.grid = timed.GRID if on_gpu else timed.SMALL_GRID
+    options.served = timed.GRID_SERVED if on_gpu else timed.SMALL_SERVED
     options.steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
     options.seeds = options.seeds or (QUICK_SEEDS if options.quick else SEEDS)
 
@@ -213,10 +215,11 @@ def recorded_speed() -> str:
     words: list[str] = []
     for path in files(RESULTS, "*/recipes-*"):
         lines = read(path)
-        tables_of_it = speed.tables_of(runs(lines), WIDTH)
+        found = runs(lines)
+        tables_of_it = speed.tables_of(found, WIDTH)
         shown = "\n\n".join([*tables_of_it.measured, *tables_of_it.gained, *tables_of_it.mapped])
         if shown:
-            told += [provenance(lines), f"```\n{shown}\n```"]
+            told += [provenance(lines), f"```\n{shown}\n```", *speed.in_words(found)]
             words += tables_of_it.words
     return "\n\n".join([*told, *dict.fromkeys(words)]) or "Layers, blocks and the map: not recorded."
 

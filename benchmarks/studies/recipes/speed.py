@@ -2,6 +2,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from benchmarks.recipes.layers import DTYPES
 from benchmarks.records.read import Run, extra, paired, verdict
 from benchmarks.show.tables import joules
 from benchmarks.studies.recipes.split import CASTS, KINDS, MATMULS, SCALES, SPLIT
@@ -10,8 +11,9 @@ from common.runtime.iteration import BOTH, FORWARD, MODES
 from common.runtime.peaks import BURST
 from common.text import NOT_AVAILABLE, figures, number, only, ratio, table
 
-LAYER, BLOCK, MAP = "layer", "block", "map"        # what a row is of
+TIMED = LAYER, BLOCK, MAP, SERVED = "layer", "block", "map", "map of inference"            # what a row is of
 ERRORS = ("y", "dx", "dweight", "branch", "input gradient", "parameter gradient")
+SHORT, PAYS = {BOTH: "f+b", FORWARD: "forward"}, {BOTH: "pays from", FORWARD: "pays up to"}
 HEADERS = ("matmuls", "attention", "casts", "amax", "rest")            # of KINDS
 SAID = """\
 x BF16: how many times as fast as in BF16, in the same rounds. f+b: forward+backward. Error: the largest of y and the
@@ -24,8 +26,8 @@ gain of matmuls (Amdahl). Measured: what is left of it. Casts to waits are ms be
 amax and scales. Rest: all other kernels, also a LayerNorm or GELU that casts on the way. Waits: the GPU is idle between
 kernels."""
 OF_MAP = """\
-How many times as fast as in BF16, forward+backward, in the same rounds. Pays from: the fewest tokens from which on its
-interval is above 1 at all that were measured."""
+How many times as fast as in BF16, in the same rounds, at so many tokens. Pays from: the fewest tokens from which on its
+interval is above 1 at all that were measured; of weights alone it pays up to the most of which this is true."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Tables:
 
 def tables_of(every: Sequence[Run], width: int | None) -> Tables:
     """Of everything that was timed, from its runs."""
-    timed: dict[str, list[Run]] = {LAYER: [], BLOCK: [], MAP: []}
+    timed: dict[str, list[Run]] = {data: [] for data in TIMED}
     for run in every:
         if run.status == "ok" and run.variant["data"] in timed:
             timed[run.variant["data"]].append(run)
@@ -53,7 +55,7 @@ def tables_of(every: Sequence[Run], width: int | None) -> Tables:
     measured = [f"{title}\n\n{_table_of(alike, width)}" for title, alike in groups.items()]
     gained = [f"whose gain, f+b: {title}\n\n{told}" for title, alike in groups.items()
               if (told := _whose(alike, width))]
-    return Tables(measured, gained, _map(timed[MAP], width))
+    return Tables(measured, gained, [*_map(timed[MAP], BOTH, width), *_map(timed[SERVED], FORWARD, width)])
 
 
 def blocks_of_text(every: Sequence[Run], width: int | None) -> list[str]:
@@ -131,36 +133,82 @@ def amdahl(share: float, faster: float) -> float:
     return 1 / (1 - share + share / faster)
 
 
-def _whose(alike: Sequence[Run], width: int | None) -> str:
-    """Of each recipe with a backward: what its matmuls promise, and where that goes."""
-    plain, rows = _plain(alike), []
+@dataclass(frozen=True)
+class Gain:
+    """What a recipe's matmuls promise of an iteration, and where it goes: ms beyond BF16's."""
+    run: Run
+    share: float                       # of BF16's time that matmuls take
+    faster: float                      # how many times as fast they are
+    measured: tuple[float, float, float]                   # how many times as fast the whole is, with its interval
+    casts: float
+    rest: float
+    waits: float
+
+    @property
+    def promise(self) -> float:
+        """If only matmuls changed."""
+        return amdahl(self.share, self.faster)
+
+    @property
+    def name(self) -> str:
+        """The recipe, and the way to have it."""
+        return f"{self.run.case['name']} ({self.run.variant['by']})"
+
+
+def gains(alike: Sequence[Run]) -> list[Gain]:
+    """Of each recipe with a backward that was profiled, where BF16 was."""
+    plain, found = _plain(alike), []
     if plain is None or not kinds(plain):
-        return ""
+        return []
     before, before_ms = kinds(plain), plain.best_ms(BOTH)
     for run in alike:
         now, now_ms, times = kinds(run), run.best_ms(BOTH), paired(plain, run, BOTH)
         if run is plain or not (now.get(MATMULS) and before_ms and now_ms and times):
             continue
-        share, faster = before[MATMULS] / before_ms, before[MATMULS] / now[MATMULS]
         casts = sum(now[kind] - before[kind] for kind in (CASTS, SCALES))
         rest = sum(now[kind] - before[kind] for kind in KINDS if kind not in (MATMULS, CASTS, SCALES))
         waits = (now_ms - sum(now.values())) - (before_ms - sum(before.values()))
-        rows.append([run.case["name"], run.variant["by"], f"{100 * share:.0f} %", f"{faster:.2f}",
-                     f"{amdahl(share, faster):.2f}", ratio(times), *(figures(ms, "+") for ms in (casts, rest, waits))])
+        found.append(Gain(run, before[MATMULS] / before_ms, before[MATMULS] / now[MATMULS], times, casts, rest, waits))
+    return found
+
+
+def _whose(alike: Sequence[Run], width: int | None) -> str:
+    rows = []
+    for gain in gains(alike):
+        added = [figures(ms, "+") for ms in (gain.casts, gain.rest, gain.waits)]
+        rows.append([gain.run.case["name"], gain.run.variant["by"], f"{100 * gain.share:.0f} %", f"{gain.faster:.2f}",
+                     f"{gain.promise:.2f}", ratio(gain.measured), *added])
     headers = ["recipe", "by", "share", "matmuls x", "promise", "measured", "casts", "rest", "waits"]
     return table(rows, headers, width, keys=2) if rows else ""
+
+
+def in_words(every: Sequence[Run]) -> list[str]:
+    """A sentence or two for each block: what FP8 promises there, and which recipes keep the most and the least."""
+    told = []
+    blocks = [run for run in every if run.status == "ok" and run.variant["data"] == BLOCK]
+    for shape, alike in _grouped(blocks, lambda run: run.shape).items():
+        found = [gain for gain in gains(alike) if gain.run.case["name"] not in DTYPES]
+        if not found:
+            continue
+        largest = max(found, key=lambda gain: gain.promise)
+        ordered = sorted(found, key=lambda gain: -gain.measured[0])
+        kept = dict.fromkeys(f"{gain.name} keeps {gain.measured[0]:.2f}" for gain in (ordered[0], ordered[-1]))
+        told.append(f"{shape}: matmuls take {100 * largest.share:.0f} % of BF16's time and are up to "
+                    f"{largest.faster:.2f} times as fast in FP8, which promises {largest.promise:.2f}. "
+                    f"{', '.join(kept)}.")
+    return told
 
 
 # -------------------------------------------------------------------------------------------------------------- the map
 
 
-def _map(layers: Sequence[Run], width: int | None) -> list[str]:
+def _map(layers: Sequence[Run], mode: str, width: int | None) -> list[str]:
     """A row for each recipe, way, K and N; a column for each number of tokens."""
     cells: dict[tuple[str, str, str], dict[int, tuple[float, float, float]]] = {}
     for of_shape in _grouped(layers, size_of).values():
         plain = _plain(of_shape)
         for run in of_shape:
-            times = paired(plain, run, BOTH)
+            times = paired(plain, run, mode)
             if times and run is not plain:
                 tokens, k, n = run.variant["size"]
                 key = run.case["name"], run.variant["by"], f"{k:,} x {n:,}"
@@ -168,10 +216,11 @@ def _map(layers: Sequence[Run], width: int | None) -> list[str]:
     if not cells:
         return []
     every = sorted({tokens for of_row in cells.values() for tokens in of_row})
+    pays = pays_up_to if mode == FORWARD else pays_from
     rows = []
     for (name, way, sizes), of_row in cells.items():
-        rows.append([name, way, sizes, *(_in_short(of_row.get(tokens)) for tokens in every), pays_from(of_row)])
-    headers = ["x BF16, f+b", "by", "K x N", *(f"{tokens:,}" for tokens in every), "pays from"]
+        rows.append([name, way, sizes, *(_in_short(of_row.get(tokens)) for tokens in every), pays(of_row)])
+    headers = [f"x BF16, {SHORT[mode]}", "by", "K x N", *(f"{tokens:,}" for tokens in every), PAYS[mode]]
     return [table(rows, headers, width, keys=3)]
 
 
@@ -182,9 +231,18 @@ def _in_short(times: tuple[float, float, float] | None) -> str:
 
 def pays_from(of_row: dict[int, tuple[float, float, float]]) -> str:
     """Tokens -> (ratio, low, high) to the fewest from which on all pay, in words."""
-    least = None
-    for tokens, (_, low, _) in sorted(of_row.items(), reverse=True):
+    return _last_that_pays(sorted(of_row.items(), reverse=True))
+
+
+def pays_up_to(of_row: dict[int, tuple[float, float, float]]) -> str:
+    """Tokens -> (ratio, low, high) to the most up to which all pay, in words."""
+    return _last_that_pays(sorted(of_row.items()))
+
+
+def _last_that_pays(ordered: list[tuple[int, tuple[float, float, float]]]) -> str:
+    last = None
+    for tokens, (_, low, _) in ordered:
         if low <= 1:
             break
-        least = tokens
-    return "never" if least is None else f"{least:,}"
+        last = tokens
+    return "never" if last is None else f"{last:,}"

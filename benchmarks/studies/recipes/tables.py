@@ -10,7 +10,7 @@ from benchmarks.records.read import Run, extra, metric, runs, values
 from benchmarks.show.charts import Charts, Points, panels_chart
 from benchmarks.show.tables import NO_ANSWER, framed
 from benchmarks.studies.recipes import speed
-from benchmarks.studies.recipes.speed import BLOCK, LAYER, MAP
+from benchmarks.studies.recipes.speed import TIMED
 from common.report.record import Record
 from common.text import NOT_AVAILABLE, table
 
@@ -39,8 +39,8 @@ def outliers_of(times: float) -> str:
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records."""
     every = list({(run.label, run.shape): run for run in runs(lines)}.values())
-    looked = [run for run in every if run.variant["data"] not in (TRAINING, LAYER, BLOCK, MAP)]
-    timed = [run for run in every if run.variant["data"] in (LAYER, BLOCK, MAP)]
+    looked = [run for run in every if run.variant["data"] not in (TRAINING, *TIMED)]
+    timed = [run for run in every if run.variant["data"] in TIMED]
     failed = dict.fromkeys(
         f"{run.case['name']}, {run.variant.get('by', run.variant['data'])}: {run.status}: {run.info['reason']}"
         for run in every if run.status != "ok")

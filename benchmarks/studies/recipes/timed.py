@@ -11,7 +11,7 @@ from benchmarks.recipes.checking import RANGE
 from benchmarks.recipes.quantizing import bits_a_value
 from benchmarks.recipes.recipe import RECIPES, Recipe
 from benchmarks.studies.recipes import split
-from benchmarks.studies.recipes.speed import LAYER, MAP
+from benchmarks.studies.recipes.speed import LAYER, MAP, SERVED
 from common.block.config import BlockConfig, dtype_name
 from common.block.workload import MATMUL, Operation, Workload
 from common.measure.cases import Case, Group, Setting
@@ -24,7 +24,9 @@ GATES = 1e-2, 1e-2                     # of a replay, against the same layer cal
 WARM = 2                               # calls before it is checked: delayed scaling takes its scales from calls before
 Shape = tuple[int, int, int]           # tokens, K, N
 GRID = [(tokens, width, width) for width in (1024, 4096, 8192) for tokens in (128, 512, 2048, 8192, 16384)]
+GRID_SERVED = [(tokens, 4096, 4096) for tokens in (1, 16, 128, 1024, 16384)]
 SMALL_GRID = [(tokens, width, width) for width in (256, 512) for tokens in (128, 512)]
+SMALL_SERVED = [(tokens, 512, 512) for tokens in (1, 128)]
 
 
 @dataclass
@@ -122,10 +124,13 @@ def group(shape: Shape, chosen: Sequence[Recipe], device: torch.device) -> Group
     return Group(cases, calibrated=False, watched=on_gpu, metered=on_gpu, may_not_fit=True, timed=split.records)
 
 
-def group_of_map(shape: Shape, chosen: Sequence[Recipe], device: torch.device) -> Group:
-    """Those that train, beside BF16: their times alone."""
-    cases = [case(shape, RECIPES["BF16"], layers.PLAIN, device, MAP)]
-    for way in (layers.TORCH, layers.TE):
-        of_way = [recipe for recipe in layers.recipes_of(way) if recipe in chosen]
-        cases += [case(shape, recipe, way, device, MAP) for recipe in of_way]
-    return Group(cases, [BOTH], calibrated=False, limited=False, watched=False, may_not_fit=True)
+def groups_of_map(shapes: Sequence[Shape], served: Sequence[Shape], chosen: Sequence[Recipe], device: torch.device
+                  ) -> Iterator[Group]:
+    """Those that train at `shapes`, and those for inference alone at those `served`, beside BF16: times alone."""
+    for data, mode, sizes, ways in ((MAP, BOTH, shapes, (layers.TORCH, layers.TE)),
+                                    (SERVED, FORWARD, served, (layers.WEIGHTS, layers.SPARSE))):
+        of_ways = [(recipe, way) for way in ways for recipe in layers.recipes_of(way) if recipe in chosen]
+        for shape in sizes if of_ways else ():
+            cases = [case(shape, recipe, way, device, data)
+                     for recipe, way in [(RECIPES["BF16"], layers.PLAIN), *of_ways]]
+            yield Group(cases, [mode], calibrated=False, limited=False, watched=False, may_not_fit=True)

@@ -184,9 +184,11 @@ def test_each_recipe_has_a_block_by_each_way_that_has_it():
 @needs_fp8
 @integration
 def test_a_map_says_from_how_many_tokens_on_it_pays(study_main):
-    words = ["--device", "cpu", "--part", "map", "--rounds", "6", "--recipe", "FP8 current"]
+    words = ["--device", "cpu", "--part", "map", "--rounds", "6", "--recipe", "FP8 current", "--recipe", "INT8 weights"]
     status, out, _ = study_main("recipes", *words, "--shapes", "32,64,48", "--shapes", "64,64,48")
     assert status == 0 and re.search(r"^FP8 current +torch +64 x 48 +\d\.\d\d.*(never|32|64)$", out, re.MULTILINE), out
+    [_, served] = out.split("x BF16, forward")
+    assert re.search(r"^INT8 weights +torch, weights alone +64 x 48 +\d.*(never|32|64)$", served, re.MULTILINE), out
 
 
 @unit
@@ -195,7 +197,10 @@ def test_a_map_says_from_how_many_tokens_on_it_pays(study_main):
     ({16: 1.0, 32: 1.01}, "32"),
     ({16: 1.5, 32: 0.9, 64: 1.1}, "64")])
 def test_a_recipe_pays_where_all_that_are_longer_do(lows, least):
-    assert speed.pays_from({tokens: (low + 0.1, low, low + 0.2) for tokens, low in lows.items()}) == least
+    times = {tokens: (low + 0.1, low, low + 0.2) for tokens, low in lows.items()}
+    assert speed.pays_from(times) == least
+    mirrored = {-tokens: of for tokens, of in times.items()}
+    assert speed.pays_up_to(mirrored).removeprefix("-") == least
 
 
 @unit
@@ -216,9 +221,21 @@ def test_whose_gain_it_is_adds_up():
     assert row.split()[-3:] == ["+1.50", "-0.500", "+1.00"]
 
 
-def timed_rows(name, ms, spent):
+@unit
+def test_what_a_block_keeps_of_a_promise_is_said():
+    of_a_block = {"data": speed.BLOCK, "by": "step"}
+    lines = [*timed_rows("BF16", 10.0, {split.MATMULS: 8.0}, of_a_block),
+             *timed_rows("FP8 row", 10.0, {split.MATMULS: 5.0, split.CASTS: 5.0}, of_a_block),
+             *timed_rows("FP8 current", 8.0, {split.MATMULS: 4.0}, of_a_block)]
+    [told] = speed.in_words(runs(lines))
+    assert told.endswith(": matmuls take 80 % of BF16's time and are up to 2.00 times as fast in FP8, which promises "
+                         "1.67. FP8 current (step) keeps 1.25, FP8 row (step) keeps 1.00.")
+    assert speed.in_words(runs(timed_rows("BF16", 10.0, {split.MATMULS: 8.0}, of_a_block))) == []
+
+
+def timed_rows(name, ms, spent, variant=None):
     result = Result(name, None, "bfloat16", FACTS, study="recipes", run="of_all",
-                    variant={"data": speed.LAYER, "by": "torch", "size": [16, 32, 48]})
+                    variant=variant or {"data": speed.LAYER, "by": "torch", "size": [16, 32, 48]})
     parts = dict.fromkeys(split.KINDS, 0.0) | spent
     return [record(result, "latency", "ms", [ms] * 6, "forward+backward", "eager"),
             record(result, split.SPLIT, "ms", [sum(parts.values())], "forward+backward", parts=parts)]
