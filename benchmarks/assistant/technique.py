@@ -83,6 +83,7 @@ class Technique:
     missing: Callable[[torch.device], str] = lambda device: ""         # why it can't run there
     fired: Callable[[Program, Evidence, Evidence], str] = lambda program, before, seen: ""     # why it did not, from
     # the kernels that ran without it and with it; "" where it did
+    remark: Callable[[Program, Evidence, Evidence], str] = lambda program, before, seen: ""    # what else they show
     seen_alone: Callable[[Program], Sequence[tuple[str, str]]] = lambda program: ()    # (place, what running it shows)
 
 

@@ -51,10 +51,14 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
     if verdict in TO_WRITE and added and added.left_out and added is _in_the_way(result.ladder):
         why = f"alone it gains, but all together are {number(added.left_out[0], '.2f')} times as fast with it"
         return Opportunity(technique.name, found, "no gain", why, gain[0], gain[1:], _error(judgement))
+    not_fired, remark = _kernels_show(result, technique, added if gain[1] < WORTH_IT else None)
+    if not_fired and verdict in TO_WRITE:
+        why = f"it did not fire: {not_fired}; what was measured with it has another reason"
+        return Opportunity(technique.name, found, "no gain", why, gain[0], gain[1:], _error(judgement))
     if verdict in TO_WRITE and advice is None:
         verdict = "by hand"
-    why = "; ".join(filter(None, [why, elsewhere, _not_fired(result, technique), _less_accurate(judgement),
-                                _unproven(judgement)]))
+    why = "; ".join(filter(None, [why, elsewhere, not_fired and f"it did not fire: {not_fired}", remark,
+                                _less_accurate(judgement), _unproven(judgement)]))
     return Opportunity(technique.name, found, verdict, why, gain[0], gain[1:], _error(judgement), advice)
 
 
@@ -133,12 +137,18 @@ def _in_the_way(ladder: Sequence[Added]) -> Added | None:
     return worst if worst and worst.left_out and worst.left_out[2] * WORTH_IT <= 1 else None
 
 
-def _not_fired(result: Optimized, technique: Technique) -> str:
-    """Why it did not, though it was applied; "" where its kernels ran."""
-    results = result.alone.results
-    seen = [results[rung.name].evidence.get(result.mode) for rung in (Combination(), Combination((technique,)))]
-    said = technique.fired(result.looked.program, seen[0], seen[1]) if seen[0] and seen[1] else ""
-    return said and f"it did not fire: {said}"
+def _kernels_show(result: Optimized, technique: Technique, added: Added | None) -> tuple[str, str]:
+    """(why it did not fire, what else its kernels show): alone, or where it was `added` to others."""
+    results, before, after = result.alone.results, Combination(), Combination((technique,))
+    if added:
+        results, after = result.together.results, added.combination
+        before = Combination(after.techniques[:-1])
+    runs = [results.get(rung.name) for rung in (before, after)]
+    seen = [run.evidence.get(result.mode) if run else None for run in runs]
+    if not (seen[0] and seen[1]):
+        return "", ""
+    program = result.looked.program
+    return technique.fired(program, seen[0], seen[1]), technique.remark(program, seen[0], seen[1])
 
 
 def _less_accurate(judgement: Judgement | None) -> str:

@@ -58,7 +58,8 @@ def _applied(technique: Technique, looked: Looked, found: list[Found], task: Tas
         return f"it was applied, and failed: {in_a_line(error)}"
     if reason := technique.fired(looked.program, before, seen):
         return f"it was applied, and did not fire: {reason}"
-    return f"it was applied, and ran: {_difference(before, seen)}"
+    said = technique.remark(looked.program, before, seen)
+    return f"it was applied, and ran: {_difference(before, seen)}" + (f"; {said}" if said else "")
 
 
 def _seen(call, looked: Looked, task: Task, session: Session) -> Evidence:

@@ -48,7 +48,7 @@ def advice(program: Program, found: Found) -> Advice:
     return Advice(CODE)
 
 
-def fired(program: Program, before: Evidence, seen: Evidence) -> str:
+def remark(program: Program, before: Evidence, seen: Evidence) -> str:
     """Which transposes it causes: more than there were. A CPU's operators do not tell theirs."""
     more = _transposes(seen) - _transposes(before)
     return f"{more} transposes more than without it" if more > 0 else ""
@@ -58,4 +58,4 @@ def _transposes(seen: Evidence) -> int:
     return sum(count for name, count in seen.kernels.items() if any(word in name.lower() for word in TRANSPOSES))
 
 
-TECHNIQUE = Technique("channels-last", "convolutions on NCHW -> NHWC", find, apply, advice, fired=fired)
+TECHNIQUE = Technique("channels-last", "convolutions on NCHW -> NHWC", find, apply, advice, remark=remark)

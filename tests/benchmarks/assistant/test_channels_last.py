@@ -117,4 +117,4 @@ def test_what_is_written_is_what_was_tried():
     ({}, {"nchwToNhwcKernel": 2, "nhwcToNchwKernel": 1}, "3 transposes more than without it")])
 def test_transposes_that_it_causes_are_counted(before, seen, said):
     of_both = [Evidence(Counter(kernels), Counter(), "n/a", "") for kernels in (before, seen)]
-    assert channels_last.fired(None, *of_both) == said
+    assert channels_last.remark(None, *of_both) == said

@@ -1,12 +1,15 @@
 """Which verdict a gain and a judgement lead to."""
 import math
+import time
 
 import pytest
+import torch
+from torch import nn
 
-from benchmarks.assistant import verdicts
+from benchmarks.assistant import optimize, verdicts
 from benchmarks.assistant.combination import Combination
 from benchmarks.assistant.optimized import Added
-from benchmarks.assistant.technique import Technique
+from benchmarks.assistant.technique import Advice, Found, Technique
 from benchmarks.measure.checks import Check, Judgement
 from benchmarks.measure.names import gradient_of, output
 
@@ -50,6 +53,36 @@ def test_one_that_slows_all_the_others_down_is_in_the_way(times, place):
     made = ladder(*times)
     found = verdicts._in_the_way(made)
     assert found is (None if place is None else made[place])
+
+
+class Waiting(nn.Module):
+    """It waits where it should not: without that it is faster than any noise."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(8, 8), 0.02
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return self.linear(x)
+
+
+def at_once(plan):
+    plan.changes.append(lambda model: setattr(model, "seconds", 0.0))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("fired, verdict, why", [
+    ("", "take", "it launches 3 more"),
+    ("no fused kernel ran", "no gain",
+     "it did not fire: no fused kernel ran; what was measured with it has another reason")])
+def test_what_did_not_fire_is_no_take(fired, verdict, why, studies_in_seconds):
+    technique = Technique("quick", "", lambda program: [Found(None, "", 1, "it waits")], at_once,
+                          lambda program, found: Advice("model.seconds = 0"), fired=lambda *_: fired,
+                          remark=lambda *_: "it launches 3 more")
+    [one] = optimize(Waiting(), (torch.randn(4, 8),), quick=True, techniques=[technique]).opportunities
+    assert (one.verdict, one.why) == (verdict, why) and one.speedup > 1.5
+    assert bool(one.advice) == (verdict == "take")
 
 
 @pytest.mark.unit
