@@ -22,10 +22,15 @@ class Captured:
     module: fx.GraphModule
     buffers: dict[fx.Node, Tensor]                         # placeholder -> the buffer that it stood for
     calls: list[list[str]] = field(default_factory=list)   # of each, the names of the parameters and buffers it took
+    named: list[fx.Node] = field(default_factory=list)     # the placeholders that these stand for
 
     @property
     def nodes(self) -> list[fx.Node]:
         return list(self.module.graph.nodes)
+
+    def names_of(self, node: Any) -> list[str]:
+        """Of each call the parameter or buffer that a placeholder stood for; empty where it stands for none."""
+        return [names[self.named.index(node)] for names in self.calls] if node in self.named else []
 
     def value_of(self, node: Any) -> Any:
         """The value of a node that depends on buffers and numbers alone. Raises Unknown for any other."""

@@ -62,6 +62,8 @@ def read(model: nn.Module, inputs: Inputs) -> Program:
         program.graphs.append(captured)
 
         def run(*values: Any) -> Any:
+            placeholders = [node for node in captured.nodes if node.op == "placeholder"]
+            captured.named = [node for node, value in zip(placeholders, values, strict=True) if id(value) in names]
             captured.calls.append([names[id(value)] for value in values if id(value) in names])
             return module.forward(*values)
         return run

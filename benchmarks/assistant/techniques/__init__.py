@@ -6,6 +6,7 @@ from benchmarks.assistant.techniques import (
     compiled,
     cuda_graph,
     flex_attention,
+    fold_batchnorm,
     fp8,
     fused_qkv,
     graph_break,
@@ -17,5 +18,5 @@ from benchmarks.assistant.techniques import (
 )
 
 EVERY: tuple[Technique, ...] = tuple(module.TECHNIQUE for module in (
-    tf32, autocast, channels_last, sdpa, flex_attention, library_norm, library_gelu, fused_qkv, fp8, compiled,
-    cuda_graph, graph_break, host_sync))
+    tf32, autocast, channels_last, fold_batchnorm, sdpa, flex_attention, library_norm, library_gelu, fused_qkv, fp8,
+    compiled, cuda_graph, graph_break, host_sync))
