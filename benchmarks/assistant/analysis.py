@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from benchmarks.assistant.activations import Gelu, gelus_in
 from benchmarks.assistant.attention import Attention, attentions_in
 from benchmarks.assistant.graph import Captured, Refusal
+from benchmarks.assistant.loops import Loop, loops_in
 from benchmarks.assistant.norms import Norm, norms_in
 from benchmarks.assistant.projections import ProjectionGroup, projections_in
 from benchmarks.assistant.source import Place
@@ -37,6 +38,7 @@ class Analysis:
     norms: list[Norm | Refusal] = field(default_factory=list)
     gelus: list[Gelu | Refusal] = field(default_factory=list)
     projections: list[ProjectionGroup] = field(default_factory=list)
+    loops: list[Loop] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
 
     @property
@@ -53,6 +55,7 @@ def analysed(graphs: Sequence[Captured], trace: Trace) -> Analysis:
         found.norms += norms_in(graph)
         found.gelus += gelus_in(graph)
         found.projections += projections_in(graph)
+        found.loops += loops_in(graph)
     return found
 
 

@@ -142,12 +142,12 @@ def convert(paths: Sequence[str], model: nn.Module) -> None:
         model.set_submodule(path, in_fp8(layer))
 
 
-def patterns(paths: Sequence[str], model: nn.Module) -> list[str]:
-    """Names with a star for each number, which stand for these modules and for no other linear layer; else all names.
+def patterns(paths: Sequence[str], model: nn.Module, kinds: tuple[type, ...] = (nn.Linear,)) -> list[str]:
+    """Names with a star for each number, which stand for these modules and for no other of these kinds; else all names.
     """
     starred = dict.fromkeys(".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths)
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    meant = {name for name in linear if any(fnmatchcase(name, pattern) for pattern in starred)}
+    every = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    meant = {name for name in every if any(fnmatchcase(name, pattern) for pattern in starred)}
     return list(starred) if meant == set(paths) else list(paths)
 
 

@@ -47,7 +47,8 @@ def projections_in(graph: Captured) -> list[ProjectionGroup]:
                 owner = path_of(node).rpartition(".")[0]               # others would need its weights from elsewhere
                 groups.setdefault((node.args[0], owner, bias is None, settings[node]), []).append(node)
     found = [ProjectionGroup(graph, tuple(nodes)) for nodes in groups.values()]
-    return [group for group in found if len(set(group.weights)) > 1]
+    # One layer that is called again and again on one input has one product: a concatenation would have it twice.
+    return [group for group in found if len(set(group.weights)) == len(group.nodes) > 1]
 
 
 def path_of(node: fx.Node) -> str:

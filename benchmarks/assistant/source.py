@@ -65,15 +65,20 @@ def is_installed(file: str) -> bool:
     return file.startswith(_INSTALLED)
 
 
-def innermost(trace: str) -> Place | None:
-    """The last frame of a stack trace that is no wrapper's; None where there is none behind this suite's own."""
-    place = None
+def frames_of(trace: str) -> list[Place]:
+    """The frames of a stack trace that are no wrapper's, the innermost last; those behind this suite's own alone."""
+    places: list[Place] = []
     for frame in _FRAME.finditer(trace):
         if frame["file"].startswith(OURS):
-            place = None                                   # before it somebody called the suite
+            places = []                                    # before it somebody called the suite
         elif not frame["file"].startswith(WRAPPERS):
-            place = Place(os.path.abspath(frame["file"]), int(frame["line"]))      # as a trace of the call has it
-    return place
+            places.append(Place(os.path.abspath(frame["file"]), int(frame["line"])))   # as a trace of the call has it
+    return places
+
+
+def innermost(trace: str) -> Place | None:
+    """The last of them; None where there is none."""
+    return next(reversed(frames_of(trace)), None)
 
 
 # ------------------------------------------------------------------------------------------------------- syntax
@@ -161,6 +166,19 @@ def statement_at(place: Place) -> ast.stmt | None:
         if isinstance(node, ast.stmt) and holds and (found is None or node.lineno >= found.lineno):
             found = node
     return found
+
+
+_LOOPS = (ast.For, ast.While, ast.ListComp, ast.GeneratorExp, ast.DictComp)
+
+
+@functools.cache
+def loop_around(place: Place) -> Place | None:
+    """The innermost loop or comprehension of its function that a line stands in."""
+    function = function_node_at(place.file, place.line)
+    around = [node for node in ast.walk(function) if isinstance(node, _LOOPS)
+              and node.lineno <= place.line <= (node.end_lineno or node.lineno)] if function else []
+    inner = max(around, key=lambda node: (node.lineno, -(node.end_lineno or node.lineno)), default=None)
+    return Place(place.file, inner.lineno, inner.end_lineno or inner.lineno) if inner else None
 
 
 def statements_between(place: Place) -> list[ast.stmt]:

@@ -27,6 +27,7 @@ class Found:
     why_not: str = ""                  # why it can't be applied there
     region: Region | None = None       # where it is in a graph: that, by its own type
     modules: tuple[str, ...] = ()      # that it is about, by their paths, where it is about some
+    dtype: torch.dtype | None = None   # that it is about
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 from benchmarks.assistant.technique import Technique
 from benchmarks.assistant.techniques import (
     autocast,
+    cast_once,
     channels_last,
     compiled,
     cuda_graph,
@@ -13,10 +14,11 @@ from benchmarks.assistant.techniques import (
     host_sync,
     library_gelu,
     library_norm,
+    loop,
     sdpa,
     tf32,
 )
 
 EVERY: tuple[Technique, ...] = tuple(module.TECHNIQUE for module in (
     tf32, autocast, channels_last, fold_batchnorm, sdpa, flex_attention, library_norm, library_gelu, fused_qkv, fp8,
-    compiled, cuda_graph, graph_break, host_sync))
+    cast_once, compiled, cuda_graph, graph_break, host_sync, loop))

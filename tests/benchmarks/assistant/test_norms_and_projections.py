@@ -148,3 +148,15 @@ def test_layers_under_other_settings_are_no_group():
 @pytest.mark.unit
 def test_one_weight_that_is_used_twice_is_no_group():
     assert not fused_qkv.find(read(made(spellings.OneWeightTwice), Inputs.of(X)))
+
+
+@pytest.mark.unit
+def test_a_layer_that_is_called_in_each_step_of_a_loop_is_no_group():
+    class Called(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.key, self.value = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.value(x) + sum(self.key(x)[:, step].mean() for step in range(4))
+    assert not fused_qkv.find(read(Called(), Inputs.of(X)))
