@@ -155,7 +155,7 @@ def test_a_layer_that_is_called_in_each_step_of_a_loop_is_no_group():
     class Called(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.key, self.value = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+            self.key, self.value = torch.nn.Linear(X.size(-1), 8), torch.nn.Linear(X.size(-1), 8)
 
         def forward(self, x):
             return self.value(x) + sum(self.key(x)[:, step].mean() for step in range(4))
