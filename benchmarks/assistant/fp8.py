@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.assistant.program import Program
+from benchmarks.assistant.side_by_side import Ratio, pays, times_as_fast
 from benchmarks.assistant.trace import Call
-from common.runtime import engine, iteration, rounds, timing
+from common.runtime import engine, iteration
 from common.runtime.iteration import BOTH, FORWARD
 
 Size = tuple[int, int, int]                # tokens, inputs, outputs
-Ratio = tuple[float, float, float]         # how many times as fast, and its 95 % interval
 MULTIPLE = 16                              # of each of them: what FP8 matmuls take
-ROUNDS, MILLISECONDS = 7, 20.0             # of timing a size, and for each sample
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 LAST = "the last: its errors are the output's"
 
@@ -73,15 +72,9 @@ def timed(size: Size, mode: str, device: torch.device) -> Ratio:
     tokens, inputs, outputs = size
     plain = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
     x, dy = (torch.randn(tokens, width, device=device, dtype=torch.bfloat16) for width in (inputs, outputs))
-    works = {}
-    for name, layer in (("BF16", plain), ("FP8", in_fp8(plain))):
-        works[name] = iteration.of_call(layer, [x.clone()], [dy], dict(layer.named_parameters()), mode)
-    clock = timing.clock_for(device)
-    if isinstance(clock, timing.EventClock):
-        clock.settle_ms = clock.burst_ms = MILLISECONDS
-    samples = rounds.interleaved({name: work.run for name, work in works.items()}, clock, ROUNDS,
-                                 {name: work.between for name, work in works.items()})
-    return rounds.paired_ratio(samples["BF16"][0], samples["FP8"][0])
+    before, after = (iteration.of_call(layer, [x.clone()], [dy], dict(layer.named_parameters()), mode)
+                     for layer in (plain, in_fp8(plain)))
+    return times_as_fast(before, after, device)
 
 
 def gains(layers: Sequence[Layer], program: Program) -> dict[Size, Ratio]:
@@ -89,11 +82,6 @@ def gains(layers: Sequence[Layer], program: Program) -> dict[Size, Ratio]:
     mode = FORWARD if program.is_inference or not program.trace.trains else BOTH
     sizes = dict.fromkeys(layer.size for layer in layers if not layer.why_not)
     return {size: timed(size, mode, program.inputs.device) for size in sizes}
-
-
-def pays(gain: Ratio) -> bool:
-    """Whether it is faster, as far as the samples can tell."""
-    return gain[1] > 1
 
 
 # ------------------------------------------------------------------------------------------------ a model in FP8

@@ -5,11 +5,13 @@ torch says why only if no backend is left to run; here each change is made, and 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.assistant.attention import Attention, infinite
 from benchmarks.assistant.graph import shape_of
@@ -21,12 +23,20 @@ from common.outcome import in_a_line
 WIDTHS, MULTIPLE = (256, 128), 8           # of a head, that fused kernels take
 
 
+class Hidden(Enum):
+    """What a mask keeps queries from."""
+    NOTHING = "nothing"
+    FUTURE = "the future alone"
+    MORE = "the future and more"
+
+
 @dataclass(frozen=True)
 class MaskGiven:
     """A mask, as the function gets it."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     trains: bool = False                   # a gradient flows into it
+    hides: "Hidden | None" = None          # by its values; None where it does not only hide, or was not looked at
 
     def __str__(self) -> str:
         return f"a mask {dtype_name(self.dtype)} {list(self.shape)}{' that takes a gradient' if self.trains else ''}"
@@ -65,7 +75,8 @@ class Given:
         mask = named.get("attn_mask")
         is_strided = any(t.stride(-1) != 1 for t in tensors)
         return cls(query.device, tuple(query.shape), tuple(key.shape), tuple(value.shape), query.dtype,
-                   None if mask is None else MaskGiven(tuple(mask.shape), mask.dtype, _takes_a_gradient(mask)),
+                   None if mask is None else MaskGiven(tuple(mask.shape), mask.dtype, _takes_a_gradient(mask),
+                                                            hidden_by(mask, query.size(-2), key.size(-2))),
                    named.get("dropout_p", 0.0), named.get("is_causal", False), named.get("enable_gqa", False),
                    is_strided, any(map(_takes_a_gradient, tensors)))
 
@@ -187,6 +198,23 @@ def _tried(given: Given) -> tuple[str, str]:
         return given.kernel(), ""
     except Exception as error:             # a change may leave what torch refuses altogether
         return "", in_a_line(error)
+
+
+LEAST_HIDDEN = -1e4                        # of what is added to a score: what is below hides it
+
+
+def hidden_by(mask: Tensor, queries: int, keys: int) -> Hidden | None:
+    """What a mask of zeros and large negative numbers, or of True and False, hides; None of any other."""
+    with _disable_current_modes(), torch.no_grad():
+        keeps = mask if mask.dtype == torch.bool else mask == 0
+        if mask.dtype != torch.bool and not (keeps | (mask < LEAST_HIDDEN)).all():
+            return None
+        if keeps.all():
+            return Hidden.NOTHING
+        past = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
+        if queries != keys or (keeps & ~past).any():
+            return None
+        return Hidden.FUTURE if (keeps == past).all() else Hidden.MORE
 
 
 def _takes_a_gradient(t: Tensor) -> bool:

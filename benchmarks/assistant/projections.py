@@ -48,7 +48,8 @@ def projections_in(graph: Captured) -> list[ProjectionGroup]:
                 groups.setdefault((node.args[0], owner, bias is None, settings[node]), []).append(node)
     found = [ProjectionGroup(graph, tuple(nodes)) for nodes in groups.values()]
     # One layer that is called again and again on one input has one product: a concatenation would have it twice.
-    return [group for group in found if len(set(group.weights)) == len(group.nodes) > 1]
+    return [group for group in found if len(set(group.weights)) > 1
+            and len(set(map(path_of, group.nodes))) == len(group.nodes)]
 
 
 def path_of(node: fx.Node) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.assistant import fp8
 from benchmarks.assistant.program import Program
+from benchmarks.assistant.side_by_side import pays
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from common.block.evidence import Evidence
 from common.runtime import engine
@@ -43,7 +44,7 @@ def find(program: Program) -> list[Found]:
     if missing(program.inputs.device):
         return [Found(None, "", 1, f"{len(possible)} of {len(layers)} linear layers have sizes that FP8 takes")]
     gains = fp8.gains(layers, program)
-    chosen = tuple(layer.path for layer in possible if fp8.pays(gains[layer.size]))
+    chosen = tuple(layer.path for layer in possible if pays(gains[layer.size]))
     why_not = "" if chosen else "no linear layer is faster in it"
     return [Found(None, "", 1, fp8.in_words(layers, gains), why_not, modules=chosen)]
 

@@ -1,0 +1,24 @@
+"""Two works that a finding turns on, timed in the same rounds while a model is read."""
+import torch
+
+from common.runtime import rounds, timing
+from common.runtime.iteration import Iteration
+
+Ratio = tuple[float, float, float]         # how many times as fast, and its 95 % interval
+ROUNDS, MILLISECONDS = 7, 20.0             # of each, and for each sample
+
+
+def times_as_fast(before: Iteration, after: Iteration, device: torch.device) -> Ratio:
+    """How many times as fast the other is."""
+    works = {"before": before, "after": after}
+    clock = timing.clock_for(device)
+    if isinstance(clock, timing.EventClock):
+        clock.settle_ms = clock.burst_ms = MILLISECONDS
+    samples = rounds.interleaved({name: work.run for name, work in works.items()}, clock, ROUNDS,
+                                 {name: work.between for name, work in works.items()})
+    return rounds.paired_ratio(samples["before"][0], samples["after"][0])
+
+
+def pays(gain: Ratio) -> bool:
+    """Whether it is faster, as far as the samples can tell."""
+    return gain[1] > 1
