@@ -19,6 +19,7 @@ from common.block import evidence
 from common.block.config import dtype_name
 from common.block.evidence import BY_HAND
 from common.outcome import in_a_line
+from common.runtime.iteration import BOTH, FORWARD, Iteration, of_call
 
 WIDTHS, MULTIPLE = (256, 128), 8           # of a head, that fused kernels take
 
@@ -37,6 +38,15 @@ class MaskGiven:
     dtype: torch.dtype
     trains: bool = False                   # a gradient flows into it
     hides: "Hidden | None" = None          # by its values; None where it does not only hide, or was not looked at
+
+    def values(self, device: torch.device) -> Tensor:
+        """One that hides the same, or nothing."""
+        keeps = torch.ones(self.shape, dtype=torch.bool, device=device)
+        if self.hides is Hidden.FUTURE:
+            keeps = keeps.tril()
+        if self.dtype == torch.bool:
+            return keeps
+        return torch.zeros(self.shape, dtype=self.dtype, device=device).masked_fill(~keeps, float("-inf"))
 
     def __str__(self) -> str:
         return f"a mask {dtype_name(self.dtype)} {list(self.shape)}{' that takes a gradient' if self.trains else ''}"
@@ -97,6 +107,23 @@ class Given:
         attend()
         kind = evidence.judge(evidence.observe(attend, self.device), None).attention
         return "" if kind == BY_HAND else kind
+
+    def iteration(self, repeats: bool = False) -> Iteration:
+        """One call at these shapes on random numbers, and its backward where it trains.
+
+        `repeats`: keys and values of grouped heads are repeated in it.
+        """
+        inputs = [torch.randn(shape, dtype=self.dtype, device=self.device)
+                  for shape in (self.query, self.key, self.value)]
+        mask = self.mask.values(self.device) if self.mask else None
+        grouped = {"enable_gqa": True} if self.enable_gqa and not repeats else {}
+        times = self.query[-3] // self.key[-3] if repeats else 1
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            key, value = (each.repeat_interleave(times, -3) if times > 1 else each for each in (key, value))
+            return F.scaled_dot_product_attention(query, key, value, mask, self.dropout_p, self.is_causal, **grouped)
+        dy = torch.randn(*self.query[:-1], self.value[-1], dtype=self.dtype, device=self.device)
+        return of_call(attend, inputs, [dy], {}, BOTH if self.trains else FORWARD)
 
     def _tensor(self, shape: tuple[int, ...]) -> Tensor:
         """Of one sample: how many there are decides nothing."""

@@ -16,10 +16,11 @@ from benchmarks.assistant.techniques import (
     library_norm,
     loop,
     mask_is_causal,
+    repeat_kv,
     sdpa,
     tf32,
 )
 
 EVERY: tuple[Technique, ...] = tuple(module.TECHNIQUE for module in (
     tf32, autocast, channels_last, fold_batchnorm, sdpa, flex_attention, library_norm, library_gelu, fused_qkv, fp8,
-    cast_once, compiled, cuda_graph, graph_break, host_sync, loop, mask_is_causal))
+    cast_once, compiled, cuda_graph, graph_break, host_sync, loop, mask_is_causal, repeat_kv))

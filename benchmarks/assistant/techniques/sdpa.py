@@ -12,6 +12,7 @@ from benchmarks.assistant.fusing import Given, fused_or_why_not
 from benchmarks.assistant.graph import Captured, Refusal, place_of, with_stars
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed
+from benchmarks.assistant.source import Place
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique
 from common.block.evidence import FUSED_ATTENTION, Evidence
 
@@ -30,10 +31,16 @@ def _why_not(found: Attention | Refusal) -> str:
 
 def _called_already(program: Program) -> list[Found]:
     """Where the function itself is called."""
-    calls = [call for call in program.trace.calls if call.attends]
-    return [Found(place, with_stars([call.module for call in calls if call.place == place]),
-                  sum(call.place == place for call in calls), "attention", why_not="it is this function already")
-            for place in dict.fromkeys(call.place for call in calls)]
+    places: dict[Place | None, list[tuple[str, Given]]] = {}
+    for call in program.trace.calls:
+        if call.attends:
+            places.setdefault(call.place, []).append((call.module, replace(call.attends, trains=program.trace.trains)))
+    found = []
+    for place, calls in places.items():
+        reasons = dict.fromkeys(why for _, given in calls if (why := _fused_or_why_not(given, program)[1]))
+        why_not = "it is this function already" + "".join(f"; no fused kernel computes it: {why}" for why in reasons)
+        found.append(Found(place, with_stars([module for module, _ in calls]), len(calls), "attention", why_not))
+    return found
 
 
 def _not_captured(program: Program) -> list[Found]:

@@ -1,0 +1,39 @@
+"""Fewer heads of keys than of queries, where no fused kernel takes that: repeat keys and values. A person does."""
+import functools
+from dataclasses import replace
+
+from benchmarks.assistant.fusing import Given, fused_or_why_not
+from benchmarks.assistant.graph import with_stars
+from benchmarks.assistant.program import Program
+from benchmarks.assistant.side_by_side import Ratio, pays, times_as_fast
+from benchmarks.assistant.technique import Found, Technique
+
+
+def find(program: Program) -> list[Found]:
+    """Every call of the library's attention with grouped heads that is computed by hand."""
+    trains = program.trace.trains and not program.is_inference
+    found = []
+    calls = [(call, replace(call.attends, trains=trains)) for call in program.trace.calls
+             if call.attends and call.attends.enable_gqa and call.attends.query[-3] != call.attends.key[-3]]
+    for place in dict.fromkeys(call.place for call, _ in calls):
+        here = [(call, given) for call, given in calls if call.place == place]
+        given = next((given for _, given in here if not fused_or_why_not(given)[0]), None)
+        if given is None:
+            continue
+        gain = _gain(given)
+        queries, keys = given.query[-3], given.key[-3]
+        reason = (f"no fused kernel computes {queries} heads of queries and {keys} of keys; with keys and values repeated "
+                  f"attention is {gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}] times as fast here, repeating included: "
+                  f"key.repeat_interleave({queries // keys}, -3)")
+        why_not = "" if pays(gain) else "it is no faster"
+        found.append(Found(place, with_stars([call.module for call, _ in here]), len(here), reason, why_not))
+    return found
+
+
+@functools.cache
+def _gain(given: Given) -> Ratio:
+    """At these shapes, on random numbers."""
+    return times_as_fast(given.iteration(), given.iteration(repeats=True), given.device)
+
+
+TECHNIQUE = Technique("repeat-kv", "grouped heads that no fused kernel takes -> repeated", find)
