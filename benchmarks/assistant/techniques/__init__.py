@@ -1,6 +1,7 @@
 """The techniques, in the order in which they are tried; one file each."""
 from benchmarks.assistant.technique import Technique
 from benchmarks.assistant.techniques import (
+    alignment,
     autocast,
     cast_once,
     channels_last,
@@ -23,4 +24,5 @@ from benchmarks.assistant.techniques import (
 
 EVERY: tuple[Technique, ...] = tuple(module.TECHNIQUE for module in (
     tf32, autocast, channels_last, fold_batchnorm, sdpa, flex_attention, library_norm, library_gelu, fused_qkv, fp8,
-    cast_once, compiled, cuda_graph, graph_break, host_sync, loop, mask_is_causal, repeat_kv))
+    cast_once, compiled, cuda_graph, graph_break, host_sync, loop, mask_is_causal, repeat_kv,
+    alignment))

@@ -22,8 +22,9 @@ def find(program: Program) -> list[Found]:
             continue
         gain = _gain(given)
         queries, keys = given.query[-3], given.key[-3]
-        reason = (f"no fused kernel computes {queries} heads of queries and {keys} of keys; with keys and values repeated "
-                  f"attention is {gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}] times as fast here, repeating included: "
+        times = f"{gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}] times as fast here, repeating included"
+        heads = f"{queries} heads of queries and {keys} of keys"
+        reason = (f"no fused kernel computes {heads}; with keys and values repeated attention is {times}: "
                   f"key.repeat_interleave({queries // keys}, -3)")
         why_not = "" if pays(gain) else "it is no faster"
         found.append(Found(place, with_stars([call.module for call, _ in here]), len(here), reason, why_not))

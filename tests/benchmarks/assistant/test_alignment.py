@@ -1,0 +1,83 @@
+"""Sizes that tensor cores do not like: which layers, and when there is something to gain."""
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.assistant import optimize
+from benchmarks.assistant.program import read
+from benchmarks.assistant.techniques import alignment
+from benchmarks.measure.calls import Inputs
+
+unit, integration = pytest.mark.unit, pytest.mark.integration
+X = torch.randn(4, 32)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """As if this were one."""
+    measured, asked = {"gain": (1.3, 1.2, 1.4)}, []
+
+    def gain(*given):
+        asked.append(given)
+        return measured["gain"]
+    monkeypatch.setattr(alignment, "missing", lambda device: "")
+    monkeypatch.setattr(alignment, "_gain", gain)
+    return measured, asked
+
+
+def found_in(model, x=X):
+    return alignment.find(read(model, Inputs.of(x)))
+
+
+@unit
+def test_a_vocabulary_that_8_does_not_divide_is_told_with_its_time(on_a_gpu):
+    _, asked = on_a_gpu
+    [found] = found_in(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 257)))
+    assert found.reason == ("257 outputs, which 8 does not divide: 89 % of all FLOPs; padded to 64 x 320 it is 1.30 "
+                            "[1.20, 1.40] times as fast here in float32")
+    assert found.module == "1" and not found.why_not
+    assert asked == [((4, 64, 257), (4, 64, 320), torch.float32, "forward+backward", torch.device("cpu"))]
+
+
+@unit
+@pytest.mark.parametrize("gain, why_not", [((1.1, 1.01, 1.2), ""), ((1.1, 1.0, 1.2), "it is no faster")])
+def test_it_must_be_faster(gain, why_not, on_a_gpu):
+    measured, _ = on_a_gpu
+    measured["gain"] = gain
+    assert found_in(nn.Linear(32, 33))[0].why_not == why_not
+
+
+@unit
+@pytest.mark.parametrize("model", [nn.Linear(32, 40), nn.Identity()])
+def test_sizes_that_are_fine_are_left(model):
+    assert found_in(model) == []
+
+
+@unit
+@pytest.mark.parametrize("width, count", [(400, 1), (700, 0)])
+def test_a_layer_counts_from_its_share_of_the_flops(width, count):
+    """2.2 % and 1.3 % of them."""
+    model = nn.ModuleDict({"wide": nn.Linear(32, 8 * (width // 8)), "odd": nn.Linear(32, 9)})
+    model.forward = lambda x: model["wide"](x).sum() + model["odd"](x).sum()
+    assert len(found_in(model)) == count
+
+
+@unit
+def test_both_sides_are_named():
+    [found] = found_in(nn.Linear(31, 33), torch.randn(4, 31))
+    assert found.reason.startswith("31 inputs and 33 outputs, which 8 does not divide: 100 % of all FLOPs")
+
+
+@integration
+def test_on_a_cpu_there_is_nothing_to_gain(studies_in_seconds):
+    [one] = optimize(nn.Linear(32, 33), (X,), quick=True, techniques=(alignment.TECHNIQUE,)).opportunities
+    assert one.verdict == "not here" and one.why == "tensor cores ask for it, and this is a CPU"
+
+
+@unit
+def test_a_layer_is_timed_at_both_sizes(monkeypatch):
+    seen = []
+    monkeypatch.setattr(alignment, "times_as_fast", lambda *given: seen.append(given) or (1.0, 1.0, 1.0))
+    alignment._gain((4, 31, 33), (4, 64, 64), torch.float32, "forward+backward", torch.device("cpu"))
+    [(before, after, _)] = seen
+    assert [tuple(each.run()[0].shape) for each in (before, after)] == [(4, 33), (4, 64)]
