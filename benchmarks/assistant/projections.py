@@ -26,6 +26,11 @@ class ProjectionGroup(Region):
         return [argument(node, 1, "weight") for node in self.nodes]
 
     @property
+    def layers(self) -> set[tuple[str, fx.Node]]:
+        """The module and the weight of each: tied ones are two, one that is called twice is one."""
+        return {(path_of(node), weight) for node, weight in zip(self.nodes, self.weights, strict=True)}
+
+    @property
     def biases(self) -> list[fx.Node]:
         """None of layers without."""
         return [bias for node in self.nodes if (bias := argument(node, 2, "bias")) is not None]
@@ -48,8 +53,7 @@ def projections_in(graph: Captured) -> list[ProjectionGroup]:
                 groups.setdefault((node.args[0], owner, bias is None, settings[node]), []).append(node)
     found = [ProjectionGroup(graph, tuple(nodes)) for nodes in groups.values()]
     # One layer that is called again and again on one input has one product: a concatenation would have it twice.
-    return [group for group in found if len(set(group.weights)) > 1
-            and len(set(map(path_of, group.nodes))) == len(group.nodes)]
+    return [group for group in found if len(set(group.weights)) > 1 and len(group.layers) == len(group.nodes)]
 
 
 def path_of(node: fx.Node) -> str:
