@@ -3,6 +3,7 @@
 torch says why only if no backend is left to run; here each change is made, and the kernels that then run decide.
 """
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -89,6 +90,20 @@ class Given:
                                                             hidden_by(mask, query.size(-2), key.size(-2))),
                    named.get("dropout_p", 0.0), named.get("is_causal", False), named.get("enable_gqa", False),
                    is_strided, any(map(_takes_a_gradient, tensors)))
+
+    @property
+    def scores_bytes(self) -> int:
+        """Of the scores of one sample in FP32, which the math backend writes."""
+        return 4 * math.prod(self.query[-3:-2]) * self.query[-2] * self.key[-2]
+
+    def of_one_sample(self) -> "Given":
+        """The first of a batch."""
+        shapes = ((1, *shape[1:]) if len(shape) == 4 else shape for shape in (self.query, self.key, self.value))
+        query, key, value = shapes
+        mask = self.mask
+        if mask and len(mask.shape) == 4:
+            mask = replace(mask, shape=(1, *mask.shape[1:]))
+        return replace(self, query=query, key=key, value=value, mask=mask)
 
     def without_gradients(self) -> "Given":
         """The same in inference."""

@@ -2,7 +2,7 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -146,13 +146,15 @@ def _carried(nodes: Sequence[fx.Node], steps: int, graph: Captured) -> tuple[fx.
     for node in nodes:
         kinds[_of_any_number(node)].append(node)
     own = Counter(map(kind_of, nodes))
-    order = {node: number for number, node in enumerate(graph.nodes)}
+    every = graph.nodes
+    order = {node: number for number, node in enumerate(every)}
     carried = []
     for alike in kinds.values():
         in_a_step = round(len(alike) / steps)              # the first step may have one less
         middle = len(alike) // 2
         for number in range(middle, middle + in_a_step):
-            way = _way(alike[number - in_a_step], alike[number], order)
+            source, node = alike[number - in_a_step], alike[number]
+            way = _way(source, node, every[order[source] + 1:order[node] + 1])
             if any(own[kind_of(node)] < steps / 2 for node in way):
                 return None
             if way:
@@ -160,16 +162,22 @@ def _carried(nodes: Sequence[fx.Node], steps: int, graph: Captured) -> tuple[fx.
     return tuple(carried)
 
 
-def _way(source: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) -> set[fx.Node]:
-    """All that lies between two operations, of which one leads to the other, both included; empty where it does not."""
-    leads: dict[fx.Node, bool] = {source: True}
+def _way(source: fx.Node, node: fx.Node, between: Sequence[fx.Node]) -> set[fx.Node]:
+    """All that leads from one operation to another, both included; empty where it does not lead there.
 
-    def does(inner: fx.Node) -> bool:
-        if inner not in leads:
-            leads[inner] = False
-            leads[inner] = order[inner] > order[source] and any([does(each) for each in inner.all_input_nodes])
-        return leads[inner]
-    return {each for each, is_on_it in leads.items() if is_on_it} if does(node) else set()
+    `between`: what ran from the one to the other, in its order.
+    """
+    reached = {source}
+    for each in between:
+        if any(inner in reached for inner in each.all_input_nodes):
+            reached.add(each)
+    if node not in reached:
+        return set()
+    needed = {node}
+    for each in reversed(between):
+        if each in needed:
+            needed.update(each.all_input_nodes)
+    return reached & needed
 
 
 def _hands_on_in_memory(nodes: Sequence[fx.Node]) -> bool:

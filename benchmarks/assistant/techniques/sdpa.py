@@ -16,6 +16,8 @@ from benchmarks.assistant.source import Place
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique
 from common.block.evidence import FUSED_ATTENTION, Evidence
 
+LARGEST = 2**31                            # bytes of scores that the search for a kernel may write
+
 
 def find(program: Program) -> list[Found]:
     """Every attention by hand; where it can't be rewritten, with the reason."""
@@ -37,7 +39,8 @@ def _called_already(program: Program) -> list[Found]:
             places.setdefault(call.place, []).append((call.module, replace(call.attends, trains=program.trace.trains)))
     found = []
     for place, calls in places.items():
-        reasons = dict.fromkeys(why for _, given in calls if (why := _fused_or_why_not(given, program)[1]))
+        reasons = dict.fromkeys(why for _, given in calls if given.scores_bytes <= LARGEST
+                                and (why := _fused_or_why_not(given, program)[1]))
         why_not = "it is this function already" + "".join(f"; no fused kernel computes it: {why}" for why in reasons)
         found.append(Found(place, with_stars([module for module, _ in calls]), len(calls), "attention", why_not))
     return found

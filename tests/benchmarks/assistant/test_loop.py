@@ -211,6 +211,22 @@ def test_other_loops_are_none(net):
 
 
 @unit
+def test_long_steps_are_no_trouble():
+    """More operations in a row than Python can call into one another."""
+    class Long(Net):
+        def forward(self, x):
+            h = x[:, 0]
+            for t in range(8):
+                h = torch.tanh(h + x[:, t])
+                for _ in range(200):
+                    h = h * 0.5
+                    h = h + 1
+            return h
+    found = loop.find(read(Long(), Inputs.of(X)))
+    assert found and all(not each.why_not or each.why_not == RECURRENT for each in found)
+
+
+@unit
 def test_eight_steps_are_enough():
     class Eight(Net):
         def forward(self, x):

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.assistant import optimize
+from benchmarks.assistant.fusing import MaskGiven
 from benchmarks.assistant.program import read
 from benchmarks.assistant.techniques import repeat_kv, sdpa
 from benchmarks.measure.calls import Inputs
@@ -78,6 +79,21 @@ def test_what_is_timed_is_the_same_function():
         torch.manual_seed(0)
         seen.append(replace(given, trains=True).iteration(repeats).run())
     assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(*seen, strict=True))
+
+
+@unit
+@pytest.mark.parametrize("largest, said", [(4 * 4 * 36, True), (4 * 4 * 36 - 1, False)])
+def test_the_search_for_a_kernel_ends_where_scores_are_too_many(largest, said, monkeypatch):
+    monkeypatch.setattr(sdpa, "LARGEST", largest)
+    [already] = sdpa.find(read(Net(), Inputs.of(X)))
+    assert ("no fused kernel" in already.why_not) == said
+
+
+@unit
+def test_one_sample_stands_for_a_batch():
+    [given] = [call.attends for call in read(Net(), Inputs.of(X)).trace.calls if call.attends]
+    given = replace(given, mask=MaskGiven((2, 1, 6, 6), torch.bool))
+    assert given.of_one_sample().query == (1, 4, 6, 8) and given.of_one_sample().mask.shape == (1, 1, 6, 6)
 
 
 @integration
