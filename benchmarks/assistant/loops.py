@@ -52,9 +52,11 @@ class Loop(Region):
     @property
     def is_linear(self) -> bool:
         """Whether a step hands on a linear function of what it was handed."""
-        products = (node for node in self.carried if name_of(node) in MULTIPLYING | OF_MATRICES)
+        products = [node for node in self.carried if name_of(node) in MULTIPLYING | OF_MATRICES]
         by_itself = any(len(self._handed_to(node)) > 1 for node in products)
-        return self._names <= ADDING | MULTIPLYING | OF_MATRICES and not by_itself
+        divisors = [node.args[1] for node in products if name_of(node) == "div"]
+        divides = any(isinstance(each, fx.Node) and kind_of(each) in self._kinds for each in divisors)
+        return self._names <= ADDING | MULTIPLYING | OF_MATRICES and not by_itself and not divides
 
     @property
     def of_matrices(self) -> bool:

@@ -95,6 +95,36 @@ class Squared(Net):
         return h
 
 
+class Gated(Net):
+    """Linear at a glance, and its gate looks at what it is handed."""
+
+    def forward(self, x):
+        h = x[:, 0]
+        for t in range(x.size(1)):
+            h = torch.sigmoid(self.gate(h)) * h + x[:, t]
+        return h
+
+
+class Divided(Net):
+    """It divides by what it is handed."""
+
+    def forward(self, x):
+        h = x[:, 0]
+        for t in range(x.size(1)):
+            h = x[:, t] / h
+        return h
+
+
+class Halved(Net):
+    """It divides what it is handed."""
+
+    def forward(self, x):
+        h = x[:, 0]
+        for t in range(x.size(1)):
+            h = h / 2 + x[:, t]
+        return h
+
+
 class Tied(Net):
     """One layer, again and again: each call needs the one before."""
 
@@ -148,7 +178,8 @@ class InMemory(Net):
 @unit
 @pytest.mark.parametrize("net, form", [
     (Scan, SCANNED), (ScanOfLines, SCANNED), (LinearAttention, CHUNKED), (DeltaRule, CHUNKED), (Recurrent, RECURRENT),
-    (Squared, RECURRENT), (Tied, RECURRENT), (Heads, BATCHED), (Experts, BATCHED),
+    (Squared, RECURRENT), (Gated, RECURRENT),
+    (Divided, RECURRENT), (Halved, SCANNED), (Tied, RECURRENT), (Heads, BATCHED), (Experts, BATCHED),
     (ExpertsOfTheirOwn, BATCHED), (InMemory, IN_MEMORY)])
 def test_what_a_step_hands_on_says_which_form_there_is(net, form):
     found = loop.find(read(net(), Inputs.of(X)))
