@@ -75,7 +75,7 @@ def test_nothing_in_common_imports_benchmarks():
     assert importers == []
 
 # They import nothing of the others; notebooks' cells do.
-LEAVES = ("kernels", "examples", "notebooks", "recipes")
+LEAVES = ("kernels", "examples", "notebooks", "recipes", "mixers")
 
 
 def room_of(module: str) -> str:
@@ -93,7 +93,7 @@ def may_import(room: str) -> set[str]:
     if room == "patterns":
         return {room, "kernels"}
     before = set(ROOMS[:ROOMS.index(room)]) - set(LAST)
-    of_the_last = {"kernels", "examples", "patterns", "recipes"} if room in LAST else set()
+    of_the_last = {"kernels", "examples", "patterns", "recipes", "mixers"} if room in LAST else set()
     return before | {room} | of_the_last | ({"assistant"} if room == "studies" else set())
 
 

@@ -1,0 +1,102 @@
+"""The mixers: what each makes of q, k, v and its gates, the ways to compute it, and whether one is right.
+
+Gates are what a layer gives, of any size: a decay is exp(-softplus(gate)), the strength of a delta rule sigmoid(gate).
+"""
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.mixers import forms
+from benchmarks.mixers.forms import Form, Given
+from common.block import oracle
+
+Mix = Callable[..., Tensor]                # q, k, v [B, H, S, D], gates [B, H, S] -> y [B, H, S, D]
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """Which gates it has, beside q, k and v."""
+    name: str
+    decays: bool = True                    # a gate of its own at each step; else each head has a constant one
+    replaces: bool = False                 # a delta rule
+
+    @property
+    def gates(self) -> int:
+        return self.decays + self.replaces
+
+    def given(self, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Given:
+        """As the recurrence has it. Keys of a delta rule have length 1: else what it replaces could grow."""
+        g = -F.softplus(gates[0]) if self.decays else constant_decay(q)
+        if self.replaces:
+            return Given(q, F.normalize(k, dim=-1), v, g, torch.sigmoid(gates[-1]))
+        return Given(q / math.sqrt(q.size(-1)), k, v, g)
+
+    def by(self, form: Form) -> Mix:
+        """A call of its own, which a compiler can take."""
+        def mix(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
+            return form(self.given(q, k, v, *gates), None)[0]
+        return mix
+
+    def inputs(self, shape: Sequence[int], seed: int, device: torch.device) -> list[Tensor]:
+        """q, k, v and gates of normal numbers, FP32; decay gates around -3, which forgets over some twenty steps."""
+        numbers = torch.Generator(device).manual_seed(seed)
+        B, H, S, D = shape
+        sizes = [(B, H, S, D)] * 3 + [(B, H, S)] * self.gates
+        made = [torch.randn(size, generator=numbers, device=device) for size in sizes]
+        if self.decays:
+            made[3] = made[3] - 3
+        return [each.requires_grad_() for each in made]
+
+
+def constant_decay(q: Tensor) -> Tensor:
+    """Log decay [B, H, S] of retention: head h keeps 1 - 2^(-5 - h)."""
+    B, H, S, _ = q.shape
+    heads = torch.arange(H, device=q.device, dtype=q.dtype)
+    return torch.log1p(-torch.exp2(-5 - heads)).view(1, H, 1).expand(B, H, S)
+
+
+EVERY = (Mixer("linear attention, decay", decays=False), Mixer("SSD"), Mixer("gated delta rule", replaces=True))
+MIXERS = {mixer.name: mixer for mixer in EVERY}
+LOOP, AT_ONCE, CHUNKS, COMPILED = "a loop", "at once", "chunks", "chunks, compiled"
+FORMS: dict[str, Form] = {LOOP: forms.recurrent, AT_ONCE: forms.parallel, CHUNKS: forms.chunked,
+                          COMPILED: forms.chunked}
+
+
+# -------------------------------------------------------------------------------------------------------- its check
+
+
+def errors(mix: Mix, mixer: Mixer, inputs: Sequence[Tensor], dy: Tensor, truth: Sequence[Tensor]) -> dict[str, float]:
+    """What -> relative L2 error of y and of each gradient, against `exact`; the worst head of those."""
+    names = ["y", "dq", "dk", "dv", *["dg"] * mixer.decays, *["db"] * mixer.replaces]
+    y = mix(*inputs)
+    found = [y.detach(), *torch.autograd.grad(y, list(inputs), dy)]
+    worst = dict.fromkeys(names, 0.0)
+    for name, own, exact_value in zip(names, found, truth, strict=True):
+        for place, (sample, head) in enumerate(looked_at(y)):
+            error = oracle.relative_error(own[sample, head], exact_value[place])
+            worst[name] = max(worst[name], error)
+    return worst
+
+
+def looked_at(y: Tensor) -> list[tuple[int, int]]:
+    """(sample, head) of the first and the last of both: heads share nothing."""
+    return [(sample, head) for sample in sorted({0, y.size(0) - 1}) for head in sorted({0, y.size(1) - 1})]
+
+
+def exact(mixer: Mixer, inputs: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
+    """y and all gradients of the recurrence in FP64, of the heads that are looked at: [place, S, D], gates [place, S].
+    """
+    places = looked_at(dy)
+
+    def picked(t: Tensor) -> Tensor:
+        return torch.stack([t.detach()[place] for place in places]).unsqueeze(1).double()              # a head each
+    leaves = [picked(each).requires_grad_() for each in inputs]
+    given = mixer.given(*leaves)
+    if not mixer.decays:
+        given = replace(given, g=picked(constant_decay(inputs[0].detach().double())))
+    y, _ = forms.recurrent(given)
+    return [each.squeeze(1) for each in (y.detach(), *torch.autograd.grad(y, leaves, picked(dy)))]

@@ -1,0 +1,274 @@
+"""From which length on does a mixer with a state beat attention, and what does each form of it cost?
+
+    python -m benchmarks mixers --json mixers.jsonl
+    python -m benchmarks mixers --mixer SSD --lengths 1024,4096
+
+Linear attention with a constant decay (retention), SSD (Mamba-2) and the gated delta rule, in FP32: as a loop over
+steps, at once (as attention, over all pairs of steps), in chunks, and in chunks compiled. Each is held against the
+recurrence in FP64, its output and every gradient. Then all of a mixer and a length are timed in shared rounds, forward
+and with their backward, beside causal attention of the same sizes by scaled_dot_product_attention.
+Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
+"""
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.measure.options import numbers
+from benchmarks.mixers.mixer import AT_ONCE, COMPILED, FORMS, LOOP, MIXERS, Mix, Mixer, errors, exact
+from benchmarks.records.read import Run, paired, runs, verdict
+from benchmarks.show.study import Options, Study, open_session, register, show
+from benchmarks.show.tables import NO_ANSWER, framed
+from common.block import oracle
+from common.block.config import BlockConfig
+from common.block.workload import Workload
+from common.command_line import Parser
+from common.measure.cases import Case, Group, Setting
+from common.measure.subject import Subject, require
+from common.phases import Phase
+from common.report.metrics import PEAK_MEMORY
+from common.report.record import Record
+from common.report.result import Result
+from common.runtime import compiler, exclusive
+from common.runtime.iteration import LAUNCHES, MODES
+from common.text import figures, number, ratio, table
+
+ATTENTION = "causal attention"
+GATE = oracle.MODULE_GATES[torch.float32]
+GATES = GATE, 3 * GATE                     # of an output, of a gradient
+LONGEST_LOOP = 4096                        # steps
+MOST_SCORES = 2**33                        # bytes of all pairs of steps
+SAID = """\
+x attention: how many times as fast as causal attention of the same sizes, in the same rounds. f+b: forward+backward.
+Error: the largest of the output and the gradients, against the recurrence in FP64."""
+PAYS = """"pays from": the shortest length from which on its interval is above 1 at all that were measured, f+b."""
+
+
+# ----------------------------------------------------------------------------------------------------------- the cases
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """[B, H, S, D] of q, k and v."""
+    batch: int
+    heads: int
+    length: int
+    width: int
+
+    @classmethod
+    def of(cls, config: BlockConfig, length: int) -> "Sizes":
+        """As many sequences as the shape has tokens for, and at least one."""
+        return cls(max(1, config.tokens // length), config.num_heads, length, config.head_dim)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads, self.length, self.width
+
+    def why_not(self, way: str) -> str:
+        """Why it would take too long there, or too much memory; "" where it would not."""
+        scores = 4 * self.batch * self.heads * self.length**2
+        if way == LOOP and self.length > LONGEST_LOOP:
+            return f"a loop over {self.length:,} steps: it is timed up to {LONGEST_LOOP:,}"
+        if way == AT_ONCE and scores > MOST_SCORES:
+            return f"all pairs of steps would take {scores / 2**30:,.0f} GiB"
+        return ""
+
+
+def mix_by(mixer: Mixer, way: str) -> Mix:
+    """The mixer in that form."""
+    mix = mixer.by(FORMS[way])
+    if way != COMPILED:
+        return mix
+    compiler.allow_many_graphs()
+    return torch.compile(mix, dynamic=False)
+
+
+def case(mixer: Mixer, way: str, sizes: Sizes) -> Case:
+    """A row by one way."""
+    def prepare(setting: Setting, result: Result) -> Subject:
+        setting.say(Phase.BUILDING)
+        mix = mix_by(mixer, way)
+        inputs = mixer.inputs(sizes.shape, setting.seed, setting.device)
+        dy = _cotangent(inputs[0], setting.seed + 1)
+        setting.say(Phase.CHECKING)
+        found = errors(mix, mixer, inputs, dy, _truth(mixer, sizes, setting.seed, setting.device))
+        result.errors = {what: (error, GATES[what != "y"]) for what, error in found.items()}
+        for what, (error, gate) in result.errors.items():
+            require(what, error, gate)
+        return _subject(mix, inputs, dy, sizes)
+    return _case(mixer.name, way, sizes, prepare, mixer.name)
+
+
+@functools.lru_cache(maxsize=1)
+def _truth(mixer: Mixer, sizes: Sizes, seed: int, device: torch.device) -> list[Tensor]:
+    """Of all ways of a group."""
+    inputs = mixer.inputs(sizes.shape, seed, device)
+    return exact(mixer, inputs, _cotangent(inputs[0], seed + 1))
+
+
+def control(mixer: Mixer, sizes: Sizes) -> Case:
+    """Causal attention of the same sizes, in the rounds of that mixer."""
+    def prepare(setting: Setting, result: Result) -> Subject:
+        setting.say(Phase.BUILDING)
+        inputs = mixer.inputs(sizes.shape, setting.seed, setting.device)[:3]
+        return _subject(attend, inputs, _cotangent(inputs[0], setting.seed + 1), sizes)
+    return _case(ATTENTION, "SDPA", sizes, prepare, mixer.name)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The library's."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _case(name: str, way: str, sizes: Sizes, prepare, beside: str) -> Case:
+    variant = {"way": way, "size": list(sizes.shape), "beside": beside}
+    return Case(name, prepare, parameter_dtype=torch.float32, variant=variant, missing=sizes.why_not(way),
+                work={"q, k, v": f"float32 {list(sizes.shape)}"},
+                workload=Workload("float32", tokens=sizes.batch * sizes.length),
+                that_fits=lambda total: "give shorter ones by --lengths")
+
+
+def _subject(mix: Mix, inputs: list[Tensor], dy: Tensor, sizes: Sizes) -> Subject:
+    workload = Workload("float32", tokens=sizes.batch * sizes.length)
+    return Subject(mix, [each.detach() for each in inputs], [dy], {}, GATES, workload)
+
+
+def _cotangent(like: Tensor, seed: int) -> Tensor:
+    return torch.randn(like.shape, generator=torch.Generator(like.device).manual_seed(seed), device=like.device)
+
+
+def groups(options: Options) -> Iterator[Group]:
+    """One for each mixer and length."""
+    for length in options.lengths:
+        for name in options.mixer or MIXERS:
+            mixer, sizes = MIXERS[name], Sizes.of(options.config, length)
+            cases = [control(mixer, sizes), *(case(mixer, way, sizes) for way in FORMS)]
+            yield Group(cases, calibrated=False, limited=False, may_not_fit=True)
+
+
+# ---------------------------------------------------------------------------------------------------- what it tells
+
+
+def text(lines: list[Record], width: int | None = None) -> str:
+    """Everything the command prints, from records: a table for each length, and from which on each pays."""
+    by_length: dict[int, list[Run]] = {}
+    for run in runs(lines):
+        by_length.setdefault(run.variant["size"][2], []).append(run)
+    blocks = [f"S {length:,}\n\n{_table_of(every, width)}" for length, every in by_length.items()]
+    failed = dict.fromkeys(f"{run.case['name']}, {run.variant['way']}: {run.status}: {run.info['reason']}"
+                           for every in by_length.values() for run in every if run.status != "ok")
+    shown = [*blocks, SAID, *_crossover(by_length, width), "\n".join(failed)]
+    return framed(lines, shown, [run for run in runs(lines) if run.status == "ok"])
+
+
+def _table_of(every: list[Run], width: int | None) -> str:
+    rows = []
+    for run in every:
+        if run.status != "ok":
+            continue
+        found = [value for what in ("y", "dq", "dk", "dv", "dg", "db")
+                 if (value := run.value("check", f"{what} error")) is not None]
+        memory = run.figure(PEAK_MEMORY, MODES[1], "eager")
+        name = f"{ATTENTION}, beside {run.variant['beside']}" if run.case["name"] == ATTENTION else run.case["name"]
+        rows.append([name, run.variant["way"], f"{max(found):.1e}" if found else "",
+                     *(figures(ms) if (ms := run.best_ms(mode)) else "" for mode in MODES),
+                     *(_times(every, run, mode) for mode in MODES),
+                     "" if memory is None else number(memory * PEAK_MEMORY.scale, ".2f")])
+    headers = ["mixer", "by", "error", "forward ms", "f+b ms", "x attention forward", "x attention f+b", "GiB"]
+    return table(rows, headers, width, keys=2)
+
+
+def _attention_beside(every: list[Run], run: Run) -> Run | None:
+    beside = run.variant["beside"]
+    return next((each for each in every if each.case["name"] == ATTENTION and each.variant["beside"] == beside), None)
+
+
+def _times(every: list[Run], run: Run, mode: str) -> str:
+    """How many times as fast as attention in its rounds."""
+    attention = _attention_beside(every, run)
+    times = paired(attention, run, mode) if run is not attention else None
+    return ratio(times) + verdict(*times[1:]) if times else ""
+
+
+def _crossover(by_length: dict[int, list[Run]], width: int | None) -> list[str]:
+    cells: dict[tuple[str, str], dict[int, tuple[float, float, float]]] = {}
+    for length, every in by_length.items():
+        for run in every:
+            attention = _attention_beside(every, run)
+            times = paired(attention, run, MODES[1]) if run is not attention else None
+            if times:
+                cells.setdefault((run.case["name"], run.variant["way"]), {})[length] = times
+    if not cells or len(by_length) < 2:
+        return []
+    lengths = sorted(by_length)
+    rows = [[*key, *(f"{of[length][0]:.2f}" if length in of else "" for length in lengths), _pays_from(of)]
+            for key, of in cells.items()]
+    headers = ["x attention, f+b", "by", *(f"S {length:,}" for length in lengths), "pays from"]
+    return [table(rows, headers, width, keys=2), PAYS]
+
+
+def _pays_from(of: dict[int, tuple[float, float, float]]) -> str:
+    least = None
+    for length, (_, low, _) in sorted(of.items(), reverse=True):
+        if low <= 1:
+            break
+        least = length
+    return "never" if least is None else f"{least:,}"
+
+
+def answer(lines: list[Record]) -> str:
+    """The fastest mixer at the longest length, beside attention."""
+    by_length: dict[int, list[Run]] = {}
+    for run in runs(lines):
+        by_length.setdefault(run.variant["size"][2], []).append(run)
+    if not by_length:
+        return NO_ANSWER
+    every = by_length[max(by_length)]
+    found = [(times[0], run) for run in every if (attention := _attention_beside(every, run)) and run is not attention
+             and (times := paired(attention, run, MODES[1]))]
+    if not found:
+        return NO_ANSWER
+    faster, fastest = max(found, key=lambda each: each[0])
+    return (f"at S {max(by_length):,} {fastest.case['name']} ({fastest.variant['way']}) is {faster:.2f} times as fast "
+            "as causal attention, forward+backward")
+
+
+# ------------------------------------------------------------------------------------------------------- how it is run
+
+
+def run(study: Study, options: Options) -> int:
+    """Measure every group; what was compiled for it goes with it."""
+    with exclusive.alone(options.device, study.name):
+        session = open_session(study, options)
+        for of_mixer in study.groups(options):
+            session.measure(of_mixer)
+            torch.compiler.reset()
+        return show(study, options, session)
+
+
+def add_arguments(parser: Parser) -> None:
+    """Beside those of all studies."""
+    parser.add_argument("--mixer", choices=MIXERS, action="append", help="only this one; may be repeated")
+    parser.add_argument("--lengths", type=numbers, metavar="LIST",
+                        help="lengths of a sequence, of as many as the shape has tokens for (default: "
+                             "512,2048,8192,16384; on a CPU 256,1024)")
+
+
+def refine(options: Options) -> None:
+    """Lengths."""
+    on_gpu = options.device.type == "cuda"
+    options.config = options.config.replace(amp_dtype=None)
+    options.launches = LAUNCHES[:1]
+    if options.lengths is None:
+        every = (512, 2048, 8192, 16384) if on_gpu else (256, 1024)
+        shortest = (512, 2048) if on_gpu else (128, 256)
+        options.lengths = shortest if options.quick else every
+    if options.quick and not on_gpu:
+        options.config = options.config.replace(batch_size=1, seq_len=min(options.lengths))
+
+
+register(Study("mixers", __doc__, groups, text=text, answer=answer, run=run, add_arguments=add_arguments, refine=refine,
+               long=True, no_chart="it draws none", place=12))

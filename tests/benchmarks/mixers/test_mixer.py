@@ -1,0 +1,60 @@
+"""Each mixer by each form against its recurrence in FP64, and the gates that make it."""
+import pytest
+import torch
+
+from benchmarks.mixers import forms
+from benchmarks.mixers.mixer import CHUNKS, FORMS, MIXERS, constant_decay, errors, exact, looked_at
+
+unit = pytest.mark.unit
+CPU = torch.device("cpu")
+SHAPE = 2, 3, 70, 8
+
+
+def found(name, mix=None, shape=SHAPE):
+    mixer = MIXERS[name]
+    inputs = mixer.inputs(shape, 0, CPU)
+    dy = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    return errors(mix or mixer.by(FORMS[CHUNKS]), mixer, inputs, dy, exact(mixer, inputs, dy))
+
+
+@unit
+@pytest.mark.parametrize("way", FORMS)
+@pytest.mark.parametrize("name", MIXERS)
+def test_each_form_of_each_mixer_is_right(name, way):
+    errors_of_it = found(name, MIXERS[name].by(FORMS[way]))
+    assert max(errors_of_it.values()) < 3e-6, errors_of_it
+    assert list(errors_of_it) == ["y", "dq", "dk", "dv", *["dg"] * MIXERS[name].decays, *["db"] * MIXERS[name].replaces]
+
+
+@unit
+def test_heads_at_both_ends_are_looked_at():
+    assert looked_at(torch.zeros(2, 3, 1, 1)) == [(0, 0), (0, 2), (1, 0), (1, 2)]
+    assert looked_at(torch.zeros(1, 1, 1, 1)) == [(0, 0)]
+    assert found("SSD", shape=(1, 1, 5, 4))["y"] < 3e-6
+
+
+@unit
+def test_a_decay_is_at_most_one_and_keys_that_replace_have_length_one():
+    for mixer in MIXERS.values():
+        given = mixer.given(*mixer.inputs(SHAPE, 0, CPU))
+        assert (given.g <= 0).all() and (given.b is not None) == mixer.replaces
+    assert torch.allclose(given.k.norm(dim=-1), torch.ones(SHAPE[:3])) and given.b.min() > 0 and given.b.max() < 1
+    kept = constant_decay(torch.zeros(SHAPE)).exp()[0, :, 0].tolist()
+    assert kept == pytest.approx([1 - 2**-5, 1 - 2**-6, 1 - 2**-7])
+
+
+MUTANTS = {
+    "the gate of another step": lambda mixer, q, k, v, *gates: mixer.given(q, k, v, *(g.roll(1, -1) for g in gates)),
+    "heads of another": lambda mixer, q, k, v, *gates: mixer.given(q.roll(1, 1), k, v, *gates),
+    "no scale": lambda mixer, q, k, v, *gates: mixer.given(q * 8**0.5, k, v, *gates),
+    "values of another sample": lambda mixer, q, k, v, *gates: mixer.given(q, k, v.roll(1, 0), *gates),
+}
+
+
+@unit
+@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("name", ["SSD", "gated delta rule"])
+def test_each_mutant_is_caught(name, mutant):
+    def mix(*inputs):
+        return forms.chunked(MUTANTS[mutant](MIXERS[name], *inputs))[0]
+    assert max(found(name, mix).values()) > 1e-3

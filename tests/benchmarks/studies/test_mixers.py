@@ -1,0 +1,83 @@
+"""The study of mixers: what it records, shows and refuses."""
+import json
+import re
+
+import pytest
+import torch
+
+from benchmarks import studies
+from benchmarks.mixers import forms
+from benchmarks.records.read import read, runs
+from benchmarks.studies import mixers
+from benchmarks.studies.mixers import ATTENTION, Sizes
+
+unit, integration = pytest.mark.unit, pytest.mark.integration
+STUDY = studies.load("mixers")
+SHORT = ["--device", "cpu", "--preset", "tiny", "--rounds", "6", "--mixer", "SSD"]
+
+
+@pytest.fixture(autouse=True)
+def not_compiled(monkeypatch):
+    """What a compiled form computes is the same."""
+    mixers._truth.cache_clear()
+    monkeypatch.setattr(torch, "compile", lambda mix, **options: mix)
+
+
+@integration
+def test_each_form_is_timed_beside_attention(study_main, tmp_path):
+    path = tmp_path / "records.jsonl"
+    status, out, _ = study_main("mixers", *SHORT, "--lengths", "16,64", "--json", str(path))
+    assert status == 0, out
+    lines = read(path)
+    assert {(run.case["name"], run.variant["way"]) for run in runs(lines)} == {
+        (ATTENTION, "SDPA"), *(("SSD", way) for way in ("a loop", "at once", "chunks", "chunks, compiled"))}
+    assert STUDY.told(lines) in out and "S 64\n" in out
+    rows = re.findall(r"^SSD +(a loop|at once|chunks(?:, compiled)?) +\d\.\de-0\d +\d", out, re.MULTILINE)
+    assert rows == 2 * ["a loop", "at once", "chunks", "chunks, compiled"]
+    assert re.search(r"^SSD +a loop +\d\.\d\d +\d\.\d\d +(never|16|64)$", out, re.MULTILINE), out
+    assert re.match(r"at S 64 SSD \(.*\) is \d\.\d\d times as fast as causal attention", STUDY.answer(lines))
+
+
+@integration
+def test_a_form_that_is_wrong_fails(study_main, monkeypatch):
+    right = forms._decay_between
+    monkeypatch.setattr(forms, "_decay_between", lambda g: right(g).tril(-1))
+    status, out, _ = study_main("mixers", *SHORT, "--lengths", "16")
+    assert status == 1 and re.search(r"^SSD, chunks: failed: the y is off by .* against FP64", out, re.MULTILINE), out
+    assert re.search(r"^SSD +a loop ", out, re.MULTILINE)
+
+
+@unit
+@pytest.mark.parametrize("way, length, why", [
+    ("a loop", 4096, ""), ("a loop", 4097, "a loop over 4,097 steps: it is timed up to 4,096"),
+    ("at once", 2**15, ""), ("at once", 2**15 + 1, "all pairs of steps would take 8 GiB"), ("chunks", 2**20, "")])
+def test_what_would_take_too_long_is_a_line(way, length, why):
+    assert Sizes(1, 2, length, 64).why_not(way) == why
+
+
+@unit
+@pytest.mark.parametrize("lows, least", [
+    ({16: 1.01, 32: 1.2}, "16"), ({16: 0.99, 32: 1.2}, "32"), ({16: 1.2, 32: 1.0}, "never")])
+def test_a_mixer_pays_where_it_is_faster_at_all_that_are_longer(lows, least):
+    assert mixers._pays_from({length: (low + 0.1, low, low + 0.2) for length, low in lows.items()}) == least
+
+
+@unit
+def test_without_records_there_is_no_answer():
+    assert STUDY.answer([]) == mixers.NO_ANSWER
+
+
+@unit
+@pytest.mark.parametrize("wrong", [["--mixer", "RWKV"], ["--lengths", "0"], ["--lengths", "long"]])
+def test_wrong_options_are_told(wrong, study_main):
+    status, _, said = study_main("mixers", *wrong)
+    assert status == 2 and wrong[0] in said
+
+
+@integration
+def test_records_name_sizes_and_what_they_stand_beside(study_main, tmp_path):
+    path = tmp_path / "records.jsonl"
+    study_main("mixers", *SHORT, "--lengths", "16", "--json", str(path))
+    variants = [json.loads(line)["benchmark"]["extra_info"]["case"]["variant"] for line in path.read_text().splitlines()
+                if '"SSD"' in line]
+    assert {tuple(each["size"]) for each in variants if each} == {(8, 4, 16, 16)}
