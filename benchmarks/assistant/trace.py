@@ -226,17 +226,23 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def flops_of(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
     """Of an operator: 2 for a multiplication and its addition, causal attention counted half; 0 of any but matmuls."""
-    formula = flop_registry.get(getattr(func, "overloadpacket", func))
+    packet = getattr(func, "overloadpacket", func)
+    formula = flop_registry.get(packet)
     if formula is None:
         return 0.0
-    flops = float(formula(*args, **kwargs, out_val=result))
+    if packet in _ATTENDING:
+        flops = float(_of_attention(*(each.shape for each in args[:3])))
+    else:
+        flops = float(formula(*args, **kwargs, out_val=result))
     is_causal = any(argument.name == "is_causal" and _given(func, args, kwargs, place)
                     for place, argument in enumerate(func._schema.arguments))
     return flops / 2 if is_causal else flops
 
 
 def _of_attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query, key, value)
+    """Grouped heads of keys and values count as often as they are read; before torch 2.12 its formula refuses them."""
+    batch, heads = query[:2]
+    return sdpa_flop_count(query, (batch, heads, *key[2:]), (batch, heads, *value[2:]))
 
 
 def _of_recurrent(x: Shape, weights: Sequence[Shape]) -> int:
@@ -249,6 +255,9 @@ _FORMULAS: dict[Any, Any] = {          # torch's counter does not know these
     torch.ops.aten.mkldnn_rnn_layer: lambda x, *weights, **_: _of_recurrent(x, weights[:2]),
     torch.ops.aten._cudnn_rnn: lambda x, weights, *_, **__: _of_recurrent(x, weights),
 }
+_ATTENDING = frozenset({
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention, torch.ops.aten._scaled_dot_product_cudnn_attention})
 for packet, own_formula in _FORMULAS.items():
     if packet not in flop_registry:
         register_flop_formula(packet)(own_formula)

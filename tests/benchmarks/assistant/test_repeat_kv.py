@@ -100,3 +100,10 @@ def test_one_sample_stands_for_a_batch():
 def test_a_person_repeats_them(studies_in_seconds):
     [one] = optimize(Net(), (X,), quick=True, techniques=(repeat_kv.TECHNIQUE,)).opportunities
     assert one.verdict == "by hand" and "2.50" in one.found.reason
+
+
+@unit
+def test_grouped_heads_have_the_work_of_repeated_ones():
+    """In every torch: before 2.12 its counter refuses them."""
+    flops = [call.flops for call in read(Net(), Inputs.of(X)).trace.calls if call.attends]
+    assert flops == [2 * 4 * (6 * 6 * 8 + 6 * 6 * 8) * 2 / 2]          # samples, heads, both matmuls; causal: half
