@@ -232,8 +232,10 @@ def answer(lines: list[Record]) -> str:
     if not found:
         return NO_ANSWER
     faster, fastest = max(found, key=lambda each: each[0])
-    return (f"at S {max(by_length):,} {fastest.case['name']} ({fastest.variant['way']}) is {faster:.2f} times as fast "
-            "as causal attention, forward+backward")
+    where = "on a CPU " if fastest.info["device"] == "cpu" else ""
+    name = f"{fastest.case['name']} ({fastest.variant['way']})"
+    return (f"{where}at S {max(by_length):,} {name} is {faster:.2f} times as fast as causal attention, "
+            "forward+backward")
 
 
 # ------------------------------------------------------------------------------------------------------- how it is run
