@@ -46,8 +46,9 @@ class Loop(Region):
 
     @property
     def is_independent(self) -> bool:
-        """Whether no step needs another: at most their results are added up."""
-        return self._names <= ADDING
+        """Whether no step needs another: at most their results are added up, and only the last sum is read."""
+        adds = all(name_of(node) in MOVING | {"add"} for node in self.carried)
+        return adds and all(kind_of(user) in self._kinds for node in self.carried for user in node.users)
 
     @property
     def is_linear(self) -> bool:

@@ -22,6 +22,7 @@ from benchmarks.mixers.mixer import AT_ONCE, COMPILED, FORMS, LOOP, MIXERS, Mix,
 from benchmarks.records.read import Run, paired, runs, verdict
 from benchmarks.show.study import Options, Study, open_session, register, show
 from benchmarks.show.tables import NO_ANSWER, framed
+from benchmarks.studies.recipes.speed import pays_from
 from common.block import oracle
 from common.block.config import BlockConfig
 from common.block.workload import Workload
@@ -33,7 +34,7 @@ from common.report.metrics import PEAK_MEMORY
 from common.report.record import Record
 from common.report.result import Result
 from common.runtime import compiler, exclusive
-from common.runtime.iteration import LAUNCHES, MODES
+from common.runtime.iteration import BOTH, LAUNCHES, MODES
 from common.text import figures, number, ratio, table
 
 ATTENTION = "causal attention"
@@ -154,9 +155,7 @@ def groups(options: Options) -> Iterator[Group]:
 
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records: a table for each length, and from which on each pays."""
-    by_length: dict[int, list[Run]] = {}
-    for run in runs(lines):
-        by_length.setdefault(run.variant["size"][2], []).append(run)
+    by_length = _by_length(lines)
     blocks = [f"S {length:,}\n\n{_table_of(every, width)}" for length, every in by_length.items()]
     failed = dict.fromkeys(f"{run.case['name']}, {run.variant['way']}: {run.status}: {run.info['reason']}"
                            for every in by_length.values() for run in every if run.status != "ok")
@@ -171,7 +170,7 @@ def _table_of(every: list[Run], width: int | None) -> str:
             continue
         found = [value for what in ("y", "dq", "dk", "dv", "dg", "db")
                  if (value := run.value("check", f"{what} error")) is not None]
-        memory = run.figure(PEAK_MEMORY, MODES[1], "eager")
+        memory = run.figure(PEAK_MEMORY, BOTH, "eager")
         name = f"{ATTENTION}, beside {run.variant['beside']}" if run.case["name"] == ATTENTION else run.case["name"]
         rows.append([name, run.variant["way"], f"{max(found):.1e}" if found else "",
                      *(figures(ms) if (ms := run.best_ms(mode)) else "" for mode in MODES),
@@ -181,15 +180,22 @@ def _table_of(every: list[Run], width: int | None) -> str:
     return table(rows, headers, width, keys=2)
 
 
-def _attention_beside(every: list[Run], run: Run) -> Run | None:
-    beside = run.variant["beside"]
-    return next((each for each in every if each.case["name"] == ATTENTION and each.variant["beside"] == beside), None)
+def _by_length(lines: list[Record]) -> dict[int, list[Run]]:
+    found: dict[int, list[Run]] = {}
+    for run in runs(lines):
+        found.setdefault(run.variant["size"][2], []).append(run)
+    return found
+
+
+def _beside_attention(every: list[Run], run: Run, mode: str) -> tuple[float, float, float] | None:
+    """How many times as fast as attention in its rounds, with the interval; None of attention itself."""
+    attention = next((each for each in every if each.case["name"] == ATTENTION
+                      and each.variant["beside"] == run.variant["beside"]), None)
+    return None if run is attention else paired(attention, run, mode)
 
 
 def _times(every: list[Run], run: Run, mode: str) -> str:
-    """How many times as fast as attention in its rounds."""
-    attention = _attention_beside(every, run)
-    times = paired(attention, run, mode) if run is not attention else None
+    times = _beside_attention(every, run, mode)
     return ratio(times) + verdict(*times[1:]) if times else ""
 
 
@@ -197,38 +203,22 @@ def _crossover(by_length: dict[int, list[Run]], width: int | None) -> list[str]:
     cells: dict[tuple[str, str], dict[int, tuple[float, float, float]]] = {}
     for length, every in by_length.items():
         for run in every:
-            attention = _attention_beside(every, run)
-            times = paired(attention, run, MODES[1]) if run is not attention else None
-            if times:
+            if times := _beside_attention(every, run, BOTH):
                 cells.setdefault((run.case["name"], run.variant["way"]), {})[length] = times
     if not cells or len(by_length) < 2:
         return []
     lengths = sorted(by_length)
-    rows = [[*key, *(f"{of[length][0]:.2f}" if length in of else "" for length in lengths), _pays_from(of)]
+    rows = [[*key, *(f"{of[length][0]:.2f}" if length in of else "" for length in lengths), pays_from(of)]
             for key, of in cells.items()]
     headers = ["x attention, f+b", "by", *(f"S {length:,}" for length in lengths), "pays from"]
     return [table(rows, headers, width, keys=2), PAYS]
 
 
-def _pays_from(of: dict[int, tuple[float, float, float]]) -> str:
-    least = None
-    for length, (_, low, _) in sorted(of.items(), reverse=True):
-        if low <= 1:
-            break
-        least = length
-    return "never" if least is None else f"{least:,}"
-
-
 def answer(lines: list[Record]) -> str:
     """The fastest mixer at the longest length, beside attention."""
-    by_length: dict[int, list[Run]] = {}
-    for run in runs(lines):
-        by_length.setdefault(run.variant["size"][2], []).append(run)
-    if not by_length:
-        return NO_ANSWER
-    every = by_length[max(by_length)]
-    found = [(times[0], run) for run in every if (attention := _attention_beside(every, run)) and run is not attention
-             and (times := paired(attention, run, MODES[1]))]
+    by_length = _by_length(lines)
+    every = by_length[max(by_length)] if by_length else []
+    found = [(times[0], run) for run in every if (times := _beside_attention(every, run, BOTH))]
     if not found:
         return NO_ANSWER
     faster, fastest = max(found, key=lambda each: each[0])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.assistant.fp8 import patterns
+from benchmarks.assistant.fp8 import HOOKS, patterns
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from common.block.config import dtype_name
@@ -16,7 +16,6 @@ from common.block.evidence import Evidence
 
 IN_16_BITS = (torch.bfloat16, torch.float16)
 MODULES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 CODE = """\
 from fnmatch import fnmatch
 

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from benchmarks.assistant.fp8 import HOOKS
 from benchmarks.assistant.graph import Captured, argument
 from benchmarks.assistant.normal import name_of
 from benchmarks.assistant.program import Program
@@ -13,7 +14,6 @@ from common.block.evidence import Evidence
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 CODE = """\
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 

@@ -63,6 +63,38 @@ class LinearAttention(Net):
         return torch.stack(out, 1)
 
 
+class WithoutDecay(Net):
+    """What it hands on is a sum, and each step reads it."""
+
+    def forward(self, x):
+        q, k, state, out = self.gate(x), self.up(x), 0, []
+        for t in range(x.size(1)):
+            state = state + torch.einsum("bi,bj->bij", k[:, t], x[:, t])
+            out.append(torch.einsum("bi,bij->bj", q[:, t], state))
+        return torch.stack(out, 1)
+
+
+class Prefixes(Net):
+    """Each sum is given back."""
+
+    def forward(self, x):
+        h, out = 0, []
+        for t in range(x.size(1)):
+            h = h + x[:, t] * 2
+            out.append(h)
+        return torch.stack(out, 1)
+
+
+class Alternating(Net):
+    """The sign of what it hands on turns at each step."""
+
+    def forward(self, x):
+        h = x[:, 0]
+        for t in range(x.size(1)):
+            h = x[:, t] * 2 - h
+        return h
+
+
 class DeltaRule(Net):
     """What the state holds under a key is taken out first."""
 
@@ -177,7 +209,8 @@ class InMemory(Net):
 
 @unit
 @pytest.mark.parametrize("net, form", [
-    (Scan, SCANNED), (ScanOfLines, SCANNED), (LinearAttention, CHUNKED), (DeltaRule, CHUNKED), (Recurrent, RECURRENT),
+    (Scan, SCANNED), (ScanOfLines, SCANNED), (LinearAttention, CHUNKED), (DeltaRule, CHUNKED),
+    (WithoutDecay, CHUNKED), (Prefixes, SCANNED), (Alternating, SCANNED), (Recurrent, RECURRENT),
     (Squared, RECURRENT), (Gated, RECURRENT),
     (Divided, RECURRENT), (Halved, SCANNED), (Tied, RECURRENT), (Heads, BATCHED), (Experts, BATCHED),
     (ExpertsOfTheirOwn, BATCHED), (InMemory, IN_MEMORY)])
@@ -226,6 +259,28 @@ class Short(Net):
         for t in range(7):
             h = x[:, t] * h + x[:, t]
         return h
+
+
+class Begun(Net):
+    """One operation of the first step alone beside 48 of all steps, or six."""
+
+    def __init__(self, extra):
+        super().__init__()
+        self.extra = extra
+
+    def forward(self, x):
+        h = x[:, 0]
+        for t in range(12):
+            h = torch.tanh(h * 0.5 + x[:, t])
+            if t == 0:
+                h = h.relu() if self.extra == 1 else h.relu().exp().sin().cos().neg().abs()
+        return h
+
+
+@unit
+@pytest.mark.parametrize("extra, count", [(1, 1), (6, 0)])
+def test_a_step_may_have_a_little_of_its_own(extra, count):
+    assert len(loop.find(read(Begun(extra), Inputs.of(X)))) == count
 
 
 class Moved(Net):

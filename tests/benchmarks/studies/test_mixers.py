@@ -56,13 +56,6 @@ def test_what_would_take_too_long_is_a_line(way, length, why):
 
 
 @unit
-@pytest.mark.parametrize("lows, least", [
-    ({16: 1.01, 32: 1.2}, "16"), ({16: 0.99, 32: 1.2}, "32"), ({16: 1.2, 32: 1.0}, "never")])
-def test_a_mixer_pays_where_it_is_faster_at_all_that_are_longer(lows, least):
-    assert mixers._pays_from({length: (low + 0.1, low, low + 0.2) for length, low in lows.items()}) == least
-
-
-@unit
 def test_without_records_there_is_no_answer():
     assert STUDY.answer([]) == mixers.NO_ANSWER
 
