@@ -10,50 +10,73 @@ from benchmarks.recipes.quantizing import two_of_four
 from benchmarks.recipes.recipe import Recipe
 from common.runtime import compiler
 
-
-def packed_in_pairs(values: Tensor) -> Tensor:
-    """Whole numbers of 4 bits [rows, columns] -> bytes [rows, columns / 2]: the first of a pair in the lower bits."""
-    low, high = (values[:, place::2].to(torch.int16) & 0xF for place in (0, 1))
-    return (low | high << 4).to(torch.uint8)
+ROW_TILES = 8                          # of 16 columns each, which torch's kernel for 4 bits takes at once
+MULTIPLE = 16                          # of rows
+MIDDLE = 8                             # it stores a number of 4 bits as 0 to 15
 
 
-def unpacked(pairs: Tensor) -> Tensor:
-    """The numbers of such bytes, INT8 [rows, columns]."""
-    low, high = pairs & 0xF, pairs >> 4
-    numbers = torch.stack([low, high], -1).flatten(-2).to(torch.int8)
-    return torch.where(numbers > 7, numbers - 16, numbers)
+def _multiplied(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    """x @ weight.T; values INT8 [N, K], scale FP32 [N]. It scales y, which is smaller than the weight."""
+    return (F.linear(x, values.to(x.dtype)) * scale).to(x.dtype)
 
 
-def _multiplied(x: Tensor, values: Tensor, scale: Tensor, is_paired: bool) -> Tensor:
-    """x @ weight.T, the weight in the dtype of x; values [N, K] or pairs of them, scale FP32 [N, parts of a row]."""
-    numbers = unpacked(values) if is_paired else values
-    parts = numbers.unflatten(-1, (scale.size(-1), -1)).float() * scale.unsqueeze(-1)
-    return F.linear(x, parts.flatten(-2).to(x.dtype))
-
-
-# By this option Inductor makes of one row a sum that multiplies weights back on the way: it reads them once, in 8 bits.
+# By this option Inductor makes of one row a sum that converts weights on the way: it reads them once, in 8 bits.
 _compiled: Any = torch.compile(_multiplied, dynamic=False, options={"coordinate_descent_tuning": True})
 
 
-class WeightOnly(nn.Module):
-    """Weights as whole numbers of 8 or 4 bits, multiplied back in each call: a GPU reads less."""
+class WeightsIn8Bits(nn.Module):
+    """Weights as whole numbers of 8 bits, converted in each call: a GPU reads half as much."""
 
     def __init__(self, weight: Tensor, recipe: Recipe):
         super().__init__()
-        quantizer = recipe.weight
-        if quantizer.format not in (INT8, INT4):
-            raise NotImplementedError("its weights are no whole numbers")
         compiler.allow_many_graphs()
         with torch.no_grad():
-            rounded = quantizer(weight.float())
-            numbers = rounded.values.to(torch.int8)
-            self.is_paired = quantizer.format is INT4
-            self.values = packed_in_pairs(numbers) if self.is_paired else numbers
-            self.scale = rounded.scale[:, ::quantizer.block[1] or weight.size(1)].contiguous()
+            rounded = recipe.weight(weight.float())
+            self.values = rounded.values.to(torch.int8)
+            self.scale = rounded.scale[:, 0].contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
         multiplied = _compiled if x.is_cuda else _multiplied
-        return multiplied(x, self.values, self.scale, self.is_paired)
+        return multiplied(x, self.values, self.scale)
+
+
+class WeightsIn4Bits(nn.Module):
+    """Weights as whole numbers of 4 bits, packed for torch's kernel that converts them as it multiplies; x is BF16."""
+
+    def __init__(self, weight: Tensor, recipe: Recipe):
+        super().__init__()
+        if weight.size(0) % MULTIPLE:
+            raise ValueError(f"weight has {weight.size(0)} rows: numbers of 4 bits take multiples of {MULTIPLE}")
+        self.group = recipe.weight.block[1]
+        with torch.no_grad():
+            rounded = recipe.weight(weight.float())
+            self.values = _packed(rounded.values.to(torch.int32) + MIDDLE)
+            scale = rounded.scale[:, ::self.group].T.to(torch.bfloat16)
+            self.scale_and_zero = torch.stack([scale, torch.zeros_like(scale)], -1).contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        of_device = torch.ops.aten._weight_int4pack_mm if x.is_cuda else torch.ops.aten._weight_int4pack_mm_for_cpu
+        y: Tensor = of_device(x, self.values, self.group, self.scale_and_zero)
+        return y
+
+
+def _packed(numbers: Tensor) -> Tensor:
+    """Numbers from 0 to 15, INT32 [N, K], in the order in which the kernel of their device reads them."""
+    if numbers.is_cuda:
+        pairs = numbers[:, ::2] << 4 | numbers[:, 1::2]
+        packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(pairs.to(torch.uint8), ROW_TILES)
+    else:
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, ROW_TILES)
+    return packed
+
+
+def weights_alone(weight: Tensor, recipe: Recipe) -> nn.Module:
+    """The layer whose weights are whole numbers. Raises NotImplementedError where the recipe's are not."""
+    if recipe.weight.format is INT8:
+        return WeightsIn8Bits(weight, recipe)
+    if recipe.weight.format is INT4:
+        return WeightsIn4Bits(weight, recipe)
+    raise NotImplementedError("its weights are no whole numbers")
 
 
 class SemiStructured(nn.Module):

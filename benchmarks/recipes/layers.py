@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from benchmarks.recipes.checking import Error, gate
 from benchmarks.recipes.emulated import Product, products
 from benchmarks.recipes.formats import BF16, FP16
-from benchmarks.recipes.inference import SemiStructured, WeightOnly
+from benchmarks.recipes.inference import SemiStructured, weights_alone
 from benchmarks.recipes.quantizing import Quantizer, Scales
 from benchmarks.recipes.recipe import RECIPES, Recipe
 from benchmarks.recipes.scaled import Scaled
@@ -79,7 +79,7 @@ class OfTransformerEngine(nn.Module):
 
 
 WAYS: dict[str, Callable[[Tensor, Recipe], nn.Module]] = {
-    PLAIN: Plain, TORCH: Scaled, TE: OfTransformerEngine, WEIGHTS: WeightOnly, SPARSE: SemiStructured}
+    PLAIN: Plain, TORCH: Scaled, TE: OfTransformerEngine, WEIGHTS: weights_alone, SPARSE: SemiStructured}
 
 
 def dtype_of(recipe: Recipe) -> torch.dtype:

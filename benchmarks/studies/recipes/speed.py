@@ -50,11 +50,10 @@ def tables_of(every: Sequence[Run], width: int | None) -> Tables:
     for run in every:
         if run.status == "ok" and run.variant["data"] in timed:
             timed[run.variant["data"]].append(run)
-    groups = {"a layer, tokens x K x N: " + shape: alike for shape, alike in _grouped(timed[LAYER], size_of).items()}
-    groups |= {"a block, " + shape: alike for shape, alike in _grouped(timed[BLOCK], lambda run: run.shape).items()}
-    measured = [f"{title}\n\n{_table_of(alike, width)}" for title, alike in groups.items()]
-    gained = [f"whose gain, f+b: {title}\n\n{told}" for title, alike in groups.items()
-              if (told := _whose(alike, width))]
+    groups = [("a layer, tokens x K x N: " + shape, alike) for shape, alike in _interleaved(timed[LAYER], size_of)]
+    groups += [("a block, " + shape, alike) for shape, alike in _interleaved(timed[BLOCK], lambda run: run.shape)]
+    measured = [f"{title}\n\n{_table_of(alike, width)}" for title, alike in groups]
+    gained = [f"whose gain, f+b: {title}\n\n{told}" for title, alike in groups if (told := _whose(alike, width))]
     return Tables(measured, gained, [*_map(timed[MAP], BOTH, width), *_map(timed[SERVED], FORWARD, width)])
 
 
@@ -69,11 +68,12 @@ def size_of(run: Run) -> str:
     return " x ".join(f"{size:,}" for size in run.variant["size"])
 
 
-def _grouped(every: Sequence[Run], key: Callable[[Run], str]) -> dict[str, list[Run]]:
-    groups: dict[str, list[Run]] = {}
+def _interleaved(every: Sequence[Run], shape_of: Callable[[Run], str]) -> list[tuple[str, list[Run]]]:
+    """(shape, those that one process timed there): a file may hold the same shape of several."""
+    groups: dict[tuple[str, str], list[Run]] = {}
     for run in every:
-        groups.setdefault(key(run), []).append(run)
-    return groups
+        groups.setdefault((shape_of(run), run.info["run"]), []).append(run)
+    return [(shape, alike) for (shape, _), alike in groups.items()]
 
 
 def _plain(alike: Sequence[Run]) -> Run | None:
@@ -186,7 +186,7 @@ def in_words(every: Sequence[Run]) -> list[str]:
     """A sentence or two for each block: what FP8 promises there, and which recipes keep the most and the least."""
     told = []
     blocks = [run for run in every if run.status == "ok" and run.variant["data"] == BLOCK]
-    for shape, alike in _grouped(blocks, lambda run: run.shape).items():
+    for shape, alike in _interleaved(blocks, lambda run: run.shape):
         found = [gain for gain in gains(alike) if gain.run.case["name"] not in DTYPES]
         if not found:
             continue
@@ -205,7 +205,7 @@ def in_words(every: Sequence[Run]) -> list[str]:
 def _map(layers: Sequence[Run], mode: str, width: int | None) -> list[str]:
     """A row for each recipe, way, K and N; a column for each number of tokens."""
     cells: dict[tuple[str, str, str], dict[int, tuple[float, float, float]]] = {}
-    for of_shape in _grouped(layers, size_of).values():
+    for _, of_shape in _interleaved(layers, size_of):
         plain = _plain(of_shape)
         for run in of_shape:
             times = paired(plain, run, mode)

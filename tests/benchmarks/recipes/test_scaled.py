@@ -126,21 +126,24 @@ def test_each_way_has_the_error_that_is_derived(way, name):
 
 
 @unit
-def test_numbers_of_4_bits_are_packed_in_pairs():
-    values = torch.arange(-7, 8).repeat(2)[None].float()
-    pairs = inference.packed_in_pairs(values)
-    assert pairs.shape == (1, 15) and pairs.dtype == torch.uint8
-    assert inference.unpacked(pairs).tolist() == values.int().tolist()
+@pytest.mark.parametrize("name, apart_by", [("INT8 weights", 1e-6), ("INT4 weights", 2**-8)])
+def test_weights_alone_are_what_they_stand_for(name, apart_by):
+    weight, x = torch.randn(32, 256), torch.randn(5, 256).bfloat16().float()
+    layer = inference.weights_alone(weight, RECIPES[name])
+    expected = x @ RECIPES[name].weight(weight).dequantized().T
+    given = x if name == "INT8 weights" else x.bfloat16()
+    assert apart(layer(given), expected) < apart_by
+    assert layer.values.nbytes * 8 == weight.numel() * RECIPES[name].weight.format.bits
 
 
 @unit
-def test_weights_alone_are_what_they_stand_for():
-    weight, x = torch.randn(32, 256), torch.randn(5, 256)
-    for name in ("INT8 weights", "INT4 weights"):
-        layer = inference.WeightOnly(weight, RECIPES[name])
-        expected = x @ RECIPES[name].weight(weight).dequantized().T
-        assert torch.allclose(layer(x), expected, atol=1e-4)
-        assert layer.values.nbytes * 8 == weight.numel() * RECIPES[name].weight.format.bits
+def test_each_number_of_4_bits_keeps_its_place_and_its_sign():
+    weight = torch.arange(-7, 8).repeat(16, 18)[:, :256].float().contiguous()
+    weight[:, ::128] = 7                                   # the scale of each group is 1
+    layer = inference.weights_alone(weight, RECIPES["INT4 weights"])
+    assert layer(torch.eye(256).bfloat16()).T.tolist() == weight.tolist()
+    with pytest.raises(ValueError, match="weight has 24 rows: numbers of 4 bits take multiples of 16"):
+        inference.weights_alone(weight.repeat(2, 1)[:24], RECIPES["INT4 weights"])
 
 
 @pytest.mark.gpu
@@ -168,8 +171,8 @@ def test_what_a_gpu_gets_compiled_is_the_same():
                 assert (plain[0].float() != compiled[0].float()).float().mean() < 1e-3   # a division rounds otherwise
     values = plain[0]
     assert torch.equal(scaled._compiled_moved(values).view(torch.uint8), values.t().contiguous().view(torch.uint8))
-    layer = inference.WeightOnly(x, RECIPES["INT4 weights"])
-    given = x[:3], layer.values, layer.scale, layer.is_paired
+    layer = inference.weights_alone(x, RECIPES["INT8 weights"])
+    given = x[:3], layer.values, layer.scale
     assert apart(inference._compiled(*given), inference._multiplied(*given)) < 1e-2
 
 

@@ -233,8 +233,17 @@ def test_what_a_block_keeps_of_a_promise_is_said():
     assert speed.in_words(runs(timed_rows("BF16", 10.0, {split.MATMULS: 8.0}, of_a_block))) == []
 
 
-def timed_rows(name, ms, spent, variant=None):
-    result = Result(name, None, "bfloat16", FACTS, study="recipes", run="of_all",
+@unit
+def test_a_shape_of_two_processes_is_held_against_its_own_bf16():
+    of_map = {"data": speed.MAP, "by": "torch", "size": [16, 32, 48]}
+    lines = [*timed_rows("BF16", 10.0, {}, of_map, run="interrupted")[1:],
+             *timed_rows("BF16", 10.0, {}, of_map), *timed_rows("FP8 row", 8.0, {}, of_map)]
+    [shown] = speed.tables_of(runs(lines), None).mapped
+    assert re.search(r"^FP8 row +torch +32 x 48 +1\.25 +16$", shown, re.MULTILINE)
+
+
+def timed_rows(name, ms, spent, variant=None, run="of_all"):
+    result = Result(name, None, "bfloat16", FACTS, study="recipes", run=run,
                     variant=variant or {"data": speed.LAYER, "by": "torch", "size": [16, 32, 48]})
     parts = dict.fromkeys(split.KINDS, 0.0) | spent
     return [record(result, "latency", "ms", [ms] * 6, "forward+backward", "eager"),
