@@ -150,6 +150,11 @@ class Gain:
         return amdahl(self.share, self.faster)
 
     @property
+    def beside(self) -> float:
+        """ms beyond BF16's outside of matmuls."""
+        return self.casts + self.rest + self.waits
+
+    @property
     def name(self) -> str:
         """The recipe, and the way to have it."""
         return f"{self.run.case['name']} ({self.run.variant['by']})"
@@ -192,11 +197,15 @@ def in_words(every: Sequence[Run]) -> list[str]:
             continue
         largest = max(found, key=lambda gain: gain.promise)
         ordered = sorted(found, key=lambda gain: -gain.measured[0])
-        kept = dict.fromkeys(f"{gain.name} keeps {gain.measured[0]:.2f}" for gain in (ordered[0], ordered[-1]))
+        kept = dict.fromkeys(map(_kept, (ordered[0], ordered[-1])))
         told.append(f"{shape}: matmuls take {100 * largest.share:.0f} % of BF16's time and are up to "
                     f"{largest.faster:.2f} times as fast in FP8, which promises {largest.promise:.2f}. "
-                    f"{', '.join(kept)}.")
+                    f"{'; '.join(kept)}.")
     return told
+
+
+def _kept(gain: Gain) -> str:
+    return f"{gain.name} keeps {gain.measured[0]:.2f}, with {figures(gain.beside, '+')} ms beside its matmuls"
 
 
 # -------------------------------------------------------------------------------------------------------------- the map

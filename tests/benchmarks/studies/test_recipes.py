@@ -229,7 +229,8 @@ def test_what_a_block_keeps_of_a_promise_is_said():
              *timed_rows("FP8 current", 8.0, {split.MATMULS: 4.0}, of_a_block)]
     [told] = speed.in_words(runs(lines))
     assert told.endswith(": matmuls take 80 % of BF16's time and are up to 2.00 times as fast in FP8, which promises "
-                         "1.67. FP8 current (step) keeps 1.25, FP8 row (step) keeps 1.00.")
+                         "1.67. FP8 current (step) keeps 1.25, with +2.00 ms beside its matmuls; FP8 row (step) keeps "
+                         "1.00, with +3.00 ms beside its matmuls.")
     assert speed.in_words(runs(timed_rows("BF16", 10.0, {split.MATMULS: 8.0}, of_a_block))) == []
 
 
