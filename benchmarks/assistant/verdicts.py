@@ -4,13 +4,12 @@ from collections.abc import Sequence
 
 from benchmarks.assistant.combination import Combination, Interval
 from benchmarks.assistant.optimized import TO_WRITE, VERDICTS, Added, Opportunity, Optimized, as_written
+from benchmarks.assistant.side_by_side import WORTH_IT
 from benchmarks.assistant.technique import Advice, Found, NotWritten, Technique
 from benchmarks.measure.checks import Judgement
 from benchmarks.measure.names import Kind
 from common.outcome import in_a_line
 from common.text import number
-
-WORTH_IT = 1.02                        # of the speed-up, the lower end of its interval
 
 
 def opportunities(result: Optimized) -> list[Opportunity]:

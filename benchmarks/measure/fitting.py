@@ -80,7 +80,7 @@ def _forward(plain: Callable, work: Work) -> tuple[float, int, int]:
         if storage.data_ptr() not in own:
             wider = 8 / t.dtype.to_real().itemsize if takes_gradient(t) else 1
             kept[storage.data_ptr()] = int(storage.nbytes() * wider)
-        return t
+        return t.detach()                                # a result that is saved would hold the graph, which holds it
     start = Start(plain)
     seconds = []
     for _ in range(2):                                   # the first has what is done once

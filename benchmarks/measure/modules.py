@@ -65,6 +65,10 @@ class Checked(Subject):
             return super().between_replays(mode, replayed)
         return self.referee.between_replays(replayed, replayed.writes, self.inputs, mode)
 
+    def forget_replay(self, mode: str) -> None:
+        if self.referee:
+            self.referee.forget_replay(mode)
+
 
 def work_in_words(module: Callable, inputs: Inputs) -> dict[str, str]:
     """Input -> dtype and shape, and how many parameters there are: what tells one work from another in a record."""

@@ -204,7 +204,8 @@ class Referee:
     buffers: Sequence[tuple[Tensor, Tensor]]       # (its own, the reference's) of which results may depend
     checks: list[Check]                    # of the judgement that the candidate passed; what is found then joins them
     found: str = ""
-    last_looks: list[Callable[[], None]] = field(default_factory=list)
+    last_looks: dict[str, Callable[[], None]] = field(default_factory=dict)        # by pass and way of launching
+    waiting: "_Watch | None" = None        # whose call is looked at next: other rows are given the same inputs
     globals: Globals = field(default_factory=Globals)
 
     def watched(self, work: Iteration, inputs: Sequence[Tensor], cotangents: Sequence[Tensor], mode: str) -> Iteration:
@@ -232,13 +233,13 @@ class Referee:
                 if not watch.suspected and not watch.busy:
                     break
             work.between()
-        self.last_looks.append(once_more)
+        self.last_looks[mode] = once_more
         return Iteration(run, between, work.reads, work.receives, work)
 
     def look_at_last(self) -> None:
         """At one more call of each row: who was honest for long enough is not honest then."""
         try:
-            for once_more in self.last_looks:
+            for once_more in self.last_looks.values():
                 once_more()
         except Exception as error:
             if not is_out_of_memory(error):
@@ -250,7 +251,7 @@ class Referee:
     def between_replays(self, replay: Callable[[], None], writes: Sequence[Tensor], inputs: Sequence[Tensor], mode: str
                         ) -> Callable[[], None]:
         """What is to be called between two replays of a graph that writes there: other inputs, and looks."""
-        watch = _Watch(self, f"{mode} by graph", inputs, ())
+        watch = _Watch(self, _by_graph(mode), inputs, ())
 
         def between() -> None:
             watch.look()
@@ -265,8 +266,18 @@ class Referee:
                 watch.look()
                 if not watch.busy:
                     break
-        self.last_looks.append(once_more)
+        self.last_looks[watch.mode] = once_more
         return between
+
+    def forget_replay(self, mode: str) -> None:
+        """Let go of a graph that will not be replayed: it holds all the memory that it writes to."""
+        self.last_looks.pop(_by_graph(mode), None)
+        if self.waiting and self.waiting.mode == _by_graph(mode):
+            self.waiting = None
+
+
+def _by_graph(mode: str) -> str:
+    return f"{mode} by graph"
 
 
 def _threads() -> set[threading.Thread]:
@@ -291,17 +302,22 @@ class _Watch:
         self.threads: set[threading.Thread] = set()
 
     def prepare(self, is_due: bool = False) -> None:
-        """Other inputs for the next call."""
+        """Other inputs for the next call, once those of another row's have been looked at."""
+        if self.referee.waiting:
+            self.referee.waiting.look()
         self.calls += 1
-        self.is_due = is_due or (self.calls == self.next and self.looks < LOOKS)
+        self.is_due = is_due or (self.calls >= self.next and self.looks < LOOKS)
         self.refresher.refresh()
         if self.is_due:
+            self.referee.waiting = self
             self.given, self.threads = [t.detach().clone() for t in self.inputs], _threads()
             self.state = [mine.detach().clone() for mine, _ in self.referee.buffers]
 
     def look(self) -> None:
         """At the call before, if it is its turn: an early one, some that nothing tells beforehand, the last."""
         returned, self.returned = self.returned, None
+        if self.referee.waiting is self:
+            self.referee.waiting = None
         if returned is None or not self.is_due or self.referee.found:
             return
         self.looks += 1

@@ -274,6 +274,7 @@ class Session:
             def profile() -> None:
                 self.say(Phase.PROFILING, mode)
                 alone = work.unwatched
+                work.between()                               # what was sampled is looked at before it runs on
                 self._fits(lambda: profiler.burst(entry, number, alone.run, alone.between, expected[key]))
 
             # The second of two bursts finds the GPU warmer: so each is the second in half of the rounds.
@@ -294,6 +295,9 @@ class Session:
         samples = self._sample(mode, works, clock, expected, visit)
         if samples is None:                                   # one has failed: time the others without it
             del works, profiler
+            for entry in self.alive():
+                if entry.subject:
+                    entry.subject.forget_replay(mode)
             return self._time_in_rounds(group, mode)
         self._refuse(mode, chosen)
         self.progress.sampled(sum(_timed_seconds(clock, key, samples, expected) for key in works))
@@ -436,6 +440,8 @@ class Session:
                     raise
             largest = max(graphs, key=lambda entry: entry.result.rows[mode, "eager"].peak_bytes or 0)
             del works[RowKey(largest, "graph")], runs, between
+            if largest.subject:
+                largest.subject.forget_replay(mode)
             largest.result.rows[mode, "graph"].reason = "graph: out of memory beside the other cases"
             self._free()
 

@@ -52,6 +52,9 @@ class Subject:
         """What is called before each replay, outside of the timed region."""
         return timing.nothing
 
+    def forget_replay(self, mode: str) -> None:
+        """Let go of the graph of that pass, where something of it is kept here."""
+
     def refused(self) -> str:
         """What its timed calls did that they must not, the last one too; "" where nothing."""
         return ""

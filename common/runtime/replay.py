@@ -44,12 +44,13 @@ def capture(iteration: Iteration, stream: torch.cuda.Stream | None = None) -> tu
     torch.cuda.current_stream().wait_stream(aside)
     torch.cuda.synchronize()
     iteration.between()
-    graph = torch.cuda.CUDAGraph()
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     give_own_workspace()
     try:
         with torch.cuda.graph(graph, stream=stream):
             written = iteration.run()
     except RuntimeError:
+        torch.cuda.set_stream(current)          # where the capture can't be ended, torch stays on its stream
         end_failed_capture()
         raise
     return graph.replay, written

@@ -38,7 +38,7 @@ def find(program: Program) -> list[Found]:
             gain = _gain((tokens, *sides), (tokens, *padded), dtype, mode, program.inputs.device)
             times = f"{gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}] times as fast here in {dtype_name(dtype)}"
             reason += f"; padded to {' x '.join(f'{side:,}' for side in padded)} it is {times}"
-            why_not = "" if pays(gain) else "it is no faster"
+            why_not = "" if pays(gain) else "it is not worth it"
         found.append(Found(places[layer.path], layer.path, 1, reason, why_not))
     return found
 

@@ -30,7 +30,7 @@ def find(program: Program) -> list[Found]:
             gain = _gain(given, program.trace.trains and not program.is_inference)
             interval = f"{gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}]"
             reason += f": {INSTEAD[hides]} attention is {interval} times as fast here; the same unless a row is padded"
-            why_not = "" if pays(gain) else "it is no faster"
+            why_not = "" if pays(gain) else "it is not worth it"
         found.append(Found(place, with_stars([module for module, _, _ in calls]), len(calls), reason, why_not))
     return found
 

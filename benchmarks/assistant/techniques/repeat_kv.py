@@ -26,7 +26,7 @@ def find(program: Program) -> list[Found]:
         heads = f"{queries} heads of queries and {keys} of keys"
         reason = (f"no fused kernel computes {heads}; with keys and values repeated attention is {times}: "
                   f"key.repeat_interleave({queries // keys}, -3)")
-        why_not = "" if pays(gain) else "it is no faster"
+        why_not = "" if pays(gain) else "it is not worth it"
         found.append(Found(place, with_stars([call.module for call, _ in here]), len(here), reason, why_not))
     return found
 

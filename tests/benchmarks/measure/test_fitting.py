@@ -47,6 +47,22 @@ def judged(candidate, memory, share: float, reference=None, inputs=(TOKENS,), **
     return validate(candidate, reference, inputs, **options)
 
 
+class Saved(nn.Module):
+    """tanh saves its result for the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x * 2)
+        self.saved = weakref.ref(y.untyped_storage())
+        return y.sum()
+
+
+def test_nothing_is_left_of_what_was_counted():
+    call = Saved()
+    assert needed(call, (torch.ones(64, 64, requires_grad=True),), 1.0) >= 8 * 64 * 64
+    gc.collect()
+    assert call.saved() is None
+
+
 @pytest.mark.parametrize("share, samples", [(1.01, 8), (0.99, 4), (0.51, 4), (0.3, 2), (0.2, 1)])
 def test_as_many_samples_as_fit_tell_the_meaning(memory, share, samples):
     judgement = judged(gpt(fused), memory, share)

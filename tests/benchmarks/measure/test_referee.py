@@ -1,6 +1,7 @@
 """The referee: every cheat is refused and named, honest modules are not, and everything is put back."""
 import math
 import time
+import weakref
 
 import pytest
 import torch
@@ -288,6 +289,59 @@ def test_whoever_is_held_against_what_changes_its_input_may_change_it_too():
             return super().forward(F.relu(x, inplace=not torch.is_grad_enabled()))
     found = compare({"it": ReluInPlace()}, (given(torch.device("cpu")),), ReluInPlace(), rounds=4)
     assert found.results["it"].status == "ok", found
+
+
+def rows_of(layer, x):
+    """(the referee, one row that is launched as usual, what comes between two replays of another on the same x)."""
+    watch = referee.Referee(lambda x: [layer(x)], [], 1e-5, 1e-5, False, [], [])
+    usual = watch.watched(iteration.of_call(layer, [x], [], {}, FORWARD), [x], [], FORWARD)
+    written = [torch.empty_like(layer(x))]
+
+    def replay() -> None:
+        written[0].copy_(layer(x).detach())
+    return watch, usual, replay, watch.between_replays(replay, written, [x], FORWARD)
+
+
+@pytest.mark.unit
+def test_rows_that_share_their_inputs_are_looked_at_before_these_change():
+    torch.manual_seed(0)
+    watch, usual, replay, between = rows_of(nn.Linear(8, 8), torch.randn(4, 8))
+    looked = []
+    for _ in range(100):
+        for before, run in ((usual.between, usual.run), (between, replay)):
+            before()
+            run()
+            looked.append(watch.waiting)
+    watch.look_at_last()
+    assert not watch.found and len({row.mode for row in looked if row}) == 2
+
+
+@pytest.mark.unit
+def test_a_look_that_was_due_comes_later_where_the_call_did_not(monkeypatch):
+    monkeypatch.setattr(referee, "LOOKS", 1)
+    watch, usual, _, between = rows_of(cheats.Centred(), torch.randn(4, 64))
+    usual.between()
+    usual.run()
+    usual.between()                                        # the second call is due, and does not run
+    assert watch.waiting and watch.waiting.mode == FORWARD
+    between()
+    assert not watch.waiting
+    usual.between()
+    assert watch.waiting and watch.waiting.mode == FORWARD
+
+
+@pytest.mark.unit
+def test_a_graph_that_is_not_replayed_is_let_go_of():
+    class Graph:
+        def __call__(self) -> None:
+            pass
+    watch, graph = referee.Referee(lambda x: [x], [], 1e-5, 1e-5, False, [], []), Graph()
+    watch.between_replays(graph, [torch.zeros(2)], [torch.zeros(2)], FORWARD)
+    kept = weakref.ref(graph)
+    del graph
+    assert kept() is not None
+    watch.forget_replay(FORWARD)
+    assert kept() is None and not watch.last_looks
 
 
 @pytest.mark.unit

@@ -46,7 +46,8 @@ def runs_of(some: Session) -> dict[str, Run]:
 def entry_of(name: str, call=None, **changes) -> Entry:
     """A case that is prepared already, of which nothing but its call is real."""
     result = Result(name, CPU_CONFIG, "float32", FACTS, **changes)
-    return Entry(Case(name, prepare=None, config=CPU_CONFIG), result, SimpleNamespace(call=call))
+    return Entry(Case(name, prepare=None, config=CPU_CONFIG), result,
+                 SimpleNamespace(call=call, forget_replay=lambda mode: None))
 
 
 # --------------------------------------------------------------------------------------------------- the whole of it
@@ -374,7 +375,7 @@ def test_a_case_that_did_not_run_as_it_claims_fails(some, monkeypatch):
 @unit
 def test_graphs_that_do_not_fit_beside_the_others_are_left_out(some):
     """A GPU's memory that holds each case alone: captured graphs go, the largest first."""
-    calls, works = [], {}
+    calls, works, forgotten = [], {}, []
     entries = [entry_of(name) for name in "abc"]
 
     def eager():
@@ -386,6 +387,7 @@ def test_graphs_that_do_not_fit_beside_the_others_are_left_out(some):
         entry.result.rows[FORWARD, "graph"] = Row()
         works[RowKey(entry, "eager")] = Work(eager, timing.nothing)
         works[RowKey(entry, "graph")] = Work(lambda: None, timing.nothing)
+        entry.subject.forget_replay = lambda mode, name=entry.case.name: forgotten.append((name, mode))
     expected = some._warm_up(FORWARD, works, timing.HostClock())
     assert expected.keys() == works.keys() == {*(RowKey(entry, "eager") for entry in entries),
                                                RowKey(entries[2], "graph")}
@@ -393,6 +395,7 @@ def test_graphs_that_do_not_fit_beside_the_others_are_left_out(some):
     assert len(calls) == session.WARM_UP_ROUNDS * len(entries)
     reasons = [entry.result.rows[FORWARD, "graph"].reason for entry in entries]
     assert reasons == 2 * ["graph: out of memory beside the other cases"] + [""]
+    assert forgotten == [("b", FORWARD), ("a", FORWARD)]
 
 
 @unit

@@ -381,6 +381,9 @@ class FakeCuda:
             yield
         self.capturing = False
 
+    def set_stream(self, stream) -> None:
+        self.streams.append(stream)
+
     def where(self) -> tuple[str, bool]:
         return self.current_stream().name, self.capturing
 
@@ -388,7 +391,7 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch) -> FakeCuda:
     fake = FakeCuda()
-    for name in ("current_stream", "stream", "graph"):
+    for name in ("current_stream", "set_stream", "stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
@@ -453,7 +456,7 @@ def test_a_backward_is_proved_on_the_stream_of_its_forward(cuda):
 
 @pytest.mark.unit
 def test_a_capture_that_fails_leaves_no_generator_capturing(cuda, monkeypatch):
-    """Any later torch.randn of the process would fail."""
+    """Any later torch.randn of the process would fail; and all that follows would run on the capture's stream."""
     states = []
     generator = types.SimpleNamespace(clone_state=lambda: "a clone", graphsafe_set_state=states.append)
     monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
@@ -465,7 +468,7 @@ def test_a_capture_that_fails_leaves_no_generator_capturing(cuda, monkeypatch):
         return []
     with pytest.raises(RuntimeError, match="not permitted"):
         replay.capture(Iteration(run, lambda: None, [], {}))
-    assert states == ["a clone"]
+    assert states == ["a clone"] and cuda.current_stream().name == "the default"
 
 
 # ------------------------------------------------------------------------------------------------------- on a GPU
