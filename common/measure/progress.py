@@ -78,7 +78,9 @@ class Progress:
         total = sum(self.seconds.values())
         known = {phase for phases in PURPOSES.values() for phase in phases}
         rest = {phase.value: seconds for phase, seconds in self.seconds.items() if phase not in known}
-        return (f"wall time {total:.0f} s: {_listed(self.by_purpose()) or 'nothing was left to measure'};\n"
+        purposes = self.by_purpose()
+        short = "less than a second each" if any(purposes.values()) else "nothing was left to measure"
+        return (f"wall time {total:.0f} s: {_listed(purposes) or short};\n"
                 f"left over {100 * self.left_over() / total:.0f} %: {_listed(rest) or 'less than a second'}")
 
 

@@ -24,7 +24,7 @@ _NAMES = (
     (CASTS, r"^triton_.*clamp"),
     (SCALES, r"amax|scale_update|delayed_scaling|compute_scale|^aten::abs$"),
     (CASTS, r"^triton_[a-z]+_fused(__to_copy|_view|_clone|_permute|_transpose|_t)+_\d+$"),
-    (MATMULS, r"^aten::_scaled_mm"),
+    (MATMULS, r"^aten::_(scaled_mm|weight_int4pack_mm)"),
     (CASTS, r"^(?!triton_|nvjet|.*gemm).*(cast|quantize|transpose|fp8_e[45]m)|^aten::(clamp|div)$"),
 )
 _OF_ALL = {"attention": ATTENTION, "GEMM": MATMULS, "casts and copies": CASTS}         # as of every other model

@@ -257,6 +257,8 @@ def timed_rows(name, ms, spent, variant=None, run="of_all"):
     ("nvjet_sm90_qqtsh_128x256_gelu_bias", split.MATMULS),
     ("cutlass::device_kernel<at::cuda::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal", split.MATMULS),
     ("aten::_scaled_mm_v2", split.MATMULS), ("aten::mm", split.MATMULS),
+    ("aten::_weight_int4pack_mm_for_cpu", split.MATMULS),
+    ("void at::native::tinygemm_m16n8k16_chunk_kernel", split.MATMULS),
     ("triton_poi_fused__scaled_mm__to_copy_clamp_mul_reciprocal_t_view_5", split.CASTS),
     ("triton_red_fused__scaled_mm__to_copy_abs_amax_clamp_exp2_floor_log2_mul_reciprocal_t_view_8", split.CASTS),
     ("triton_poi_fused__to_copy_0", split.CASTS), ("triton_poi_fused_clone_t_3", split.CASTS),

@@ -67,6 +67,8 @@ def test_a_run_with_nothing_left_to_do_says_so(at):
     progress.seconds = dict.fromkeys(Phase, 0.0) | {Phase.STARTING: 0.3}
     progress.finish()
     assert progress.in_words() == "wall time 0 s: nothing was left to measure;\nleft over 100 %: less than a second"
+    progress.seconds[Phase.SAMPLING] = 0.4
+    assert progress.in_words().startswith("wall time 1 s: less than a second each;\n")
 
 
 def test_nothing_is_shown_where_stderr_is_no_terminal(capsys):
