@@ -237,8 +237,9 @@ def tensors(experiment: Experiment, size: tuple[int, ...], dtype: torch.dtype, d
     return inputs
 
 
-def check(call: Callable, experiment: Experiment, inputs: list[Tensor], seed: int) -> dict[str, float]:
-    """What -> relative L2 error against FP64 of outputs and gradients. Raises Failed beyond the gate.
+def check(call: Callable, experiment: Experiment, inputs: list[Tensor], seed: int) -> tuple[dict[str, float], bool]:
+    """(what -> relative L2 error against FP64 of outputs and gradients, whether it has a backward). Raises Failed
+    beyond the gate.
 
     As they are timed: the outputs without gradients and at a third call, since a compiler may have other code for that.
     """
@@ -247,11 +248,12 @@ def check(call: Callable, experiment: Experiment, inputs: list[Tensor], seed: in
         with torch.set_grad_enabled(backward):
             for _ in range(3):
                 outputs = as_list(call(*inputs))
-        if backward and not taking_gradients(outputs):                   # what has no backward is measured without
+        has_backward = bool(taking_gradients(outputs))
+        if backward and not has_backward:                                # it is measured without
             break
         for what, error in _errors(experiment, inputs, outputs, backward, seed).items():
             errors[what] = max(error, errors.get(what, 0.0))
-    return errors
+    return errors, has_backward
 
 
 def _errors(experiment: Experiment, inputs: list[Tensor], outputs: list[Tensor], backward: bool, seed: int

@@ -33,7 +33,7 @@ def gate(kind: str, what: str, x: Tensor, tokens: int) -> float:
     if what == "branch":
         return branch
     sums = kind in ("float16", "bfloat16") and x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
-    return gradient * max(1.0, (tokens / 64) ** 0.5) if sums and what.startswith("gradient of ln_") else gradient
+    return gradient * max(1.0, (tokens / 64) ** 0.5) if sums and parameters.is_of_layer_norm(what) else gradient
 
 
 def block(x: Tensor, p: dict[str, Tensor], config: BlockConfig) -> Tensor:
@@ -70,8 +70,8 @@ def block(x: Tensor, p: dict[str, Tensor], config: BlockConfig) -> Tensor:
 def reference(x: Tensor, values: dict[str, Tensor], config: BlockConfig, dy: Tensor) -> dict[str, Tensor]:
     """Output, branch (y - x), input gradient and every parameter gradient in FP64.
 
-    x, dy: [B, S, E] in any floating dtype; the result's keys are "output", "branch", "input gradient" and
-    "gradient of <canonical name>".
+    x, dy: [B, S, E] in any floating dtype; the result's keys are "output", "branch", "input gradient", and for the
+    gradient of a parameter its canonical name.
     """
     x = x.detach().to(torch.float64, copy=True).requires_grad_()
     p = {}
@@ -83,7 +83,7 @@ def reference(x: Tensor, values: dict[str, Tensor], config: BlockConfig, dy: Ten
     results = {"output": y.detach(), "branch": (y - x).detach(), "input gradient": x.grad}
     for name, parameter in p.items():
         assert parameter.grad is not None
-        results[f"gradient of {name}"] = parameter.grad
+        results[name] = parameter.grad
     return results
 
 
@@ -158,8 +158,7 @@ def _errors(block: torch.nn.Module, x: Tensor, dy: Tensor, sign: dict[int, int],
     worst["input gradient"] = max(input_errors)
     total = sum(sign.values())
     for name, gradient in parameters.gradients(block).items():
-        what = f"gradient of {name}"
-        worst[what] = relative_error(gradient, truth[what], total)
+        worst[name] = relative_error(gradient, truth[name], total)
     block.zero_grad(set_to_none=True)
     with torch.no_grad():
         without_gradients = block(x.detach())

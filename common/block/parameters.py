@@ -6,6 +6,14 @@ from torch import Tensor, nn
 
 from .config import BlockConfig
 
+LAYER_NORMS = "ln_1", "ln_2"
+
+
+def is_of_layer_norm(name: str) -> bool:
+    """Whether a canonical name is that of a LayerNorm's gain or bias."""
+    module, _, _ = name.partition(".")
+    return module in LAYER_NORMS
+
 
 def shapes(config: BlockConfig) -> dict[str, tuple[int, ...]]:
     """Canonical name -> shape, in the order of the forward pass (E = hidden_size, F = ffn_hidden_size)."""
@@ -34,7 +42,7 @@ def seeded(config: BlockConfig, seed: int = 0) -> dict[str, Tensor]:
             value *= shape[1] ** -0.5
         else:
             value *= 0.2
-            if name.startswith("ln_") and name.endswith("weight"):
+            if is_of_layer_norm(name) and name.endswith("weight"):
                 value += 1.0
         values[name] = value
     return values

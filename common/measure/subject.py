@@ -209,9 +209,9 @@ def check(block: nn.Module, x: Tensor, values: dict[str, Tensor], result: Result
         first = one_sequence[name], oracle.gate(kind, name, x, tokens=x.size(1))
         second = whole_batch[name], oracle.gate(kind, name, x, tokens=x.size(0) * x.size(1))
         worse[name] = max(first, second, key=_share_of_the_gate)
-    gradients = [name for name in worse if name.startswith("gradient of ")]
-    worst = max(gradients, key=lambda name: _share_of_the_gate(worse[name]))
-    result.worst_parameter = worst.removeprefix("gradient of ")
+    canonical = parameters.shapes(config)
+    worst = max((name for name in worse if name in canonical), key=lambda name: _share_of_the_gate(worse[name]))
+    result.worst_parameter = worst
     result.errors = {"output": (worse["output"][0], None), "branch": worse["branch"],
                      "input gradient": worse["input gradient"], "parameter gradient": worse[worst]}
     for what, (error, gate) in result.errors.items():

@@ -48,7 +48,7 @@ def collect(block, x, y) -> dict[str, torch.Tensor | None]:
     """What a backward from y = block(x) has left, under the names that `oracle.reference` uses."""
     tensors = {"output": y.detach(), "branch": y.detach().double() - x.detach().double(), "input gradient": x.grad}
     for name, gradient in parameters.gradients(block).items():
-        tensors[f"gradient of {name}"] = gradient
+        tensors[name] = gradient
     return tensors
 
 

@@ -115,7 +115,7 @@ def _add_tensor(add: Callable[[str, int, int], None], config: BlockConfig, layer
         add(kind, 2 * layers, size)
     add(GATHER, 1, elements * cast_to.itemsize)            # the stack's output, and the gradient of its input
     add(GATHER, 1, elements * dtype.itemsize)
-    norms = [shape for name, shape in parameters.shapes(config).items() if name.startswith("ln_")]
+    norms = [shape for name, shape in parameters.shapes(config).items() if parameters.is_of_layer_norm(name)]
     for shape in norms:                                    # each rank has seen a part of S
         add(REDUCE, layers, math.prod(shape) * cast_to.itemsize)
 

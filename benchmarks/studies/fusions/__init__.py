@@ -66,9 +66,8 @@ def case(name: str, level: str, call: Callable | str, size: Size, options: Optio
         if level == COPY:
             return CopySubject(call, experiment, [inputs[0].detach()], setting.seed)
         setting.say(Phase.CHECKING)
-        errors = check(call, experiment, inputs, setting.seed + 1)
+        errors, has_backward = check(call, experiment, inputs, setting.seed + 1)
         result.errors = {what: (error, None) for what, error in errors.items()}
-        has_backward = any(what.startswith("gradient") for what in errors)
         return OperationSubject(call, experiment, inputs, setting.seed, has_backward)
 
     missing = call if isinstance(call, str) else ""

@@ -41,7 +41,7 @@ def test_oracle_is_the_block_of_torch_functional(config):
     y = torch_functional_block(leaf, p, config)
     y.backward(dy)
     found = {"output": y.detach(), "branch": y.detach() - x, "input gradient": leaf.grad}
-    found |= {f"gradient of {name}": value.grad for name, value in p.items()}
+    found |= {name: value.grad for name, value in p.items()}
     off = differences(found, oracle.reference(x, values, config, dy))
     assert max(off.values()) < 1e-13, off
 
@@ -53,7 +53,7 @@ def test_oracle_reports_in_fp64_and_leaves_its_arguments_alone():
     values = {name: value.requires_grad_() for name, value in values.items()}
     x.requires_grad_()
     truth = oracle.reference(x, values, config, dy)
-    assert list(truth) == ["output", "branch", "input gradient", *(f"gradient of {name}" for name in NAMES)]
+    assert list(truth) == ["output", "branch", "input gradient", *NAMES]
     assert {tensor.dtype for tensor in truth.values()} == {torch.float64}
     assert not any(tensor.requires_grad for tensor in truth.values())
     assert x.grad is None and all(value.grad is None for value in values.values())
@@ -124,7 +124,7 @@ def test_a_module_has_a_gate_for_each_dtype_of_its_inputs():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_name)
-@pytest.mark.parametrize("what", ["input gradient", "gradient of mlp.fc.weight", "gradient of ln_2.bias"])
+@pytest.mark.parametrize("what", ["input gradient", "mlp.fc.weight", "ln_2.bias"])
 def test_no_gate_lets_a_missing_gradient_pass(what, dtype):
     """A gradient of zeros is off by 1, at any length."""
     x = torch.zeros(1, 1, 1, dtype=dtype)
@@ -133,12 +133,12 @@ def test_no_gate_lets_a_missing_gradient_pass(what, dtype):
 
 
 @pytest.mark.parametrize("kind, what, dtype, grows", [
-    ("float16", "gradient of ln_1.weight", torch.float16, True),
-    ("bfloat16", "gradient of ln_2.bias", torch.bfloat16, True),
-    ("float16", "gradient of mlp.fc.bias", torch.float16, False),       # another's gradient does not add up so
+    ("float16", "ln_1.weight", torch.float16, True),
+    ("bfloat16", "ln_2.bias", torch.bfloat16, True),
+    ("float16", "mlp.fc.bias", torch.float16, False),       # another's gradient does not add up so
     ("float16", "branch", torch.float16, False),
-    ("float16", "gradient of ln_1.bias", torch.float32, False),         # with FP32 parameters it adds up in FP32
-    ("float8, emulated", "gradient of ln_1.bias", torch.bfloat16, False),
+    ("float16", "ln_1.bias", torch.float32, False),         # with FP32 parameters it adds up in FP32
+    ("float8, emulated", "ln_1.bias", torch.bfloat16, False),
 ])
 def test_a_gate_grows_with_what_a_cpu_adds_up_in_16_bits(kind, what, dtype, grows):
     """With the root of the tokens, from 64 on."""
