@@ -44,11 +44,27 @@ def layers_of(program: Program) -> list[Layer]:
     return [_layer(program.model.get_submodule(path), path, calls, path == last) for path, calls in called.items()]
 
 
-def _is_linear(model: nn.Module, path: str) -> bool:
+def other_matmuls_of(program: Program) -> dict[str, int]:
+    """Class -> how many modules of it multiply by a matrix of their own, and are no plain nn.Linear."""
+    found: dict[str, int] = {}
+    for path in dict.fromkeys(call.module for call in program.trace.calls if call.is_matmul):
+        module = _module_at(program.model, path)
+        has_matrix = module is not None and any(t.ndim == 2 for t in module.parameters(recurse=False))
+        if has_matrix and type(module) is not nn.Linear:
+            name = type(module).__name__
+            found[name] = found.get(name, 0) + 1
+    return found
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module | None:
     try:
-        return type(model.get_submodule(path)) is nn.Linear    # a class of its own may do more
+        return model.get_submodule(path)
     except AttributeError:                                     # the model itself was compiled under another name
-        return False
+        return None
+
+
+def _is_linear(model: nn.Module, path: str) -> bool:
+    return type(_module_at(model, path)) is nn.Linear          # a class of its own may do more
 
 
 def _layer(module: nn.Module, path: str, calls: Sequence[Call], is_last: bool) -> Layer:
@@ -142,6 +158,13 @@ def patterns(paths: Sequence[str], model: nn.Module, kinds: tuple[type, ...] = (
 # ------------------------------------------------------------------------------------------------------------ in words
 
 
+def others_in_words(program: Program) -> str:
+    """The modules that FP8 leaves as they are, as no one knows how they hold their matrix; "" where there are none."""
+    others = other_matmuls_of(program)
+    listed = " and ".join(f"{count} {name}" for name, count in others.items())
+    return f"{listed} multiply by a matrix of their own: only a plain nn.Linear is replaced" if others else ""
+
+
 def in_words(layers: Sequence[Layer], gains: dict[Size, Ratio]) -> str:
     """How many pay, what share of the FLOPs they have, and how much faster each size is."""
     paying = [layer for layer in layers if not layer.why_not and pays(gains[layer.size])]
@@ -151,10 +174,10 @@ def in_words(layers: Sequence[Layer], gains: dict[Size, Ratio]) -> str:
              for size, gain in gains.items()]
     how_many = f"{len(paying)} of {len(layers)} linear layers, {share:.0f} % of their FLOPs"
     faster = f"times as fast as in BF16, by tokens x inputs x outputs: {', '.join(sizes)}"
-    return "; ".join([how_many, faster, *_left_out(layers)])
+    return "; ".join([how_many, faster, *left_out(layers)])
 
 
-def _left_out(layers: Sequence[Layer]) -> list[str]:
+def left_out(layers: Sequence[Layer]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for layer in layers:
         if layer.why_not:

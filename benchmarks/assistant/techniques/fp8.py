@@ -39,14 +39,19 @@ def find(program: Program) -> list[Found]:
     """All linear layers, as one finding at the call of the model; on a machine with FP8 each size timed."""
     layers = fp8.layers_of(program)
     possible = [layer for layer in layers if not layer.why_not]
-    if not possible:
+    others = fp8.others_in_words(program)
+    if not possible and not others:
         return []
+    how_many = f"{len(possible)} of {len(layers)} linear layers can be in FP8" if layers else "no plain nn.Linear"
+    if not possible:
+        return [Found(None, "", 1, "; ".join([how_many, *fp8.left_out(layers)]), others)]
     if missing(program.inputs.device):
-        return [Found(None, "", 1, f"{len(possible)} of {len(layers)} linear layers have sizes that FP8 takes")]
+        return [Found(None, "", 1, "; ".join(filter(None, [how_many, others])))]
     gains = fp8.gains(layers, program)
     chosen = tuple(layer.path for layer in possible if pays(gains[layer.size]))
     why_not = "" if chosen else "no linear layer is faster in it"
-    return [Found(None, "", 1, fp8.in_words(layers, gains), why_not, modules=chosen)]
+    reason = "; ".join(filter(None, [fp8.in_words(layers, gains), others]))
+    return [Found(None, "", 1, reason, why_not, modules=chosen)]
 
 
 def missing(device: torch.device) -> str:

@@ -152,6 +152,29 @@ def test_what_pays_is_chosen_and_the_rest_is_said(has_fp8):
         "32 x 64 x 256 1.50, 32 x 256 x 64 0.90 (left out); without head, the last: its errors are the output's")
 
 
+class Conv1D(nn.Module):
+    """As GPT-2's in transformers: its matrix is [in, out]."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(width, width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).view(x.shape)
+
+
+@unit
+def test_a_matrix_in_a_module_of_its_own_kind_is_named(has_fp8):
+    _, x = made()
+    own = nn.Sequential(Conv1D(WIDTH), Own(WIDTH, WIDTH), Conv1D(WIDTH), nn.ReLU())
+    why = "2 Conv1D and 1 Own multiply by a matrix of their own: only a plain nn.Linear is replaced"
+    [found] = fp8.find(program_of(own, x))
+    assert (found.reason, found.why_not) == ("no plain nn.Linear", why)
+    [found] = fp8.find(program_of(nn.Sequential(own, nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)), x))
+    assert found.reason.endswith(f"; {why}") and found.modules == ("1",) and not found.why_not
+    assert fp8.find(program_of(nn.ReLU(), x)) == []
+
+
 @unit
 @pytest.mark.parametrize("gain, is_faster", [((1.04, 1.02, 1.05), True), ((1.04, 1.019, 1.05), False)])
 def test_a_size_pays_where_its_interval_does(gain, is_faster):
@@ -170,7 +193,7 @@ def test_where_none_pays_there_is_nothing_to_write(has_fp8, monkeypatch):
 def test_a_machine_without_it_says_so():
     model, x = made()
     [found] = fp8.find(program_of(model, x))
-    assert found.reason == "4 of 5 linear layers have sizes that FP8 takes"
+    assert found.reason == "4 of 5 linear layers can be in FP8"
     assert "8.9" in fp8.missing(torch.device("cpu"))
     assert fp8.find(program_of(nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8))) == []
 
