@@ -25,6 +25,15 @@ from common.runtime.iteration import BOTH, FORWARD, Iteration, of_call
 WIDTHS, MULTIPLE = (256, 128), 8           # of a head, that fused kernels take
 
 
+def softmax_left(before: evidence.Evidence, seen: evidence.Evidence) -> str:
+    """That as many kernels of a softmax ran as before, that of a loss among them; "" where fewer did, or none.
+
+    Compiled ones have other names: beside compiled code there were none before.
+    """
+    left = seen.kinds["softmax"]
+    return f"{left} softmax kernels ran, and no more before" if left and left >= before.kinds["softmax"] else ""
+
+
 class Hidden(Enum):
     """What a mask keeps queries from."""
     NOTHING = "nothing"

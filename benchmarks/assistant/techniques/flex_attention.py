@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from benchmarks.assistant import attention_source
 from benchmarks.assistant.attention import Attention
 from benchmarks.assistant.attention_rewriting import rewrite_attention
+from benchmarks.assistant.fusing import softmax_left
 from benchmarks.assistant.graph import Captured, shape_of
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed, traced_again
@@ -121,8 +122,7 @@ def fired(program: Program, before: Evidence, seen: Evidence) -> str:
         return ""
     if any(each.device.type == "cuda" for each in program.analysis.attentions):
         return "no kernel of FlexAttention ran"
-    left = seen.kinds["softmax"]
-    return f"{left} softmax kernels ran, and no fewer before" if left >= before.kinds["softmax"] else ""
+    return softmax_left(before, seen)
 
 
 TECHNIQUE = Technique("flex-attention", "attention by hand with a soft cap -> FlexAttention", find, apply, advice,

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from benchmarks.assistant import attention_source
 from benchmarks.assistant.attention import Attention, softmaxes
 from benchmarks.assistant.attention_rewriting import rewrite_attention
-from benchmarks.assistant.fusing import Given, fused_or_why_not
+from benchmarks.assistant.fusing import Given, fused_or_why_not, softmax_left
 from benchmarks.assistant.graph import Captured, Refusal, place_of, with_stars
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed
@@ -98,8 +98,7 @@ def fired(program: Program, before: Evidence, seen: Evidence) -> str:
                  if _can_take(each)]
         reasons = dict.fromkeys(why_not for _, why_not in tried if why_not)
         return "no fused attention kernel ran" + "".join(f": {reason}" for reason in reasons)
-    left = seen.kinds["softmax"]                           # that of a loss, too
-    return f"{left} softmax kernels ran, and no fewer before" if left >= before.kinds["softmax"] else ""
+    return softmax_left(before, seen)
 
 
 def seen_alone(program: Program) -> list[tuple[str, str]]:

@@ -1,5 +1,7 @@
 """Which change makes torch run a fused kernel for an attention: each is made, and what ran decides."""
+from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +12,30 @@ from benchmarks.assistant import why
 from benchmarks.assistant.attention import attention_at, softmaxes
 from benchmarks.assistant.fusing import Given, MaskGiven, fused_or_why_not
 from benchmarks.assistant.program import read
+from benchmarks.assistant.techniques import flex_attention, sdpa
 from benchmarks.measure.calls import Inputs
+from common.block.evidence import Evidence, judge
 
 SHAPE = 2, 4, 9, 16
+FUSED = "aten::_scaled_dot_product_flash_attention_for_cpu"
 PLAIN = Given(torch.device("cpu"), SHAPE, SHAPE, SHAPE, torch.float32)
 BIAS = MaskGiven((1, 4, 9, 9), torch.float32, trains=True)
 FEW_HEADS = {"key": (2, 2, 9, 16), "value": (2, 2, 9, 16)}
+
+
+def seen(**kernels) -> Evidence:
+    return judge(Counter(kernels), None)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("technique", [sdpa, flex_attention])
+@pytest.mark.parametrize("before, left, why_not", [
+    (2, 0, ""), (2, 1, ""), (1, 1, "1 softmax kernels ran, and no more before"),
+    (0, 0, "")])                                           # beside compiled code, whose kernels have other names
+def test_a_softmax_that_still_runs_is_told(technique, before, left, why_not):
+    program = SimpleNamespace(analysis=SimpleNamespace(attentions=[]))
+    kernels = [seen(**{"aten::softmax": count, FUSED: 1}) for count in (before, left)]
+    assert technique.TECHNIQUE.fired(program, *kernels) == why_not
 
 
 @pytest.mark.unit
