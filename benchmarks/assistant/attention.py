@@ -4,7 +4,7 @@ Scores may be capped before the masks: cap * tanh(scale * q k^T).
 """
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,7 @@ from benchmarks.measure.calls import BLOCKING
 CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous")
 SOFTMAX = ("softmax", "_softmax")
 PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
+VIEWS = ("view", "reshape")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class Mask:
     factor: float                            # what the scores are multiplied by after it
     value: float | None = None               # of a boolean one
     blocks: bool = True
+    leading: tuple[int, ...] = ()            # of the scores where it is put on, all dimensions but the last two
+
+    def splits(self, leading: tuple[int, ...]) -> bool:
+        """Whether its first dimension is that of all heads of a batch, which are two dimensions elsewhere."""
+        shape = shape_of(self.tensor)
+        return len(self.leading) < len(leading) and len(shape) == 3 and shape[0] != 1
 
     @property
     def is_boolean(self) -> bool:
@@ -57,6 +64,12 @@ class Operand:
     """A tensor of the graph, and in which order its dimensions are [..., S, D]; None: as they are."""
     node: Any
     order: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., S, D]."""
+        shape = shape_of(self.node)
+        return tuple(shape[dim] for dim in self.order) if self.order else shape
 
     def put_into(self, nodes: fx.Graph) -> Any:
         """The node of it as [..., S, D]; a transpose that is already there is taken back."""
@@ -81,11 +94,17 @@ class Attention(Region):
     masks: list[Mask]
     dropout: tuple[float, bool]              # rate, and whether it is in training
     cap: float | None = None                 # before the masks scores become cap * tanh(scale * q k^T)
+    leading: tuple[int, ...] = ()            # of the scores: batch and heads, split where they are anywhere
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of its scores, [..., S, S of the keys]."""
-        return shape_of(self.softmax)
+        return *self.leading, *shape_of(self.softmax)[-2:]
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether batch and heads are one dimension in some of it, and two in the rest."""
+        return len(self.leading) == 2 and any(len(shape_of(each)) == 3 for each in (self.scores, self.output))
 
     @property
     def device(self) -> torch.device:
@@ -134,11 +153,36 @@ def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
         query, key = key, query
     value, order = _values(output)
     chain = scores, *reversed(up.chain), softmax, *down, output
+    masks = [*up.masks, *_added_by_the_matmul(scores, up)]
+    leading = _leading_of(scores, softmax, *up.chain, *down)
+    if (up.is_transposed or order) and len(leading) != len(shape_of(scores)) - 2:
+        raise Refused("its scores are viewed in another shape, and transposed")
     if any(len(node.users) != 1 for node in chain[:-1]):
         raise Refused("its scores are used more than once")
     refuse_mixed_gradients(graph, chain)
     return Attention(graph, chain, softmax, scores, output, query, key, value, order, up.scale * _own_scale(scores),
-                     up.masks, dropout, up.cap)
+                     masks, dropout, up.cap, leading)
+
+
+def _leading_of(*scores: fx.Node) -> tuple[int, ...]:
+    """All dimensions of the scores but the last two, where these are most. Raises Refused where there are two ways."""
+    every = {shape_of(node)[:-2] for node in scores}
+    split = {leading for leading in every if len(leading) == max(map(len, every))}
+    if len(split) > 1 or (len(every) > 1 and {len(leading) for leading in every} != {1, 2}):
+        raise Refused("its scores are viewed in several other shapes")
+    [leading] = split
+    return leading
+
+
+def _added_by_the_matmul(scores: fx.Node, up: "_Upwards") -> list[Mask]:
+    """The tensor that a baddbmm adds to its product."""
+    beta: Any = scores.kwargs.get("beta", 1) if name_of(scores) == "baddbmm" else 0
+    if beta == 0:
+        return []
+    added = argument(scores, 0, "input")
+    if up.is_transposed or up.cap is not None or not isinstance(added, fx.Node):
+        raise Refused("its baddbmm adds a tensor to the scores")
+    return [Mask(added, beta * up.scale, leading=shape_of(scores)[:-2])]
 
 
 class _Upwards:
@@ -184,6 +228,16 @@ class _Upwards:
         self.scale *= factor ** power
         return scores
 
+    def _view(self, node: fx.Node) -> Any:
+        before = shape_of(node.args[0])
+        if before[-2:] != self.shape[-2:]:
+            self.why = "its scores are viewed in another shape"
+            return None
+        self.shape = before
+        return node.args[0]
+
+    _reshape = _view
+
     def _tanh(self, node: fx.Node) -> Any:
         if self.cap is not None:
             self.why = "its scores go through a tanh twice"
@@ -226,7 +280,7 @@ class _Upwards:
         if self.cap is not None:
             self.why = "its mask is put on before the tanh of its soft cap"
             return None
-        self.masks.append(mask)
+        self.masks.append(replace(mask, leading=self.shape[:-2]))
         return scores
 
     def _masked_fill(self, node: fx.Node) -> Any:
@@ -277,7 +331,7 @@ def _leads_to_a_matmul(node: Any, depth: int = 12) -> bool:
         return False
     if name_of(node) in PRODUCTS:
         return True
-    passed = (*CASTS, "mul", "div", "add", "masked_fill", "tanh")
+    passed = (*CASTS, *VIEWS, "mul", "div", "add", "masked_fill", "tanh")
     if name_of(node) == "where":
         return any(_leads_to_a_matmul(inner, depth - 1) for inner in node.args[1:])
     return name_of(node) in passed and any(_leads_to_a_matmul(inner, depth - 1) for inner in node.args)
@@ -305,9 +359,7 @@ def _queries_and_keys(scores: fx.Node) -> tuple[Operand, Operand]:
     if name == "einsum":
         return _of_einsum(scores)
     if name == "baddbmm":
-        if scores.kwargs.get("beta", 1) != 0:
-            raise Refused("its baddbmm adds a tensor to the scores")
-        _, query, key = _args(scores)
+        query, key = argument(scores, 1, "batch1"), argument(scores, 2, "batch2")
     else:
         query, key = _args(scores)
     return Operand(query), Operand(key, _swapped(len(shape_of(key))))
@@ -380,6 +432,9 @@ def _downwards(softmax: fx.Node) -> tuple[fx.Node, tuple[float, bool], list[fx.N
             dropout = float(argument(user, 1, "p", 0.5)), bool(argument(user, 2, "training", True))
         elif name == "output":
             raise Refused("its weights are returned")
+        elif name in VIEWS:
+            if shape_of(user)[-2:] != shape_of(node)[-2:]:
+                raise Refused("its weights are viewed in another shape")
         elif name not in CASTS:
             raise Refused(f"between the softmax and the matmul with the values stands {name}")
         node = user

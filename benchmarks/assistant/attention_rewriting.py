@@ -1,13 +1,14 @@
 """One call in place of an attention by hand, in a graph: its operands, and one mask made of all of them."""
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from benchmarks.assistant.attention import Attention, Causal, Mask, attention_at, causal, infinite, is_causal, softmaxes
-from benchmarks.assistant.graph import Captured, Refused
+from benchmarks.assistant.graph import Captured, Refused, shape_of
 from benchmarks.assistant.rewriting import Assumed, erase_unused, same_buffers
 
 # (the attention, [query, key, value] of four dimensions, the mask or None where it is causal or has none, where the
@@ -37,20 +38,40 @@ def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
             assumed.append(_assumed(mask, by_values, graph, shape[-1]))
     with nodes.inserting_before(attention.output):
         operands = [operand.put_into(nodes) for operand in (attention.query, attention.key, attention.value)]
+        if attention.is_viewed:
+            operands = [nodes.call_method("reshape", (t, *attention.leading, *lengths))
+                        for t, lengths in zip(operands, _lengths(attention), strict=True)]
+            masks = [_split(mask, attention.leading, nodes) for mask in masks]
         mask_node = None if attention.is_causal else _one_mask(masks, operands[0], nodes)
         if len(shape) == 3:                                      # the fused kernels take four dimensions alone
             operands = [nodes.call_method("unsqueeze", (t, 0)) for t in operands]
         fused = call(attention, operands, mask_node, nodes)
         fused.meta = dict(attention.output.meta)
-        result = nodes.call_method("squeeze", (fused, 0)) if len(shape) == 3 else fused
+        result = fused
+        if len(shape) == 3:
+            result = nodes.call_method("squeeze", (fused, 0))
+        elif attention.is_viewed and len(shape_of(attention.output)) == 3:
+            result = nodes.call_method("flatten", (fused, 0, 1))
         if attention.order:
             result = nodes.call_method("permute", (result, *attention.order))
     attention.output.replace_all_uses_with(result)
     for node in reversed(attention.nodes):
         nodes.erase_node(node)
-    for mask in masks:
+    for mask in attention.masks:
         erase_unused(mask.tensor, nodes)
     return assumed
+
+
+def _lengths(attention: Attention) -> list[tuple[int, ...]]:
+    """The last two dimensions of queries, keys and values."""
+    return [operand.shape[-2:] for operand in (attention.query, attention.key, attention.value)]
+
+
+def _split(mask: Mask, leading: tuple[int, ...], nodes: fx.Graph) -> Mask:
+    """The mask of scores whose batch and heads are two dimensions."""
+    if not mask.splits(leading):
+        return mask
+    return replace(mask, tensor=nodes.call_method("unflatten", (mask.tensor, 0, leading)))
 
 
 def _assumed(mask: Mask, by_values: Causal, graph: Captured, length: int) -> Assumed:

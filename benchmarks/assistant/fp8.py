@@ -59,7 +59,7 @@ def other_matmuls_of(program: Program) -> dict[str, int]:
 def _module_at(model: nn.Module, path: str) -> nn.Module | None:
     try:
         return model.get_submodule(path)
-    except AttributeError:                                     # the model itself was compiled under another name
+    except (AttributeError, RuntimeError):                     # it was compiled under another name, or is a script
         return None
 
 

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.assistant.attention import Attention, infinite
-from benchmarks.assistant.graph import shape_of
 from common.block import evidence
 from common.block.config import dtype_name
 from common.block.evidence import BY_HAND
@@ -80,8 +79,10 @@ class Given:
     @classmethod
     def of_region(cls, attention: Attention) -> "Given":
         """What the function would get for an attention by hand."""
-        query, key, value = (_permuted(operand.node, operand.order)
-                             for operand in (attention.query, attention.key, attention.value))
+        shapes = [operand.shape for operand in (attention.query, attention.key, attention.value)]
+        if attention.is_viewed:
+            shapes = [(*attention.leading, *shape[-2:]) for shape in shapes]
+        query, key, value = shapes
         example = attention.query.node.meta["example_value"]
         mask = None if attention.is_causal or not attention.masks else _combined(attention, example.dtype)
         return cls(example.device, query, key, value, example.dtype, mask, attention.dropout_p, attention.is_causal,
@@ -273,14 +274,11 @@ def _takes_a_gradient(t: Tensor) -> bool:
     return t.requires_grad or (t._base is not None and t._base.requires_grad)
 
 
-def _permuted(node: Any, order: tuple[int, ...] | None) -> tuple[int, ...]:
-    shape = shape_of(node)
-    return tuple(shape[dim] for dim in order) if order else shape
-
-
 def _combined(attention: Attention, dtype: torch.dtype) -> MaskGiven:
     """One mask from all, as the rewritten graph makes it."""
     values = [mask.tensor.meta["example_value"] for mask in attention.masks]
     is_boolean = all(map(infinite, attention.masks))
-    shape = torch.broadcast_shapes((1, 1), *(tuple(value.shape) for value in values))
+    shapes = [(*attention.leading, *value.shape[1:]) if mask.splits(attention.leading) else tuple(value.shape)
+              for mask, value in zip(attention.masks, values, strict=True)]
+    shape = torch.broadcast_shapes((1, 1), *shapes)
     return MaskGiven(tuple(shape), torch.bool if is_boolean else dtype, any(value.requires_grad for value in values))
