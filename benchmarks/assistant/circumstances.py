@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ def _narrowed(inputs: Inputs, wanted: Callable[[int, int], bool], length: int) -
                     break                              # a width may happen to be as large
         return t
     args, kwargs = pytree.tree_map_only(Tensor, cut, (inputs.args, dict(inputs.kwargs)))
-    return Inputs(args, kwargs)
+    return replace(inputs, args=args, kwargs=kwargs)
 
 
 def left_out(model: nn.Module, inputs: Inputs) -> list[tuple[str, Inputs]]:
@@ -132,6 +132,6 @@ def left_out(model: nn.Module, inputs: Inputs) -> list[tuple[str, Inputs]]:
     for name, value in list(given.arguments.items()):
         if isinstance(value, Tensor) and signature.parameters[name].default is None:
             given.arguments[name] = None
-            found.append((name, Inputs(given.args, given.kwargs)))
+            found.append((name, replace(inputs, args=given.args, kwargs=given.kwargs)))
             given.arguments[name] = value
     return found

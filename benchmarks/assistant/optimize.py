@@ -119,7 +119,7 @@ def _task(model: nn.Module | Callable[[], Any], inputs: Any, loss: Callable | No
     materialised(task.given, task.model)
     with _callable():
         task.check_calls()
-    return task
+        return task.as_it_can_run()
 
 
 @contextlib.contextmanager
@@ -167,7 +167,10 @@ class _Assistant:
                                  for words, inputs in task.others.items()}
         looked = look_at(name, task, session, self.techniques, self.inference)
         self.program = looked.program
-        self.result = Optimized(looked, self.truth.in_words, judgements=self.judgements,
+        truth = self.truth.in_words
+        if task.has_constant_inputs:
+            truth += "; without gradients of the inputs, which the model does not take"
+        self.result = Optimized(looked, truth, judgements=self.judgements,
                                 file_known=self.source is not None, others=list(task.others.values()))
         with contextlib.ExitStack() as self.values:
             try:

@@ -1,6 +1,6 @@
 """What a person brings: a model, what it is called with, and how its output becomes a loss."""
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from benchmarks.measure.calls import Inputs, named_buffers, named_parameters, ou
 from benchmarks.measure.keeping import kept
 from benchmarks.measure.observing import Loss, Work, same_values
 from common.block.config import dtype_name
-from common.outcome import Failed, UserError, in_a_line
+from common.outcome import Failed, UserError, in_a_line, is_out_of_memory
 
 FORMS = "(model, inputs), (model, inputs, loss) or a Task"
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -29,6 +29,7 @@ class Task:
     inputs: Any
     loss: Loss | None = None
     optimizer: torch.optim.Optimizer | None = None
+    has_constant_inputs: bool = False      # the model can't run on inputs that take a gradient
 
     @classmethod
     def of(cls, built: Any) -> "Task":
@@ -58,13 +59,14 @@ class Task:
     @property
     def given(self) -> Inputs:
         """The inputs that are timed. Raises UserError where they hold no tensor."""
-        return _inputs(self.inputs[0] if isinstance(self.inputs, list) and self.inputs else self.inputs)
+        first = self.inputs[0] if isinstance(self.inputs, list) and self.inputs else self.inputs
+        return self._inputs(first)
 
     @property
     def others(self) -> dict[str, Inputs]:
         """Those that are judged alone: "on input 2" -> the second of several. Raises UserError without any tensor."""
         more = self.inputs[1:] if isinstance(self.inputs, list) else []
-        return {f"on input {number}": _inputs(inputs) for number, inputs in enumerate(more, 2)}
+        return {f"on input {number}": self._inputs(inputs) for number, inputs in enumerate(more, 2)}
 
     @property
     def devices(self) -> set[torch.device]:
@@ -95,6 +97,20 @@ class Task:
                 raise UserError(f"the {name} is of shape {first}, and of {second} in the next call: no two can be "
                                 "compared")
 
+    def as_it_can_run(self) -> "Task":
+        """The same, with constant inputs where the model runs on such alone: it may set requires_grad itself."""
+        constant = replace(self, has_constant_inputs=True)
+        return constant if not self._can_run() and constant._can_run() else self
+
+    def _can_run(self) -> bool:
+        """Whether a forward with gradients does. What does not fit may do so elsewhere."""
+        try:
+            with kept(self.model):
+                self.given.copies().call(self.model)
+        except Exception as error:
+            return is_out_of_memory(error)
+        return True
+
     def work(self, cotangents: int, seed: int, forward_only: bool = False) -> Work:
         """What is run to judge and to time it."""
         return Work(self.given, self.loss, cotangents, seed, forward_only)
@@ -111,15 +127,14 @@ class Task:
         def moved(t: Tensor) -> Tensor:
             return t.to(device)
         inputs = pytree.tree_map_only(Tensor, moved, self.inputs)
-        return Task(model, inputs, self.loss, self.optimizer)
+        return replace(self, model=model, inputs=inputs)
 
-
-def _inputs(given: Any) -> Inputs:
-    """One call's. Raises UserError where they hold no tensor."""
-    try:
-        return Inputs.of(given)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    def _inputs(self, given: Any) -> Inputs:
+        """One call's. Raises UserError where they hold no tensor."""
+        try:
+            return replace(Inputs.of(given), are_constant=self.has_constant_inputs)
+        except ValueError as error:
+            raise UserError(str(error)) from None
 
 
 def _refuse_changed(before: Inputs, after: Inputs) -> None:

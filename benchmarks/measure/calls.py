@@ -4,7 +4,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class Inputs:
     """What a module is called with: positional values and values by keyword, of any structure that holds tensors."""
     args: tuple = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    are_constant: bool = False             # no gradient flows into them
 
     @classmethod
     def of(cls, given: Any) -> "Inputs":
@@ -56,12 +57,13 @@ class Inputs:
         return named
 
     def copies(self, dtype: torch.dtype | None = None) -> "Inputs":
-        """Copies of which the floating ones take gradients; in `dtype`, where that is given."""
+        """Copies of which the floating ones take gradients, unless they are constant; in `dtype`, where that is given.
+        """
         def copied(t: Tensor) -> Tensor:
             t = in_dtype(t.detach().clone(), dtype)
-            return t.requires_grad_() if takes_gradient(t) else t
+            return t.requires_grad_() if takes_gradient(t) and not self.are_constant else t
         args, kwargs = pytree.tree_map_only(Tensor, copied, (self.args, dict(self.kwargs)))
-        return Inputs(args, kwargs)
+        return replace(self, args=args, kwargs=kwargs)
 
     def as_trained(self) -> "Inputs":
         """Copies as a training step has them: floating masks beside other inputs take no gradients."""
@@ -87,7 +89,7 @@ class Inputs:
         def narrowed(t: Tensor) -> Tensor:
             return t.narrow(0, begin(total), samples) if t.ndim and t.size(0) == total else t
         args, kwargs = pytree.tree_map_only(Tensor, narrowed, (self.args, dict(self.kwargs)))
-        return Inputs(args, kwargs)
+        return replace(self, args=args, kwargs=kwargs)
 
     @property
     def device(self) -> torch.device:
@@ -99,7 +101,7 @@ class Inputs:
         generator = torch.Generator().manual_seed(seed)
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: off_by_a_rounding(t, generator, tf32),
                                             (self.args, dict(self.kwargs)))
-        return Inputs(args, kwargs)
+        return replace(self, args=args, kwargs=kwargs)
 
     def call(self, module: Callable) -> Any:
         """module(*args, **kwargs)."""
