@@ -154,7 +154,7 @@ def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
     value, order = _values(output)
     chain = scores, *reversed(up.chain), softmax, *down, output
     masks = [*up.masks, *_added_by_the_matmul(scores, up)]
-    leading = _leading_of(scores, softmax, *up.chain, *down)
+    leading = _leading(softmax, [*up.chain, *down])
     if (up.is_transposed or order) and len(leading) != len(shape_of(scores)) - 2:
         raise Refused("its scores are viewed in another shape, and transposed")
     if any(len(node.users) != 1 for node in chain[:-1]):
@@ -164,13 +164,20 @@ def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
                      masks, dropout, up.cap, leading)
 
 
-def _leading_of(*scores: fx.Node) -> tuple[int, ...]:
-    """All dimensions of the scores but the last two, where these are most. Raises Refused where there are two ways."""
-    every = {shape_of(node)[:-2] for node in scores}
-    split = {leading for leading in every if len(leading) == max(map(len, every))}
-    if len(split) > 1 or (len(every) > 1 and {len(leading) for leading in every} != {1, 2}):
+def _leading(softmax: fx.Node, between: list[fx.Node]) -> tuple[int, ...]:
+    """All dimensions of the scores but the last two, where views make these most. Raises Refused where there are two
+    ways.
+    """
+    views = [node for node in between if name_of(node) in VIEWS]
+    if not views:
+        return shape_of(softmax)[:-2]
+    every = {shape_of(node)[:-2] for view in views for node in (view, view.args[0])}
+    split = {leading for leading in every if len(leading) == 2}
+    if len(split) != 1 or {len(leading) for leading in every} != {1, 2}:
         raise Refused("its scores are viewed in several other shapes")
     [leading] = split
+    if any(math.prod(shape_of(node)[:-2]) != math.prod(leading) for node in (softmax, *between)):
+        raise Refused("its scores are viewed, and broadcast")
     return leading
 
 

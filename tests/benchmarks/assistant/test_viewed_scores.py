@@ -100,6 +100,9 @@ REFUSED = {
     "in two other shapes": (
         Viewed(lambda m, q, k, padding: product(q, k).view(H, B, S, S).view(B * H, S, S).view(B, H, S, S)),
         "its scores are viewed in several other shapes"),
+    "broadcast before": (
+        Viewed(lambda m, q, k, padding: (product(q[:1], k[:1]) + m.alibi).view(B, H, S, S)),
+        "its scores are viewed, and broadcast"),
     "in five dimensions": (
         Viewed(lambda m, q, k, padding: product(q, k).view(B, 2, H // 2, S, S)),
         "its scores are viewed in several other shapes"),
