@@ -107,6 +107,17 @@ class Attention(Region):
         return len(self.leading) == 2 and any(len(shape_of(each)) == 3 for each in (self.scores, self.output))
 
     @property
+    def operands(self) -> tuple[Operand, Operand, Operand]:
+        """Queries, keys and values."""
+        return self.query, self.key, self.value
+
+    @property
+    def operand_shapes(self) -> list[tuple[int, ...]]:
+        """Of these, as the fused function gets them: with batch and heads where the scores have them anywhere."""
+        shapes = [operand.shape for operand in self.operands]
+        return [(*self.leading, *shape[-2:]) for shape in shapes] if self.is_viewed else shapes
+
+    @property
     def device(self) -> torch.device:
         return self.softmax.meta["example_value"].device
 
@@ -154,9 +165,10 @@ def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
     value, order = _values(output)
     chain = scores, *reversed(up.chain), softmax, *down, output
     masks = [*up.masks, *_added_by_the_matmul(scores, up)]
-    leading = _leading(softmax, [*up.chain, *down])
-    if (up.is_transposed or order) and len(leading) != len(shape_of(scores)) - 2:
+    between = *up.chain, *down
+    if (up.is_transposed or order) and any(name_of(node) in VIEWS for node in between):
         raise Refused("its scores are viewed in another shape, and transposed")
+    leading = _leading(softmax, between)
     if any(len(node.users) != 1 for node in chain[:-1]):
         raise Refused("its scores are used more than once")
     refuse_mixed_gradients(graph, chain)
@@ -164,7 +176,7 @@ def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
                      masks, dropout, up.cap, leading)
 
 
-def _leading(softmax: fx.Node, between: list[fx.Node]) -> tuple[int, ...]:
+def _leading(softmax: fx.Node, between: tuple[fx.Node, ...]) -> tuple[int, ...]:
     """All dimensions of the scores but the last two, where views make these most. Raises Refused where there are two
     ways.
     """
@@ -338,7 +350,7 @@ def _leads_to_a_matmul(node: Any, depth: int = 12) -> bool:
         return False
     if name_of(node) in PRODUCTS:
         return True
-    passed = (*CASTS, *VIEWS, "mul", "div", "add", "masked_fill", "tanh")
+    passed = (*CASTS, "mul", "div", "add", "masked_fill", "tanh")
     if name_of(node) == "where":
         return any(_leads_to_a_matmul(inner, depth - 1) for inner in node.args[1:])
     return name_of(node) in passed and any(_leads_to_a_matmul(inner, depth - 1) for inner in node.args)

@@ -37,10 +37,10 @@ def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
             assert by_values is not None
             assumed.append(_assumed(mask, by_values, graph, shape[-1]))
     with nodes.inserting_before(attention.output):
-        operands = [operand.put_into(nodes) for operand in (attention.query, attention.key, attention.value)]
+        operands = [operand.put_into(nodes) for operand in attention.operands]
         if attention.is_viewed:
-            operands = [nodes.call_method("reshape", (t, *attention.leading, *lengths))
-                        for t, lengths in zip(operands, _lengths(attention), strict=True)]
+            operands = [nodes.call_method("reshape", (t, *wanted))
+                        for t, wanted in zip(operands, attention.operand_shapes, strict=True)]
             masks = [_split(mask, attention.leading, nodes) for mask in masks]
         mask_node = None if attention.is_causal else _one_mask(masks, operands[0], nodes)
         if len(shape) == 3:                                      # the fused kernels take four dimensions alone
@@ -60,11 +60,6 @@ def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
     for mask in attention.masks:
         erase_unused(mask.tensor, nodes)
     return assumed
-
-
-def _lengths(attention: Attention) -> list[tuple[int, ...]]:
-    """The last two dimensions of queries, keys and values."""
-    return [operand.shape[-2:] for operand in (attention.query, attention.key, attention.value)]
 
 
 def _split(mask: Mask, leading: tuple[int, ...], nodes: fx.Graph) -> Mask:

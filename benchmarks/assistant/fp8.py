@@ -38,7 +38,8 @@ def layers_of(program: Program) -> list[Layer]:
     """All that a forward called, each once, in the order of their first calls."""
     called: dict[str, list[Call]] = {}
     for call in program.trace.calls:
-        if call.name == "linear" and len(call.products) == 1 and _is_linear(program.model, call.module):
+        is_plain = type(program.module_at(call.module)) is nn.Linear           # a class of its own may do more
+        if is_plain and call.name == "linear" and len(call.products) == 1:
             called.setdefault(call.module, []).append(call)
     last = next(reversed(called), "")
     return [_layer(program.model.get_submodule(path), path, calls, path == last) for path, calls in called.items()]
@@ -48,23 +49,12 @@ def other_matmuls_of(program: Program) -> dict[str, int]:
     """Class -> how many modules of it multiply by a matrix of their own, and are no plain nn.Linear."""
     found: dict[str, int] = {}
     for path in dict.fromkeys(call.module for call in program.trace.calls if call.is_matmul):
-        module = _module_at(program.model, path)
+        module = program.module_at(path)
         has_matrix = module is not None and any(t.ndim == 2 for t in module.parameters(recurse=False))
         if has_matrix and type(module) is not nn.Linear:
             name = type(module).__name__
             found[name] = found.get(name, 0) + 1
     return found
-
-
-def _module_at(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except (AttributeError, RuntimeError):                     # it was compiled under another name, or is a script
-        return None
-
-
-def _is_linear(model: nn.Module, path: str) -> bool:
-    return type(_module_at(model, path)) is nn.Linear          # a class of its own may do more
 
 
 def _layer(module: nn.Module, path: str, calls: Sequence[Call], is_last: bool) -> Layer:

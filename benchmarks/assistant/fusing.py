@@ -79,10 +79,7 @@ class Given:
     @classmethod
     def of_region(cls, attention: Attention) -> "Given":
         """What the function would get for an attention by hand."""
-        shapes = [operand.shape for operand in (attention.query, attention.key, attention.value)]
-        if attention.is_viewed:
-            shapes = [(*attention.leading, *shape[-2:]) for shape in shapes]
-        query, key, value = shapes
+        query, key, value = attention.operand_shapes
         example = attention.query.node.meta["example_value"]
         mask = None if attention.is_causal or not attention.masks else _combined(attention, example.dtype)
         return cls(example.device, query, key, value, example.dtype, mask, attention.dropout_p, attention.is_causal,

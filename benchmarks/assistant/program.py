@@ -32,6 +32,13 @@ class Program:
     not_captured: str = ""                                 # why Dynamo can't run it
     analysis: Analysis = field(default_factory=Analysis)   # what was recognised in all of that
 
+    def module_at(self, path: str) -> nn.Module | None:
+        """Its module of that path; None where there is none: it was compiled under another name, or is a script."""
+        try:
+            return self.model.get_submodule(path)
+        except (AttributeError, RuntimeError):
+            return None
+
 
 def constants_of(model: nn.Module) -> set[int]:
     """The ids of its buffers."""

@@ -99,6 +99,8 @@ class Task:
 
     def as_it_can_run(self) -> "Task":
         """The same, with constant inputs where the model runs on such alone: it may set requires_grad itself."""
+        if self.given.dtype is None:                           # whole numbers take none
+            return self
         constant = replace(self, has_constant_inputs=True)
         return constant if not self._can_run() and constant._can_run() else self
 

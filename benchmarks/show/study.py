@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from benchmarks.measure import options
 from benchmarks.show import charts as drawing
 from benchmarks.show import tables
@@ -38,6 +40,7 @@ class Study:
     add_arguments: Callable[[Parser], None] = lambda parser: None
     refine: Callable[[Options], None] = lambda options: None          # may change them, or raise ValueError
     run: Callable[["Study", Options], int] | None = None    # in place of `run_here`
+    compiles_anew: bool = False                             # what was compiled for a group goes with it
     place: int = 100                                        # among the questions: a learner asks the smallest first
     introduction: str = ""                                  # what stands above its recorded tables
     long: bool = False                                      # its tables stand in a file beside the records
@@ -86,6 +89,8 @@ def run_here(study: Study, chosen: Options) -> int:
         session = open_session(study, chosen)
         for group in study.groups(chosen):
             session.measure(group)
+            if study.compiles_anew:
+                torch.compiler.reset()
         return show(study, chosen, session)
 
 

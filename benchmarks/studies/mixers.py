@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from benchmarks.measure.options import numbers
 from benchmarks.mixers.mixer import AT_ONCE, COMPILED, FORMS, LOOP, MIXERS, Mix, Mixer, errors, exact
 from benchmarks.records.read import Run, paired, runs, verdict
-from benchmarks.show.study import Options, Study, open_session, register, show
+from benchmarks.show.study import Options, Study, register
 from benchmarks.show.tables import NO_ANSWER, framed
 from benchmarks.studies.recipes.speed import pays_from
 from common.block import oracle
@@ -33,7 +33,7 @@ from common.phases import Phase
 from common.report.metrics import PEAK_MEMORY
 from common.report.record import Record
 from common.report.result import Result
-from common.runtime import compiler, exclusive
+from common.runtime import compiler
 from common.runtime.iteration import BOTH, LAUNCHES, MODES
 from common.text import figures, number, ratio, table
 
@@ -231,16 +231,6 @@ def answer(lines: list[Record]) -> str:
 # ------------------------------------------------------------------------------------------------------- how it is run
 
 
-def run(study: Study, options: Options) -> int:
-    """Measure every group; what was compiled for it goes with it."""
-    with exclusive.alone(options.device, study.name):
-        session = open_session(study, options)
-        for of_mixer in study.groups(options):
-            session.measure(of_mixer)
-            torch.compiler.reset()
-        return show(study, options, session)
-
-
 def add_arguments(parser: Parser) -> None:
     """Beside those of all studies."""
     parser.add_argument("--mixer", choices=MIXERS, action="append", help="only this one; may be repeated")
@@ -262,5 +252,5 @@ def refine(options: Options) -> None:
         options.config = options.config.replace(batch_size=1, seq_len=min(options.lengths))
 
 
-register(Study("mixers", __doc__, groups, text=text, answer=answer, run=run, add_arguments=add_arguments, refine=refine,
-               long=True, no_chart="it draws none", place=12))
+register(Study("mixers", __doc__, groups, text=text, answer=answer, add_arguments=add_arguments, refine=refine,
+               compiles_anew=True, long=True, no_chart="it draws none", place=12))

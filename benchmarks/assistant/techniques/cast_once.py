@@ -41,7 +41,7 @@ def cast_at_each_call(program: Program) -> dict[torch.dtype, list[str]]:
     """16 bits -> the paths of the layers with weights in FP32 of their own that multiply in them, and in no other."""
     dtypes: dict[str, set[torch.dtype | None]] = {}
     for call in program.trace.calls:
-        if call.is_matmul and _is_a_layer(program.model, call.module):
+        if call.is_matmul and _is_a_layer(program.module_at(call.module)):
             dtypes.setdefault(call.module, set()).add(call.dtype)
     layers = {path: program.model.get_submodule(path) for path in dtypes}
     holders = Counter(id(parameter) for module in program.model.modules()
@@ -55,11 +55,7 @@ def cast_at_each_call(program: Program) -> dict[torch.dtype, list[str]]:
     return chosen
 
 
-def _is_a_layer(model: nn.Module, path: str) -> bool:
-    try:
-        module = model.get_submodule(path)
-    except AttributeError:
-        return False
+def _is_a_layer(module: Any) -> bool:
     return (type(module) in MODULES and module.weight.dtype == torch.float32
             and not any(getattr(module, hooks) for hooks in HOOKS))
 

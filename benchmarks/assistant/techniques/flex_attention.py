@@ -43,8 +43,7 @@ def _why_not(attention: Attention, program: Program) -> str:
 
 def _can_take(attention: Attention) -> bool:
     leading = attention.shape[:-2]
-    operands = attention.query, attention.key, attention.value
-    is_whole = all(shape_of(operand.node)[:-2] == leading for operand in operands if operand.order is None)
+    is_whole = all(shape_of(operand.node)[:-2] == leading for operand in attention.operands if operand.order is None)
     return attention.cap is not None and not attention.dropout_p and is_whole
 
 

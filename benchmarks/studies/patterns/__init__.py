@@ -25,7 +25,7 @@ from benchmarks.patterns.ways import SDPA, WAYS
 from benchmarks.records import RESULTS
 from benchmarks.records.files import file_of
 from benchmarks.records.read import read
-from benchmarks.show.study import Options, Study, open_session, register, show
+from benchmarks.show.study import Options, Study, register
 from benchmarks.studies.patterns import tables
 from benchmarks.studies.patterns.subjects import (
     Beforehand,
@@ -42,7 +42,7 @@ from common.command_line import Parser
 from common.measure.cases import Case, Group, Setting
 from common.phases import Phase
 from common.report.result import Result
-from common.runtime import exclusive, timing
+from common.runtime import timing
 from common.runtime.iteration import LAUNCHES
 
 NOT_QUICK = "full", "window 1024", "key padding"       # each much like another one: compiling takes most of a quick run
@@ -107,16 +107,6 @@ def groups(options: Options) -> Iterator[Group]:
 # ------------------------------------------------------------------------------------------------------- how it is run
 
 
-def run(study: Study, options: Options) -> int:
-    """Measure every group; what was compiled for it goes with it."""
-    with exclusive.alone(options.device, study.name):
-        session = open_session(study, options)
-        for of_pattern in study.groups(options):
-            session.measure(of_pattern)
-            torch.compiler.reset()
-        return show(study, options, session)
-
-
 def add_arguments(parser: Parser) -> None:
     """Beside those of all studies."""
     add = parser.add_argument
@@ -144,6 +134,6 @@ def _summary() -> str:
     return f"```\n{tables.summary(read(file_of(RESULTS / 'h100' / 'patterns-te-tutorial')), 120)}\n```"
 
 
-register(Study("patterns", __doc__, groups, text=tables.text, charts=tables.charts, answer=tables.answer, run=run,
-               add_arguments=add_arguments, refine=refine, long=True, parts={"patterns summary": _summary},
-               no_chart="nothing was timed beside causal attention", place=9))
+register(Study("patterns", __doc__, groups, text=tables.text, charts=tables.charts, answer=tables.answer,
+               add_arguments=add_arguments, refine=refine, compiles_anew=True, long=True, place=9,
+               parts={"patterns summary": _summary}, no_chart="nothing was timed beside causal attention"))

@@ -81,7 +81,8 @@ class Own(nn.Linear):
 
 
 @unit
-@pytest.mark.parametrize("net", [Twice, lambda: Own(8, 8), lambda: nn.Linear(8, 8)])
+@pytest.mark.parametrize("net", [
+    Twice, lambda: Own(8, 8), lambda: nn.Linear(8, 8), lambda: torch.jit.script(nn.Linear(8, 8))])
 def test_other_layers_are_left(net):
     assert cast_once.find(read_for_inference(made(net), torch.randn(2, 8))) == []
 

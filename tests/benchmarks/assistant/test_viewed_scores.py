@@ -100,6 +100,9 @@ REFUSED = {
     "in two other shapes": (
         Viewed(lambda m, q, k, padding: product(q, k).view(H, B, S, S).view(B * H, S, S).view(B, H, S, S)),
         "its scores are viewed in several other shapes"),
+    "transposed before": (
+        Viewed(lambda m, q, k, padding: product(k, q).transpose(1, 2).view(B, H, S, S)),
+        "its scores are viewed in another shape, and transposed"),
     "broadcast before": (
         Viewed(lambda m, q, k, padding: (product(q[:1], k[:1]) + m.alibi).view(B, H, S, S)),
         "its scores are viewed, and broadcast"),

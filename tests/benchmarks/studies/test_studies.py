@@ -2,6 +2,7 @@
 import itertools
 import re
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +83,20 @@ def test_the_pages_hold_what_was_recorded_and_no_more(monkeypatch):
     known = pages.parts_of(studies.every())
     for part in ("questions", "contents", "studies"):
         assert new[part]() == known[part]() and "made up" not in new[part]()
+
+
+@unit
+@pytest.mark.parametrize("compiles_anew", [False, True])
+def test_what_was_compiled_for_a_group_goes_with_it(monkeypatch, compiles_anew):
+    done = []
+    session = SimpleNamespace(measure=done.append)
+    monkeypatch.setattr(frame, "open_session", lambda study, chosen: session)
+    monkeypatch.setattr(frame, "show", lambda *_: 0)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
+    study = a_study(groups=lambda chosen: ["first", "second"], compiles_anew=compiles_anew)
+    assert frame.run_here(study, SimpleNamespace(device=CPU)) == 0
+    assert done == (["first", "reset", "second", "reset"] if compiles_anew else ["first", "second"])
+    assert all(studies.load(name).compiles_anew for name in ("patterns", "mixers"))
 
 
 # ---------------------------------------------------------------------------------------------------------- one shape
