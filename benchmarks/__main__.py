@@ -15,19 +15,20 @@ if not __package__:
     print("run it from the project's folder as: python -m benchmarks", file=sys.stderr)
     sys.exit(2)
 
+# Behind the check, and before any module that imports torch: from here on Ctrl-C is one line.
+from common.command_line import hush, tell, usage  # noqa: E402
+
 
 def main(argv: list[str] | None = None) -> int:
     """The exit status of the command in `argv`; without one the list of them is printed."""
     argv = sys.argv[1:] if argv is None else argv
     name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
-    # Imported here, behind the check above. `common` comes first of all, and with it Ctrl-C in one line.
     from benchmarks import studies
     from benchmarks.assistant import command as assistant
     from benchmarks.notebooks import command as notebooks
     from benchmarks.records import about, compare
     from benchmarks.show import pages
     from benchmarks.show.study import main as run_study
-    from common.command_line import hush, tell, usage
     hush()
     if name in ("-h", "--help"):
         tell(_listed(studies.every()))
