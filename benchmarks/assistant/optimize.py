@@ -239,7 +239,7 @@ class _Assistant:
         def prepare(setting: Setting, result: Result) -> Subject:
             setting.say(Phase.BUILDING)
             if not combination.changing:
-                gate = 3 * oracle.MODULE_GATES[self.truth.dtype]
+                _, gate = oracle.MODULE_GATES[self.truth.dtype]
                 subject = subject_of(self.task.model, self.work, (gate, gate))
                 subject.workload = workload(self.program, arithmetic_of(Plan(), setting.device))
                 result.matmul = subject.workload.matmul
@@ -288,7 +288,7 @@ class _Assistant:
 
     def _gates(self, plan: Plan) -> tuple[float, float]:
         """Of a replay."""
-        gate = 3 * oracle.MODULE_GATES[_multiplying_in(plan, working_dtype(self.task.model, self.work.inputs))]
+        _, gate = oracle.MODULE_GATES[_multiplying_in(plan, working_dtype(self.task.model, self.work.inputs))]
         return gate, gate
 
     def _first_calls(self, rung: Rung, gates: tuple[float, float]) -> float:

@@ -261,7 +261,7 @@ def _errors(experiment: Experiment, inputs: list[Tensor], outputs: list[Tensor],
     """The errors of what one call gave, and of its gradients where `backward`. Raises Failed beyond the gate."""
     taking = taking_gradients(inputs)
     shown = outputs[:-1] if experiment.fp8 else outputs
-    gate = oracle.MODULE_GATES[inputs[0].dtype]
+    gate, gate_of_gradient = oracle.MODULE_GATES[inputs[0].dtype]
     values = [(f"output {place}", y.detach(), gate) for place, y in enumerate(shown)]
     dys = []
     if backward:
@@ -269,7 +269,7 @@ def _errors(experiment: Experiment, inputs: list[Tensor], outputs: list[Tensor],
         generator = torch.Generator(inputs[0].device).manual_seed(seed)
         dys = [torch.randn(y.shape, generator=generator, device=y.device).to(y.dtype) for y in ys]
         gradients = torch.autograd.grad(ys, taking, dys)
-        values += [(f"gradient {place}", gradient, 3 * gate) for place, gradient in enumerate(gradients)]
+        values += [(f"gradient {place}", gradient, gate_of_gradient) for place, gradient in enumerate(gradients)]
     truth = truth_of(experiment, inputs, outputs, dys)
     if len(truth) != len(values):
         due = len(truth)

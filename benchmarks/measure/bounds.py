@@ -10,6 +10,7 @@ from benchmarks.measure.checks import Check
 from benchmarks.measure.names import Named
 from benchmarks.measure.observing import distance, largest_difference, norm, projection
 from common.block.config import dtype_name
+from common.block.oracle import TIMES_OF_A_GRADIENT
 
 # How far a right callable may be off, in FP64 and by the dtype that it computes in: (share of the tensor's own norm,
 # share of the norm of all gradients). Found by experiment, on models of many kinds.
@@ -24,7 +25,6 @@ TIMES_ITS_LARGEST = 4                      # that of its worst element: rounding
 # and long sums are off one way by several.
 MULTIPLE_FROM, MULTIPLE_FROM_IN_FP32 = 4, 32
 ELEMENTS_OF_A_MULTIPLE = 256               # of fewer elements, roundings may happen to look like a factor
-TIMES_OF_A_GRADIENT = 3                    # a caller's gate: it passes through more roundings than an output
 NOTHING_TOLD = 0.5                         # a bound of so much of the tensor tells nothing
 NUMERICS = {"tf32": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
 FP8_OUTPUT, FP8_GRADIENT = 10 ** (-20 / 20), 10 ** (-17 / 20)          # 20 and 17 dB

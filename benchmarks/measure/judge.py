@@ -57,6 +57,7 @@ from benchmarks.measure.truth import (
     working_dtype,
 )
 from common.block.config import dtype_name
+from common.block.oracle import TIMES_OF_A_GRADIENT
 from common.outcome import Failed, in_a_line, is_out_of_memory
 from common.phases import Phase
 from common.runtime import machine
@@ -227,7 +228,7 @@ class Judge:
         buffers = self._buffers_that_change()
         draws = truth.has_dropout or truth.draws or not truth.same_twice or self._has_state_of_its_own(len(buffers))
         gate = self.gate or 0.0
-        allowed_of_gradients = max(self.allowed_between, bounds.TIMES_OF_A_GRADIENT * gate)
+        allowed_of_gradients = max(self.allowed_between, TIMES_OF_A_GRADIENT * gate)
         return Referee(flat, pairs, max(self.allowed_between, gate), allowed_of_gradients, draws, buffers, self.checks)
 
     def _buffers_that_change(self) -> list[tuple[Tensor, Tensor]]:

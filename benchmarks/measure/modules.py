@@ -226,7 +226,7 @@ def compare(modules: Mapping[str, Callable], inputs: Any, reference: Callable, r
                           fresh=defended)
             judgements[name] = judge.judge()
             record_checks(judgements[name], result)
-            gate = 3 * oracle.MODULE_GATES[judge.dtype]
+            _, gate = oracle.MODULE_GATES[judge.dtype]
             referee = judge.referee() if defended else None            # it sees what its next calls change
             values.enter_context(judge.with_the_references_values())
             return subject_of(module, work, (gate, gate), referee)

@@ -16,7 +16,6 @@ from common.block import oracle
 from common.outcome import Failed
 
 PIECE = 2**26                              # scores in FP64 at once: half a gigabyte
-OF_GRADIENTS = 3                           # times an output's gate: a gradient goes through two more roundings
 OTHER_LAYOUT = "gradient where dy is laid out otherwise"
 
 
@@ -37,8 +36,8 @@ def inputs_of(pattern: Pattern, shape: Shape, seed: int) -> list[Tensor]:
     return [t.requires_grad_() for t in (*made, *learned)]
 
 
-def gate_of(shape: Shape) -> float:
-    """The largest relative error of an output: its dtype's; of FP32 that of as many bits where TF32 is allowed."""
+def gates_of(shape: Shape) -> tuple[float, float]:
+    """Relative errors of (an output, a gradient): its dtype's; of FP32 those of as many bits where TF32 is allowed."""
     tf32 = shape.dtype == torch.float32 and shape.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     return oracle.MODULE_GATES[torch.float16 if tf32 else shape.dtype]
 
@@ -114,8 +113,9 @@ def check(attend: Attend, pattern: Pattern, shape: Shape, given: Sequence[Tensor
 
 def gated(found: dict[str, float], shape: Shape) -> dict[str, float]:
     """The errors as they are; raises Failed where one is beyond its gate, or no number."""
+    of_output, of_gradient = gates_of(shape)
     for what, error in found.items():
-        gate = gate_of(shape) * (1 if what == "output" else OF_GRADIENTS)
+        gate = of_output if what == "output" else of_gradient
         if not error <= gate:
             raise Failed(f"the {what} is off by {error:.1e} against FP64, the gate is {gate:.1e}")
     return found

@@ -33,7 +33,7 @@ from common.block.traits import BY_HAND, DELAYED, FUSED, Traits
 from common.block.workload import Workload
 from common.command_line import Parser
 from common.measure.cases import Case, Group, Setting
-from common.measure.subject import Subject
+from common.measure.subject import CALLS_TO_CALIBRATE, Subject
 from common.outcome import Failed
 from common.phases import Phase
 from common.report.metrics import SHARE
@@ -57,8 +57,8 @@ PARTS = {  # part -> (where it is in a block; its operations in `block_work`, as
     "LayerNorm": ("ln_1", ("layer norms",), 2),
     "QKV projection": ("attn.qkv", ("qkv",), 1),
 }
-FP8_GATES = dict.fromkeys(("block", "MLP", "QKV projection"), oracle.GATES["float8"][0])
-FP8_GATES["attention"] = 8e-2          # two FP8 matmuls in a row, and no other branch beside it: it is at a step's gate
+FP8_GATES = dict.fromkeys(("block", "MLP", "QKV projection"), oracle.GATES["float8"])
+FP8_GATES["attention"] = 8e-2, 2.4e-1  # two FP8 matmuls in a row, and no other branch beside it: it is at a step's gate
 
 
 class NaiveLayerNorm(nn.Module):
@@ -269,7 +269,9 @@ def work_of(part: str, whole: Workload) -> Workload:
 def part_case(part: str, way: str, config: BlockConfig, device: torch.device, seed: int) -> Case:
     """One part written in one way."""
     dtype, traits = config.amp_dtype or torch.float32, WAYS[way]
-    gate = FP8_GATES.get(part, oracle.MODULE_GATES[dtype]) if traits.fp8 else oracle.MODULE_GATES[dtype]
+    gate, of_gradients = oracle.MODULE_GATES[dtype]
+    if traits.fp8 and part in FP8_GATES:
+        gate, of_gradients = FP8_GATES[part]
     workload = work_of(part, block_work.workload(config, traits, dtype, device))
 
     def prepare(setting: Setting, result: Result) -> Subject:
@@ -282,7 +284,7 @@ def part_case(part: str, way: str, config: BlockConfig, device: torch.device, se
         setting.say(Phase.CHECKING)
         graphs = counters["stats"]["unique_graphs"]
         record_checks(Judge(module, given.truth, gate=gate if traits.fp8 else None).judge(), result)
-        subject = subject_of(module, given.work, (3 * gate, 3 * gate))
+        subject = subject_of(module, given.work, (of_gradients, of_gradients))
         subject.workload = workload.part(()) if traits.fp8 else workload     # what is best known has no limit here
         if traits.compiled and counters["stats"]["unique_graphs"] == graphs:
             raise Failed("torch.compile compiled nothing")
@@ -292,8 +294,8 @@ def part_case(part: str, way: str, config: BlockConfig, device: torch.device, se
 
 
 def calibrate(module: nn.Module, x: Tensor) -> None:
-    """Three forward+backwards on gradients like those of the check: delayed scaling starts with every scale at 1."""
-    for _ in range(3):
+    """Let FP8 scales see gradients like those of the check: delayed scaling starts with every scale at 1."""
+    for _ in range(CALLS_TO_CALIBRATE):
         y = module(x.detach().requires_grad_())
         y.backward(torch.randn_like(y))
     module.zero_grad(set_to_none=True)

@@ -38,8 +38,7 @@ from common.runtime.iteration import BOTH, LAUNCHES, MODES
 from common.text import figures, number, ratio, table
 
 ATTENTION = "causal attention"
-GATE = oracle.MODULE_GATES[torch.float32]
-GATES = GATE, 3 * GATE                     # of an output, of a gradient
+GATES = oracle.MODULE_GATES[torch.float32]
 LONGEST_LOOP = 4096                        # steps
 MOST_SCORES = 2**33                        # bytes of all pairs of steps
 SAID = """\

@@ -18,6 +18,8 @@ from ..report.result import Compilation, Result
 from ..runtime import compiler, engine, iteration, replay, timing
 from ..runtime.iteration import BOTH, FORWARD, Iteration
 
+CALLS_TO_CALIBRATE = 3                     # forward+backwards, after which each scale of delayed scaling has moved
+REPLAY_GATES = 1e-2, 1e-2                  # of an output, of a gradient: against the same call as it is usually made
 Build = Callable[[BlockConfig, dict[str, Tensor], torch.device], nn.Module]
 
 
@@ -144,10 +146,10 @@ def on_a_copy(subject: Subject, mode: str) -> Iteration:
 
 
 def calibrate(subject: BlockSubject) -> None:
-    """Three forward+backwards: delayed scaling starts with every scale at 1. Raises Failed if one in use still is."""
+    """Delayed scaling starts with every scale at 1. Raises Failed if one in use still is, some calls later."""
     block = cast(Any, subject.call)
     forward_backward = on_a_copy(subject, BOTH)
-    for _ in range(3):
+    for _ in range(CALLS_TO_CALIBRATE):
         forward_backward.between()
         try:
             forward_backward.run()
@@ -162,15 +164,17 @@ def calibrate(subject: BlockSubject) -> None:
 
 
 def check_scales(block: nn.Module) -> None:
-    """Raise Failed where a scale that three forward+backwards have used is still 1, or where they have used none."""
+    """Raise Failed where a scale in use is still 1 after `CALLS_TO_CALIBRATE`, or where none is in use."""
     in_use = False
     for scale, amax_history in engine.fp8_state(block):
         used = amax_history.amax(0) > 0        # the entries that some tensor has gone through
         in_use = in_use or bool(used.any())
         if (scale[used] == 1).any():
-            raise Failed("an FP8 scale is still 1 after three forward+backwards: delayed scaling is not calibrated")
+            raise Failed(f"an FP8 scale is still 1 after {CALLS_TO_CALIBRATE} forward+backwards: delayed scaling is "
+                         "not calibrated")
     if not in_use:
-        raise Failed("no FP8 scale is in use after three forward+backwards: delayed scaling is not calibrated")
+        raise Failed(f"no FP8 scale is in use after {CALLS_TO_CALIBRATE} forward+backwards: delayed scaling is not "
+                     "calibrated")
 
 
 def compilation_time(subject: Subject) -> Compilation:

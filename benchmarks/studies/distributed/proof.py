@@ -19,7 +19,7 @@ from benchmarks.studies.distributed.parallel import Stack, gathered, joined, sha
 from common import parameters
 from common.block import oracle
 from common.block.config import BlockConfig
-from common.measure.subject import check_scales
+from common.measure.subject import CALLS_TO_CALIBRATE, check_scales
 from common.outcome import Failed
 
 LOSS, BRANCH, INPUT, GRADIENT, UPDATE = "loss", "branch", "input gradient", "parameter gradient", "optimizer step"
@@ -159,8 +159,8 @@ def found_by(stack: Stack, config: BlockConfig, layout: Layout, seed: int, dtype
 
 
 def _calibrate(stack: Stack, x: Tensor, target: Tensor) -> None:
-    """Scales by three forward+backwards of what is checked, as one process has it. Raises Failed if they don't move."""
-    for _ in range(3):
+    """Let FP8 scales see what is checked, as one process has it. Raises Failed if they don't move."""
+    for _ in range(CALLS_TO_CALIBRATE):
         again = x.detach().clone().requires_grad_()
         backward(loss_of(stack(again), target), stack, again)
     stack.zero_grad(set_to_none=True)

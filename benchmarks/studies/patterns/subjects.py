@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.patterns.ways import SDPA, Attend
 from benchmarks.studies.patterns.tasks import Task
 from common.block import evidence
-from common.measure.subject import Subject
+from common.measure.subject import REPLAY_GATES, Subject
 from common.outcome import in_a_line
 from common.report.record import Record, record
 from common.report.result import Result
@@ -21,7 +21,6 @@ from common.runtime.iteration import FORWARD
 MASK, FIRST_CALLS = "mask", "first calls"  # the metrics beside time
 BACKENDS = {"FlashAttention": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION,
             "memory-efficient attention": SDPBackend.EFFICIENT_ATTENTION}
-GATES = 1e-2, 1e-2                         # of a replay: output, gradient
 T = TypeVar("T")
 
 
@@ -39,7 +38,7 @@ class PatternSubject(Subject):
 
     def __init__(self, call: Attend, inputs: Sequence[Tensor], task: Task, cotangent: Tensor, has_backward: bool,
                  beforehand: Beforehand):
-        super().__init__(call, [t.detach() for t in inputs], [cotangent], {}, GATES, task.workload())
+        super().__init__(call, [t.detach() for t in inputs], [cotangent], {}, REPLAY_GATES, task.workload())
         self.has_backward, self.beforehand = has_backward, beforehand
 
     def has(self, mode: str) -> bool:

@@ -15,13 +15,11 @@ from benchmarks.studies.recipes.speed import LAYER, MAP, SERVED
 from common.block.config import BlockConfig, dtype_name
 from common.block.workload import MATMUL, Operation, Workload
 from common.measure.cases import Case, Group, Setting
-from common.measure.subject import Subject
+from common.measure.subject import CALLS_TO_CALIBRATE, REPLAY_GATES, Subject
 from common.phases import Phase
 from common.report.result import Result
 from common.runtime.iteration import BOTH, FORWARD
 
-GATES = 1e-2, 1e-2                     # of a replay, against the same layer called as usual: output, gradient
-WARM = 2                               # calls before it is checked: delayed scaling takes its scales from calls before
 Shape = tuple[int, int, int]           # tokens, K, N
 GRID = [(tokens, width, width) for width in (1024, 4096, 8192) for tokens in (128, 512, 2048, 8192, 16384)]
 # The first weight fits into the L2 of an H100, 50 MB, in 16 bits; the second, of Llama 70B, does not in 4.
@@ -83,14 +81,14 @@ def case(shape: Shape, recipe: Recipe, way: str, device: torch.device, data: str
         with _sizes_told():
             layer = layers.WAYS[way](weight, recipe)
             setting.say(Phase.COMPILING)
-            for _ in range(WARM):
+            for _ in range(CALLS_TO_CALIBRATE):
                 _step(layer, recipe, x, dy)
         setting.say(Phase.CHECKING)
         found = layers.errors(layer, recipe, x, weight, dy)
         result.errors = {what: (of.found, RANGE[1] * of.expected) for what, of in found.items()}
         result.matmul = of_it.matmul
         parameters = dict(layer.named_parameters())
-        return LayerSubject(layer, [x], [dy], parameters, GATES, of_it, is_inference=recipe.is_inference)
+        return LayerSubject(layer, [x], [dy], parameters, REPLAY_GATES, of_it, is_inference=recipe.is_inference)
     of_it, dtype = workload(shape, recipe, device), layers.dtype_of(recipe)
     tokens, k, n = shape
     work = {"x": f"{dtype_name(dtype)} [{tokens}, {k}]", "weight": f"{dtype_name(dtype)} [{n}, {k}]"}

@@ -301,6 +301,6 @@ def test_the_best_known_part_passes_its_check(name):
     own = {parameter: value.to(device, torch.float64)
            for parameter, value in components.values_of(name, given.values).items()}
     reference = components.uninitialised(name, "tuned", config.replace(amp_dtype=None)).to(device, torch.float64)
-    gates = {"best known": components.FP8_GATES.get(name, 2e-3)}
+    gates = {"best known": components.FP8_GATES.get(name, oracle.MODULE_GATES[torch.float16])[0]}
     results = compare({"best known": module}, (given.x,), components.load(reference, own), 6, gates).results
     assert results["best known"].status == "ok", results["best known"].info["reason"]
