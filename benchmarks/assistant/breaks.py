@@ -81,7 +81,7 @@ def breaks_told() -> Iterator[list[Break]]:
         _TRACE.handlers = handlers
         _TRACE.setLevel(level)
         found += _each_once(listener.breaks)
-        told = {each.reason for each in found}
+        known = {each.reason for each in found}
         for reason, count in counters["graph_break"].items():
-            if count > before.get(reason, 0) and in_a_line(reason) not in told:
+            if count > before.get(reason, 0) and in_a_line(reason) not in known:
                 found.append(Break(None, in_a_line(reason)))

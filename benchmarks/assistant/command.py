@@ -28,9 +28,9 @@ NAMES = tuple(each.name for each in EVERY)
 
 def parser() -> Parser:
     """The command line."""
-    of_it = Parser(NAME, prog=f"python -m benchmarks {NAME}", description=__doc__,
-                   formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = of_it.add_argument
+    made = Parser(NAME, prog=f"python -m benchmarks {NAME}", description=__doc__,
+                  formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = made.add_argument
     add("target", metavar="FILE:FUNCTION", help="the function that builds the model and its inputs")
     add("--inference", action="store_true", help="forward alone")
     add("--quick", action="store_true", help="6 rounds: a look, not a measurement")
@@ -44,7 +44,7 @@ def parser() -> Parser:
     add("--cards", action="store_true", help="show those of the model as it is and of the whole ladder, too")
     add("--json", metavar="FILE", help="append one JSON line per metric")
     add("--report", metavar="FILE.md", help="write the report as Markdown, its chart beside it")
-    return of_it
+    return made
 
 
 def _page(name: str | None) -> Path | None:

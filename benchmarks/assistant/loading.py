@@ -31,7 +31,7 @@ class Source:
         if spec is None or spec.loader is None:
             raise UserError(f"{path.name}: it is no Python file")
         self.module = sys.modules[known] = importlib.util.module_from_spec(spec)
-        with told(f"{path.name} can't be imported"), self.project.entered():
+        with blaming_their_code(f"{path.name} can't be imported"), self.project.entered():
             spec.loader.exec_module(self.module)
         if not callable(getattr(self.module, function, None)):
             raise UserError(f"{path.name} has no function {function}; it has {', '.join(self._functions()) or 'none'}")
@@ -42,7 +42,7 @@ class Source:
                 and not isinstance(value, type)]
 
     def __call__(self) -> Any:
-        with told(f"{self.function}() of {self.path.name} failed"), self.project.entered():
+        with blaming_their_code(f"{self.function}() of {self.path.name} failed"), self.project.entered():
             return getattr(self.module, self.function)()
 
     @contextmanager
@@ -75,7 +75,7 @@ def load(target: str) -> Source:
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def blaming_their_code(what: str) -> Iterator[None]:
     """Whatever a person's code raises becomes UserError, with the last frames of where."""
     try:
         yield

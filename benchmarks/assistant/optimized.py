@@ -1,4 +1,4 @@
-"""What `optimize` found, and how it is told."""
+"""What `optimize` found, and how it is shown."""
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -104,7 +104,7 @@ class Optimized(Shown):
         return shown
 
     def _unless_it_breaks(self, part: Callable[[], Section | None]) -> Section | None:
-        """A part of the report; the others are told without it."""
+        """A part of the report; the others are shown without it."""
         try:
             return part()
         except Exception as error:
@@ -200,8 +200,8 @@ class Optimized(Shown):
             gains = [interval(gain) for gain in (added.gain, added.left_out)]
             rows.append([f"+ {added.technique.name}", *self._row(added.combination), *gains])
         headers = ["the ladder", "ms", "times", "% of limit", "GiB", "J", "on top of those above", "left out of all"]
-        told = [place for place in range(len(headers)) if any(row[place] not in (NOT_AVAILABLE, "") for row in rows)]
-        return Table("", only(headers, told), [only(row, told) for row in rows])
+        shown = [place for place in range(len(headers)) if any(row[place] not in (NOT_AVAILABLE, "") for row in rows)]
+        return Table("", only(headers, shown), [only(row, shown) for row in rows])
 
     def _row(self, combination: Combination) -> list[str]:
         """Time, how many times as fast as the model as it is, share of the limit, memory, energy."""

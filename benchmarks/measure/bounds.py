@@ -138,8 +138,8 @@ class Standard:
                 ) -> float | None:
         """The factor of what is a multiple of the truth: rounding goes every way, and a factor one way. Else None."""
         least = (MULTIPLE_FROM_IN_FP32 if self.dtype == FP32 else MULTIPLE_FROM) * ROUNDING.get(self.dtype, 0.0)
-        told = self.question == "precision" and self.gate is None and truth[0].numel() >= ELEMENTS_OF_A_MULTIPLE
-        if not told or not math.isfinite(error) or error <= least * size:
+        is_asked = self.question == "precision" and self.gate is None and truth[0].numel() >= ELEMENTS_OF_A_MULTIPLE
+        if not is_asked or not math.isfinite(error) or error <= least * size:
             return None
         along = projection(seen, truth)
         rest = math.sqrt(max(0.0, error**2 - (along * size)**2))

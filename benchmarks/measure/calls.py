@@ -170,9 +170,9 @@ def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
     for keys, leaf in leaves:
         path = pytree.keystr(keys)
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for of_it in dataclasses.fields(leaf):
-                for below, inner in leaves_of(getattr(leaf, of_it.name)):
-                    yield f"{path}.{of_it.name}{below}", inner
+            for each in dataclasses.fields(leaf):
+                for below, inner in leaves_of(getattr(leaf, each.name)):
+                    yield f"{path}.{each.name}{below}", inner
         else:
             yield path, leaf
 
@@ -241,8 +241,8 @@ def _names_in(call: Callable) -> dict[str, Any]:
     if isinstance(call, functools.partial):
         return {"func": call.func, **{str(place): value for place, value in enumerate(call.args)}, **call.keywords}
     if isinstance(call, types.MethodType):
-        of_it = call.__self__
-        return {"self": of_it} if isinstance(of_it, nn.Module) else dict(getattr(of_it, "__dict__", {}))
+        owner = call.__self__
+        return {"self": owner} if isinstance(owner, nn.Module) else dict(getattr(owner, "__dict__", {}))
     if not isinstance(call, types.FunctionType):
         return dict(getattr(call, "__dict__", {}))
     with_cells = inspect.getclosurevars(call) if _is_whole(call) else None

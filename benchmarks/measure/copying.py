@@ -43,7 +43,7 @@ class _Copies:
         if type(inner) in (list, tuple):
             return type(inner)(map(self.of, inner))
         if type(inner) is dict:
-            return {key: self.of(of_it) for key, of_it in inner.items()}
+            return {key: self.of(value) for key, value in inner.items()}
         if not callable(inner) or isinstance(inner, type) or not held_by(inner):
             return value
         if isinstance(inner, types.FunctionType):
@@ -51,8 +51,8 @@ class _Copies:
         if isinstance(inner, functools.partial):
             return functools.partial(self.of(inner.func), *self.of(inner.args), **self.of(inner.keywords))
         if isinstance(inner, types.MethodType):
-            of_it = inner.__self__
-            return types.MethodType(inner.__func__, self.of(of_it) if callable(of_it) else self._object(of_it))
+            value = inner.__self__
+            return types.MethodType(inner.__func__, self.of(value) if callable(value) else self._object(value))
         return self._object(inner)
 
     def _keep(self, value: Any, copied: Any) -> Any:

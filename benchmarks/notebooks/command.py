@@ -18,10 +18,10 @@ NAME = "notebooks"
 
 def parser() -> Parser:
     """The command line."""
-    of_it = Parser(NAME, prog=f"python -m benchmarks {NAME}", description=__doc__,
-                   formatter_class=argparse.RawDescriptionHelpFormatter)
-    of_it.add_argument("names", nargs="*", metavar="NOTEBOOK", help="which (default: all of them)")
-    return of_it
+    made = Parser(NAME, prog=f"python -m benchmarks {NAME}", description=__doc__,
+                  formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("names", nargs="*", metavar="NOTEBOOK", help="which (default: all of them)")
+    return made
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from benchmarks.records.files import files, text_of
 from common.block.config import DTYPES, BlockConfig
 from common.outcome import UserError
 from common.report.metrics import ENQUEUE, SHARE, Metric
-from common.report.record import Record
+from common.report.record import OF_AN_ERROR, Record
 from common.report.result import launch_bound
 from common.runtime import machine, rounds
 from common.runtime.iteration import LAUNCHES
@@ -180,8 +180,8 @@ class Run:
     @property
     def config(self) -> BlockConfig:
         """Of a block's."""
-        told = self.info["config"]
-        return BlockConfig(**told | {"amp_dtype": DTYPES.get(told["amp_dtype"])})
+        recorded = self.info["config"]
+        return BlockConfig(**recorded | {"amp_dtype": DTYPES.get(recorded["amp_dtype"])})
 
     def find(self, mode: str, name: str, launch: str | None = None) -> Record | None:
         """The last record of that metric, or None."""
@@ -194,6 +194,16 @@ class Run:
         """The one value of a metric."""
         line = self.find(mode, name, launch)
         return values(line)[0] if line and values(line) else None
+
+    def error(self, what: str) -> float | None:
+        """Relative L2 against FP64; None where it was not measured, or is not finite."""
+        return self.value("check", f"{what}{OF_AN_ERROR}")
+
+    def errors(self) -> dict[str, float]:
+        """The same of everything that was measured, by what it is of."""
+        named = ((metric(line), values(line)) for line in self.lines if line["benchmark"]["mode"] == "check")
+        return {name.removesuffix(OF_AN_ERROR): found[0] for name, found in named
+                if name.endswith(OF_AN_ERROR) and found}
 
     def samples(self, mode: str, launch: str | None) -> list[float]:
         """Milliseconds, in the order they were taken; empty where it was not timed."""

@@ -55,7 +55,7 @@ class Question(Protocol):
     def answer(self) -> Callable[[list[Record]], str]: ...
     @property
     def parts(self) -> Parts: ...
-    def told(self, lines: list[Record], width: int | None = None) -> str: ...
+    def report(self, lines: list[Record], width: int | None = None) -> str: ...
 
 
 # ------------------------------------------------------------------------------------------------------- what is there
@@ -89,7 +89,7 @@ def long_tables(studies: Sequence[Question]) -> dict[Path, str]:
     for study in studies:
         for path in recorded(study.name):
             if study.long or path.parent.name == "cpu":
-                tables[stem_of(path).with_suffix(".txt")] = study.told(read(path), WIDTH) + "\n"
+                tables[stem_of(path).with_suffix(".txt")] = study.report(read(path), WIDTH) + "\n"
     return tables
 
 
@@ -166,7 +166,7 @@ def scripts_table(lines: list[Record]) -> str:
                      " / ".join(sustained), " / ".join(limits),
                      NOT_AVAILABLE if used is None else figures(used),
                      run.shown(PEAK_MEMORY, BOTH, "eager"),
-                     number(run.value("check", "branch error"), ".1e")])
+                     number(run.error("branch"), ".1e")])
     headers = ["step", "forward ms, eager", "graph", "forward+backward ms, eager", "graph", "times the first, f / f+b",
                "times the previous, f+b", "% of sustained limit, f / f+b", "% of burst limit, f / f+b", "J, f+b", "GiB",
                "branch error"]
@@ -197,7 +197,7 @@ def of_study(study: Question) -> str:
         if study.long:
             blocks += [study.parts[f"{study.name} summary"](), f"[The tables, all of them]({stem}.txt)"]
         else:
-            tables = study.told(lines, WIDTH).removeprefix(provenance(lines)).strip("\n")
+            tables = study.report(lines, WIDTH).removeprefix(provenance(lines)).strip("\n")
             blocks.append(_folded("The tables", tables))
     return "\n\n".join(blocks)
 
@@ -222,7 +222,7 @@ def summary() -> str:
         times = paired(runs[place - 1], run, BOTH) if place else None
         rows.append([run.label, number(run.best_ms(MODES[0]), ".2f"), f"{ms:.2f}", f"{first_ms / ms:.1f}",
                      ratio(times) if times else "", *_limits_and_energy(run),
-                     number(run.value("check", "branch error"), ".0e")])
+                     number(run.error("branch"), ".0e")])
     headers = ["step", "forward ms", "forward+backward ms", "times the first", "times the previous [95 %]",
                "% of sustained", "% of burst", "J", "error"]
     return f"{provenance(lines)}\n\n{markdown(rows, headers)}"
@@ -318,10 +318,10 @@ def assistant_twice() -> str:
     for name in ("gpt", "gpt_good"):
         both = [file_of(RESULTS / "h200" / f"assistant-{name}{which}") for which in ("", "-again")]
         first, again = (latest(read(path)) for path in both)
-        told = [(one[0] > 1, other[0] > 1) for a, b in itertools.combinations([*first], 2)
+        pairs = [(one[0] > 1, other[0] > 1) for a, b in itertools.combinations([*first], 2)
                 if (one := _told_apart(first, a, b)) and (other := _told_apart(again, a, b))]
-        alike = sum(one == other for one, other in told)
-        rows.append([f"{name}.py", str(len(told)), str(alike)])
+        alike = sum(one == other for one, other in pairs)
+        rows.append([f"{name}.py", str(len(pairs)), str(alike)])
     return markdown(rows, ["example", "pairs of rungs that both runs tell apart", "in the same order"])
 
 

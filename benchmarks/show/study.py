@@ -52,7 +52,7 @@ class Study:
         """The first sentence of its docstring."""
         return self.doc.partition("?")[0] + "?"
 
-    def told(self, lines: list[Record], width: int | None = None) -> str:
+    def report(self, lines: list[Record], width: int | None = None) -> str:
         """Everything it prints, from records."""
         return self.text(lines, width) if self.text else tables.text(self.columns, lines, width)
 
@@ -102,7 +102,7 @@ def show(study: Study, chosen: Options, session: Session, lines: list[Record] | 
     lines = session.lines if lines is None else lines
     session.say(Phase.SHOWING)
     session.progress.clear()
-    tell(study.told(lines))
+    tell(study.report(lines))
     draw(study, chosen.chart, lines)
     print(session.finish(chosen.config), file=sys.stderr)
     return exit_status([entry.result.status for entry in session.entries])

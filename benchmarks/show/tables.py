@@ -93,13 +93,12 @@ def _paired_with_first(run: Run, context: Context) -> str:
 
 def branch_error(run: Run) -> str:
     """The error of the branch against FP64; empty where it was not checked."""
-    error = run.value("check", "branch error")
+    error = run.error("branch")
     return f"{error:.1e}" if error else ""
 
 
 def _worst_error(run: Run, context: Context) -> str:
-    errors = [run.value("check", line["metric"]["name"]) or 0.0 for line in run.lines
-              if line["metric"]["name"].endswith(" error")]
+    errors = run.errors().values()
     return f"{max(errors):.1e}" if errors else ""
 
 

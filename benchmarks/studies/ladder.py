@@ -86,7 +86,7 @@ def run(study: Study, options: Options) -> int:
         return _in_this_process(study, options)
     lines = in_turn([_words(options, rows) for rows in each], options.file, study.name,
                     lambda place, records, status: _died(options, each[place], records, status))
-    tell(study.told(lines))
+    tell(study.report(lines))
     draw(study, options.chart, lines)
     return exit_status(run.status for run in runs(lines))
 

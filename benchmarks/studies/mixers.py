@@ -167,8 +167,7 @@ def _table_of(every: list[Run], width: int | None) -> str:
     for run in every:
         if run.status != "ok":
             continue
-        found = [value for what in ("y", "dq", "dk", "dv", "dg", "db")
-                 if (value := run.value("check", f"{what} error")) is not None]
+        found = run.errors().values()
         memory = run.figure(PEAK_MEMORY, BOTH, "eager")
         name = f"{ATTENTION}, beside {run.variant['beside']}" if run.case["name"] == ATTENTION else run.case["name"]
         rows.append([name, run.variant["way"], f"{max(found):.1e}" if found else "",

@@ -115,7 +115,7 @@ def run(study: Study, chosen: Options) -> int:
                                   **dataclasses.asdict(outcome))])
             statuses.append(result.status)
     session.progress.clear()
-    tell(study.told(session.lines))
+    tell(study.report(session.lines))
     session.finish(chosen.config)
     return exit_status(statuses)
 
@@ -144,7 +144,7 @@ def text(lines: list[Record], width: int | None = None) -> str:
     for part in PARTS:
         of_kind: dict[str, list[Run]] = {}
         for run in runs:
-            of_kind.setdefault(str(_told(run)["spelt"][part]), []).append(run)
+            of_kind.setdefault(str(_recorded(run)["spelt"][part]), []).append(run)
         rows += [[part.replace("_", " "), kind, *_counts(alike)] for kind, alike in sorted(of_kind.items())]
     reasons = [f"{why}: {count}" for why, count in _reasons(runs).items()]
     return "\n\n".join([provenance(lines), table(rows, list(HEADERS), width, 2), *reasons])
@@ -167,11 +167,11 @@ def _reasons(runs: list[Run]) -> dict[str, int]:
 
 
 def _outcome(run: Run) -> Outcome:
-    told = _told(run)
-    return Outcome(told["not_rewritten"], told["not_written"], told["wrong"])
+    found = _recorded(run)
+    return Outcome(found["not_rewritten"], found["not_written"], found["wrong"])
 
 
-def _told(run: Run) -> dict:
+def _recorded(run: Run) -> dict:
     line = run.find("check", "spelling")
     assert line is not None
     return extra(line)

@@ -31,6 +31,7 @@ LIBRARIES = ("torch", "cuda", "cudnn", "triton", "transformer_engine", "numpy", 
 Record = dict[str, Any]
 
 NOT_A_BLOCK = "not a block"             # the shape in a record of no work, such as a peak
+OF_AN_ERROR = " error"                  # behind what it is of: "branch error"
 
 
 def record(r: Result, metric: str, unit: str, values: list[float], mode: str, launch: str | None = None,
@@ -78,7 +79,7 @@ def check_records(r: Result) -> list[Record]:
     for what, (error, gate) in r.errors.items():
         if math.isfinite(error):
             worst = r.worst_parameter if what == "parameter gradient" else None
-            lines.append(record(r, f"{what} error", "relative L2", [error], "check", gate=gate, worst=worst))
+            lines.append(record(r, what + OF_AN_ERROR, "relative L2", [error], "check", gate=gate, worst=worst))
     if r.compilation:
         lines.append(record(r, "compile cold", "s", [r.compilation.cold_s], "compile"))
         if r.compilation.warm_s is not None:

@@ -65,7 +65,7 @@ def run(study: Study, options: Options) -> int:
     if own is None:
         with exclusive.alone(options.device, study.name):
             return launching.start(options.ranks, options.argv)
-    with launching.told():
+    with launching.failing_in_a_line():
         if options.device.type == "cuda":
             torch.cuda.set_device(own.local)
         step = steps.load(options.step)
@@ -121,7 +121,7 @@ def result_of(options: Options, config: BlockConfig, dtype: torch.dtype, layout:
     return Result(step.name, config, dtype_name(dtype), session.facts if session else {}, step.number, step.traits,
                   study="distributed", run=session.run if session else "",
                   matmul=step.traits.arithmetic(config, cast_to, options.device).matmul,
-                  variant={"parallel": str(layout), "layers": options.layers} | options.sharding.told)
+                  variant={"parallel": str(layout), "layers": options.layers} | options.sharding.variant)
 
 
 def run_as_rank(study: Study, options: Options, own: launching.Place, watch: Watch) -> int:
@@ -224,10 +224,10 @@ def timed_records(result: Result, stack: Stack, options: Options, watch: Watch, 
     x, dy = (proof.own_part(whole, config, layout, dist.get_rank()).to(device) for whole in batches)
     lines: list[Record] = []
     if device.type == "cuda":
-        of_it = timed.timed(stack, lambda: whole_stack(options), x, dy, options.rounds, options.seed, watch.reached)
+        times = timed.timed(stack, lambda: whole_stack(options), x, dy, options.rounds, options.seed, watch.reached)
         if session:
-            lines = tables.records_of_time(result, of_it, options.layers, layout, device)
-            lines += tables.records_of_peak(result, of_it.peak_bytes)
+            lines = tables.records_of_time(result, times, options.layers, layout, device)
+            lines += tables.records_of_peak(result, times.peak_bytes)
     lines += foreseen(result, options.foreseen) if options.foreseen else []
     if options.profile:
         watch.reached("profiling")

@@ -4,7 +4,7 @@ The bytes of a collective are those of its whole tensor: what an all-gather give
 ring of N each rank sends (N - 1) / N of them, and twice that for an all-reduce.
 """
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,7 @@ def expected(config: BlockConfig, layers: int, layout: Layout, sharding: Shardin
 
 def bytes_of_layer(config: BlockConfig, layout: Layout, sharding: Sharding, dtype: torch.dtype) -> tuple[int, int]:
     """Of its parameters when they are gathered, and of its gradients when they are reduced, padding included."""
-    padded = sum(sizes_of(config, layout)) * layout.shard
+    padded = elements_of_layer(config, layout) * layout.shard
     policy = sharding.policy(config, dtype)
     gathered_in, reduced_in = policy.param_dtype or dtype, policy.reduce_dtype or dtype
     return padded * gathered_in.itemsize, padded * reduced_in.itemsize
@@ -120,18 +120,15 @@ def _add_tensor(add: Callable[[str, int, int], None], config: BlockConfig, layer
         add(REDUCE, layers, math.prod(shape) * cast_to.itemsize)
 
 
-def sizes_of(config: BlockConfig, layout: Layout) -> Iterator[int]:
-    """How many elements of each parameter one rank has, padding included: rows are dealt out over the shards."""
-    for name, shape in parameters.shapes(config).items():
-        sizes, along = list(shape), dealt_along(name)
-        if along is not None:
-            sizes[along] //= layout.tensor
-        yield math.ceil(sizes[0] / layout.shard) * math.prod(sizes[1:])
+def elements_of_layer(config: BlockConfig, layout: Layout) -> int:
+    """How many elements of its parameters one rank has, padding included."""
+    shapes = parameters.shapes(config)
+    return sum(layout.elements_of(shape, dealt_along(name)) for name, shape in shapes.items())
 
 
 def expected_state(config: BlockConfig, layers: int, layout: Layout, dtype: torch.dtype) -> int:
     """Bytes that the first rank keeps."""
-    return layers * sum(sizes_of(config, layout)) * dtype.itemsize * COPIES
+    return layers * elements_of_layer(config, layout) * dtype.itemsize * COPIES
 
 
 def state_of(stack: nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -79,7 +79,7 @@ def process_group(device: torch.device, timeout_s: int) -> Iterator[Watch]:
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
+def failing_in_a_line() -> Iterator[None]:
     """What a rank fails by goes where the launcher finds it. Then the process ends: the others wait for it in vain."""
     hush()
     compiler.use_private_caches()

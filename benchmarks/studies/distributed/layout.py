@@ -1,10 +1,13 @@
 """How blocks are spread over ranks: the words of --parallel, the mesh they mean, and which of them can't be."""
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.block.config import BlockConfig
 from common.block.steps import Step
 
+REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"      # the dimensions of a mesh
 EXAMPLES = "fsdp, hsdp:2x2, tp:2, tp:2+sp, or fsdp:2,tp:2"
 # A plain fsdp shards over all ranks that are left, a plain hsdp:8 replicates over them.
 _DATA = re.compile(r"fsdp(?::(\d+))?|hsdp:(?:(\d+)x)?(\d+)")
@@ -24,17 +27,40 @@ class Layout:
     sequence: bool = False
 
     @property
+    def mesh(self) -> dict[str, int]:
+        """Its dimensions, from the outermost in, and how many ranks each has."""
+        return {REPLICATE: self.replicate, SHARD: self.shard, TENSOR: self.tensor}
+
+    @property
     def ranks(self) -> int:
-        return self.replicate * self.shard * self.tensor
+        return math.prod(self.mesh.values())
 
     @property
     def batches(self) -> int:
         """How many batches a step takes: one for each rank, but for those that share one."""
         return self.replicate * self.shard
 
+    @property
+    def ranks_of_a_batch(self) -> int:
+        """How many ranks share a batch, and its work."""
+        return self.ranks // self.batches
+
     def batch_of(self, rank: int) -> int:
-        """Which of them is that rank's."""
-        return rank // self.tensor
+        """Which of them is that rank's: those that share one are neighbours."""
+        return rank // self.ranks_of_a_batch
+
+    @property
+    def techniques(self) -> tuple[bool, ...]:
+        """What it does, however many ranks there are."""
+        is_split = self.ranks_of_a_batch > 1
+        return self.replicate > 1, is_split, is_split and self.batches > 1, self.sequence
+
+    def elements_of(self, shape: Sequence[int], dealt_along: int | None) -> int:
+        """How many of a parameter's elements one rank has, padding included: rows are dealt out over the shards."""
+        sizes = list(shape)
+        if dealt_along is not None:
+            sizes[dealt_along] //= self.tensor
+        return math.ceil(sizes[0] / self.shard) * math.prod(sizes[1:])
 
     def __str__(self) -> str:
         words = []

@@ -31,10 +31,11 @@ def of_stack(config: BlockConfig, layers: int, layout: Layout, sharding: Shardin
     matmul needs it. Its ranks split the compute evenly.
     """
     gathered, reduced = account.bytes_of_layer(config, layout, sharding, torch.float32)
-    gather = ring.seconds(gathered, layout.shard, layout.tensor)
-    reduce = ring.seconds(reduced, layout.shard, layout.tensor)
-    reduce += 2 * ring.seconds(reduced / layout.shard, layout.replicate, layout.shard * layout.tensor)
-    layer = ring.Layer(forward / layout.tensor, backward / layout.tensor, gather, reduce, sharding.reshard)
+    split = layout.ranks_of_a_batch
+    gather = ring.seconds(gathered, layout.shard, split)
+    reduce = ring.seconds(reduced, layout.shard, split)
+    reduce += 2 * ring.seconds(reduced / layout.shard, layout.replicate, layout.shard * split)
+    layer = ring.Layer(forward / split, backward / split, gather, reduce, sharding.reshard)
     of_tensor = Layout(tensor=layout.tensor, sequence=layout.sequence)
     waits = 0.0
     for kind, moved in account.expected(config, layers, of_tensor, sharding, torch.float32, fp8).items():

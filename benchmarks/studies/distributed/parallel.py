@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.studies.distributed.layout import Layout
+from benchmarks.studies.distributed.layout import REPLICATE, SHARD, TENSOR, Layout
 from common import parameters
 from common.block.config import DTYPES, BlockConfig, dtype_name
 from common.block.steps import Step
@@ -31,7 +31,6 @@ BY_ROWS = ("attn.qkv.weight", "attn.qkv.bias", "mlp.fc.weight", "mlp.fc.bias")  
 BY_COLUMNS = ("attn.proj.weight", "mlp.proj.weight")
 FUSED = ("attn.qkv.weight", "attn.qkv.bias")
 AUTOCAST, POLICY = "autocast", "policy"                    # who casts to 16 bits: the block itself, or FSDP
-REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"  # the mesh's dimensions
 Make = Callable[[int], nn.Module]                          # the number of a layer -> its block
 
 
@@ -45,7 +44,7 @@ class Sharding:
     divide_by: float | None = None         # gradients are; None: by the number of batches, which gives their mean
 
     @property
-    def told(self) -> dict[str, Any]:
+    def variant(self) -> dict[str, Any]:
         """Of a record's variant: who casts, and what is not as it is by default."""
         usual = Sharding()
         words: dict[str, Any] = {"precision": self.precision}
@@ -60,7 +59,7 @@ class Sharding:
         return words
 
     @classmethod
-    def of_told(cls, variant: dict[str, Any]) -> "Sharding":
+    def of_variant(cls, variant: dict[str, Any]) -> "Sharding":
         """What was told so."""
         reduced_in = variant.get("reduced in", dtype_name(cls.reduce_dtype))
         return cls(variant["precision"], "gathered" not in variant, variant.get("prefetch", cls.prefetch),
@@ -174,9 +173,8 @@ def values_of(config: BlockConfig, layer: int, seed: int, dtype: torch.dtype) ->
 
 
 def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
-    """All ranks as [replicate, shard, tensor]. Every rank must call it."""
-    sizes = (layout.replicate, layout.shard, layout.tensor)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+    """All ranks, by the dimensions of the layout. Every rank must call it."""
+    return init_device_mesh(device.type, tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh))
 
 
 def seeded(step: Step, config: BlockConfig, layout: Layout, seed: int, dtype: torch.dtype, device: torch.device,

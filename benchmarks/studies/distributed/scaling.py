@@ -58,10 +58,10 @@ def text(every: Sequence[list[Record]]) -> str:
     order = list(dict.fromkeys(_kind(run) for run in found))
     rows = []
     for run in sorted(found, key=lambda run: (order.index(_kind(run)), laid_out(run.variant["parallel"])[0])):
-        of_it, speed = lost(run), efficiency_of(run)
-        assert of_it and speed
+        loss, speed = lost(run), efficiency_of(run)
+        assert loss and speed
         rows.append([row_name(run), str(laid_out(run.variant["parallel"])[0]), ratio(speed),
-                     *(_ms(part) for part in (of_it.total, of_it.waiting, of_it.slower, of_it.rest))])
+                     *(_ms(part) for part in (loss.total, loss.waiting, loss.slower, loss.rest))])
     return markdown(rows, ["blocks", "GPUs", "efficiency [95 %]", "lost ms", "waiting for others", "slower kernels",
                            "the rest"])
 
@@ -74,6 +74,5 @@ def _ms(part: float) -> str:
 def _kind(run: Run) -> tuple[Any, ...]:
     """What two rows have in common that differ by how many GPUs there are."""
     layout = laid_out(run.variant["parallel"])[1]
-    told = {name: value for name, value in run.variant.items() if name != "parallel"}
-    sorts = layout.replicate > 1, layout.tensor > 1, layout.tensor > 1 and layout.batches > 1, layout.sequence
-    return run.step, run.lines[0]["benchmark"]["dtype"], tuple(sorted(told.items())), sorts
+    others = {name: value for name, value in run.variant.items() if name != "parallel"}
+    return run.step, run.lines[0]["benchmark"]["dtype"], tuple(sorted(others.items())), layout.techniques

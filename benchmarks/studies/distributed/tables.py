@@ -16,7 +16,7 @@ from benchmarks.studies.distributed.parallel import AUTOCAST, Sharding
 from benchmarks.studies.distributed.proof import BRANCH, GRADIENT, INPUT, LOSS, UPDATE
 from benchmarks.studies.distributed.timed import Timed
 from common.block import block_work
-from common.report.record import Record, record
+from common.report.record import OF_AN_ERROR, Record, record
 from common.report.result import Result
 from common.runtime import data_sheets, rounds
 from common.runtime.iteration import BOTH
@@ -83,26 +83,27 @@ def _account(every: Sequence[Run], width: int | None) -> str:
     for of_case in every:
         for line in of_case.lines:
             if metric(line) in (MOVED, KEPT):
-                told, counted = extra(line), values(line)[0]
-                what = told.get("kind", account.STATE)
-                rows.append([f"{row_name(of_case)}: {what}", str(told.get("calls", "")), f"{counted:,.0f}",
-                             f"{told['formula']:,}"])
+                more, counted = extra(line), values(line)[0]
+                what = more.get("kind", account.STATE)
+                rows.append([f"{row_name(of_case)}: {what}", str(more.get("calls", "")), f"{counted:,.0f}",
+                             f"{more['formula']:,}"])
     return table(rows, ["a step of one rank", "calls", "bytes", "by formula"], width) if rows else ""
 
 
-def records_of_time(result: Result, of_it: Timed, layers: int, layout: Layout, device: torch.device) -> list[Record]:
+def records_of_time(result: Result, times: Timed, layers: int, layout: Layout, device: torch.device) -> list[Record]:
     """What the table of times is made of."""
     assert result.config
     work = block_work.workload(result.config, result.traits, torch.float32, device)
     sheet = data_sheets.data_sheet(result.facts["name"])
-    flops = layers * work.flops(BOTH) / layout.tensor      # those that share a batch share its work
+    flops = layers * work.flops(BOTH) / layout.ranks_of_a_batch      # those that share a batch share its work
     peak = sheet[0].flops.get(work.matmul) if sheet else None
-    lines = [record(result, LATENCY, "ms", of_it.spread, BOTH, "eager", flops=flops, peak_flops=peak,
-                    tokens=result.config.tokens / layout.tensor, ranks_of_a_batch=layout.tensor)]
-    if of_it.alone:
-        lines.append(record(result, ALONE, "ms", of_it.alone, BOTH))
-    lines.append(record(result, EXPOSED, "ms", [of_it.exposed_ms], BOTH, communication=of_it.communication_ms,
-                        computation=of_it.computation_ms, computation_alone=of_it.computation_alone_ms))
+    lines = [record(result, LATENCY, "ms", times.spread, BOTH, "eager", flops=flops, peak_flops=peak,
+                    tokens=result.config.tokens / layout.ranks_of_a_batch,
+                    ranks_of_a_batch=layout.ranks_of_a_batch)]
+    if times.alone:
+        lines.append(record(result, ALONE, "ms", times.alone, BOTH))
+    lines.append(record(result, EXPOSED, "ms", [times.exposed_ms], BOTH, communication=times.communication_ms,
+                        computation=times.computation_ms, computation_alone=times.computation_alone_ms))
     return lines
 
 
@@ -131,13 +132,13 @@ def _times(every: Sequence[Run], width: int | None) -> str:
         timed = of_case.find(BOTH, LATENCY, "eager")
         if not timed:
             continue
-        told, samples = extra(timed), values(timed)
+        more, samples = extra(timed), values(timed)
         seconds = statistics.median(samples) / 1e3
-        share = percent(100 * told["flops"] / seconds / told["peak_flops"]) if told["peak_flops"] else NOT_AVAILABLE
+        share = percent(100 * more["flops"] / seconds / more["peak_flops"]) if more["peak_flops"] else NOT_AVAILABLE
         talked, whole = of_case.find(BOTH, EXPOSED), efficiency_of(of_case)
         assert talked
         in_kernels = (extra(talked).get(what) for what in ("computation", "computation_alone"))
-        rows.append([row_name(of_case), figures(1e3 * seconds), f"{told['tokens'] / seconds:,.0f}", share,
+        rows.append([row_name(of_case), figures(1e3 * seconds), f"{more['tokens'] / seconds:,.0f}", share,
                      ratio(whole) if whole else "n/a: whole they do not fit", figures(extra(talked)["communication"]),
                      figures(values(talked)[0]), *(figures(each) if each else NOT_AVAILABLE for each in in_kernels)])
     headers = ["forward+backward", "ms", "tokens/s a GPU", "MFU %", "efficiency [95 %]", "communication ms",
@@ -168,13 +169,13 @@ def _models(every: Sequence[Run], width: int | None) -> str:
     shares, beside = [], []
     for run in simulated:
         if layer := recorded.get((run.case["name"], run.shape)):
-            of_it = _modelled(run, *layer)
-            shares.append([*_model_row(run, of_it), f"{100 * of_it.compute / of_it.step:.1f} %"])
+            model = _modelled(run, *layer)
+            shares.append([*_model_row(run, model), f"{100 * model.compute / model.step:.1f} %"])
     for run in every:
         if layer := _layer_alone(run):
-            of_it = _modelled(run, *layer)
+            model = _modelled(run, *layer)
             took = statistics.median(run.samples(BOTH, "eager")) / 1e3
-            beside.append([*_model_row(run, of_it), figures(1e3 * took), f"{100 * (of_it.step / took - 1):+.0f}"])
+            beside.append([*_model_row(run, model), figures(1e3 * took), f"{100 * (model.step / took - 1):+.0f}"])
     headers = ["compute ms", "gather, a layer", "reduce, a layer", "waits ms", "step ms"]
     blocks = []
     if shares:
@@ -188,9 +189,9 @@ def _models(every: Sequence[Run], width: int | None) -> str:
     return "\n\n".join(blocks)
 
 
-def _model_row(run: Run, of_it: modelled.Modelled) -> list[str]:
+def _model_row(run: Run, model: modelled.Modelled) -> list[str]:
     """Which blocks they are, and the model's milliseconds."""
-    parts = of_it.compute, of_it.gather, of_it.reduce, of_it.waits, of_it.step
+    parts = model.compute, model.gather, model.reduce, model.waits, model.step
     return [row_name(run), *(figures(1e3 * part) for part in parts)]
 
 
@@ -207,7 +208,7 @@ def _modelled(run: Run, forward: float, backward: float) -> modelled.Modelled:
     """What the model says of it, from a record."""
     _, layout = laid_out(run.variant["parallel"])
     in_fp8 = run.lines[0]["benchmark"]["dtype"] == "float8"
-    sharding = Sharding.of_told(run.variant)
+    sharding = Sharding.of_variant(run.variant)
     return modelled.of_stack(run.config, run.variant["layers"], layout, sharding, forward, backward, in_fp8)
 
 
@@ -236,7 +237,7 @@ def _precision(run: Run) -> str:
 
 def _error(run: Run, what: str) -> str:
     """"6e-16 of 1e-12": the error, and its gate."""
-    line = run.find("check", f"{what} error")
+    line = run.find("check", what + OF_AN_ERROR)
     if not line:
         return NOT_AVAILABLE
     gate = extra(line)["gate"]
@@ -247,7 +248,7 @@ def _worst_parameters(every: Sequence[Run]) -> str:
     """A line for each parameter whose gradient is the furthest off in some rows."""
     where: dict[str, list[str]] = {}
     for run in every:
-        line = run.find("check", f"{GRADIENT} error")
+        line = run.find("check", GRADIENT + OF_AN_ERROR)
         if line and extra(line)["worst"]:
             where.setdefault(extra(line)["worst"], []).append(row_name(run))
     said = [f"the worst parameter gradient is of {name}: {'; '.join(rows)}" for name, rows in where.items()]
@@ -259,10 +260,10 @@ def latest_of_each_row(lines: list[Record]) -> list[Run]:
     return list({(row_name(run), run.shape): run for run in runs(lines)}.values())
 
 
-def laid_out(told: str) -> tuple[int, Layout]:
+def laid_out(words: str) -> tuple[int, Layout]:
     """(ranks, layout) of a record's words."""
-    ranks = math.prod(int(number) for number in re.findall(r"\d+", told))
-    return ranks, parsed(told, ranks)
+    ranks = math.prod(int(number) for number in re.findall(r"\d+", words))
+    return ranks, parsed(words, ranks)
 
 
 def charts(lines: list[Record]) -> Charts:
@@ -275,9 +276,9 @@ def charts(lines: list[Record]) -> Charts:
         peak = of_case.value(BOTH, FORESEEN)
         if peak:
             ranks, layout = laid_out(of_case.variant["parallel"])
-            of_it = sum(values(line)[0] for line in of_case.lines if metric(line) == MOVED)
+            moved_bytes = sum(values(line)[0] for line in of_case.lines if metric(line) == MOVED)
             words = [layout.kind, of_case.variant["precision"], *([_stack(of_case)] if len(stacks) > 1 else [])]
-            moved.setdefault(", ".join(words), []).append((ranks, of_it / 1e9))
+            moved.setdefault(", ".join(words), []).append((ranks, moved_bytes / 1e9))
             held.setdefault(", ".join(words), []).append((ranks, peak / 2**30))
     panels = {"GB in a step's collectives, a rank": moved, "GiB at once in a training step, a rank": held}
     if not any(len(points) > 1 for points in moved.values()):
@@ -289,12 +290,13 @@ def charts(lines: list[Record]) -> Charts:
 def answer(lines: list[Record]) -> str:
     """How far off the worst of it is in FP64, and how fast sharded blocks are beside those of one GPU."""
     every = latest_of_each_row(lines)
-    errors = [values(line)[0] for run in every for what in (LOSS, BRANCH, INPUT, GRADIENT)
-              if run.info["parameter_dtype"] == MEANING and (line := run.find("check", f"{what} error"))]
+    in_fp64 = [run for run in every if run.info["parameter_dtype"] == MEANING]
+    errors = [error for run in in_fp64 for what in (LOSS, BRANCH, INPUT, GRADIENT)
+              if (error := run.error(what)) is not None]
     if not errors:
         return NO_ANSWER
     said = f"in FP64 spread and whole agree to {max(errors):.0e}"
-    sharded = [run for run in every if laid_out(run.variant["parallel"])[1].tensor == 1]
+    sharded = [run for run in every if laid_out(run.variant["parallel"])[1].ranks_of_a_batch == 1]
     fast = sorted(efficiency[0] for run in sharded if (efficiency := efficiency_of(run)))
     if not fast:
         return said

@@ -43,9 +43,9 @@ class Timed:
 
 def agreed(value: Any) -> Any:
     """The first rank's, on all of them. Every rank must call it."""
-    told = [value]
-    dist.broadcast_object_list(told)
-    return told[0]
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def all_can(can: bool) -> bool:
@@ -61,9 +61,9 @@ def timed(stack: Stack, make_alone: Callable[[], Stack], x: Tensor, dy: Tensor, 
 
     `make_alone` makes the same blocks whole, on this GPU. `reached` hears of each phase.
     """
-    of_it = Timed()
+    times = Timed()
     reached("measuring memory")
-    of_it.peak_bytes = peak_bytes(stack, x, dy) if x.is_cuda else 0
+    times.peak_bytes = peak_bytes(stack, x, dy) if x.is_cuda else 0
     works = {"spread": iteration_of(stack, x, dy)}
     reached("warming up")
     run(works["spread"], WARM_UP)
@@ -76,19 +76,19 @@ def timed(stack: Stack, make_alone: Callable[[], Stack], x: Tensor, dy: Tensor, 
     expected = {name: statistics.median(clock.sample(runs[name], between[name], LOOKS)) for name in works}
     samples = rounds.interleaved(runs, clock, count, between, seed, lambda number: reached(f"round {number}"),
                                  agreed(expected))
-    of_it.spread = samples["spread"][0]
-    of_it.alone = samples["alone"][0] if "alone" in works else []
+    times.spread = samples["spread"][0]
+    times.alone = samples["alone"][0] if "alone" in works else []
     if not x.is_cuda:
-        return of_it
+        return times
     reached("profiling")
     talking, working = kernels(works["spread"])
-    of_it.communication_ms = exposed.length(talking) / 1e6 / PROFILED
-    of_it.exposed_ms = exposed.exposed(talking, working) / 1e6 / PROFILED
-    of_it.computation_ms = exposed.length(working) / 1e6 / PROFILED
+    times.communication_ms = exposed.length(talking) / 1e6 / PROFILED
+    times.exposed_ms = exposed.exposed(talking, working) / 1e6 / PROFILED
+    times.computation_ms = exposed.length(working) / 1e6 / PROFILED
     if "alone" in works:
         _, working = kernels(works["alone"])
-        of_it.computation_alone_ms = exposed.length(working) / 1e6 / PROFILED
-    return of_it
+        times.computation_alone_ms = exposed.length(working) / 1e6 / PROFILED
+    return times
 
 
 def peak_bytes(stack: nn.Module, x: Tensor, dy: Tensor) -> int:

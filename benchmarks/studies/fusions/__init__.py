@@ -110,7 +110,7 @@ def sizes(name: str, options: Options) -> list[Size]:
 def run(study: Study, options: Options) -> int:
     """Measure, and save what the compiler made where that was asked for; or tell what was saved."""
     if options.explain:
-        tell(options.told)
+        tell(options.explained)
         return EXIT["ok"]
     with (exclusive.alone(options.device, study.name),
           torch._functorch.config.patch(donated_buffer=False)):          # or no compiled backward could run twice
@@ -171,12 +171,12 @@ def add_arguments(parser: Parser) -> None:
 
 
 def refine(options: Options) -> None:
-    """Set `rows_of_x`, and `told` for --explain. Raises ValueError for flags that do not go together."""
+    """Set `rows_of_x`, and `explained` for --explain. Raises ValueError for flags that do not go together."""
     if options.explain and options.capture:
         raise ValueError("--capture and --explain: give one of them")
     if options.explain:
         try:
-            options.told = captured.explain(options.explain)
+            options.explained = captured.explain(options.explain)
         except (ValueError, OSError) as error:
             raise ValueError(f"--explain: {error}") from None
     if options.capture:

@@ -184,8 +184,7 @@ def _of_pass(case_runs: list[Run], mode: str, on_gpu: bool, best: float | None, 
 
 def _row(run: Run, mode: str, best_of_all: float | None) -> list[str]:
     kind = "output" if mode == FORWARD else "gradient"
-    errors = [values(line)[0] for line in run.lines
-              if metric(line).startswith(kind) and metric(line).endswith(" error")]
+    errors = [error for what, error in run.errors().items() if what.split()[0] == kind]      # "gradient 2"
     launch = run.best(mode)
     rate = run.value(mode, "work rate", launch)
     of_best = _percent(run, mode, best_of_all) if best_of_all else None

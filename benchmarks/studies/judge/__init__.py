@@ -91,7 +91,7 @@ def run(study: Study, chosen: Options) -> int:
     statuses.append(_judge_honest(session, chosen))
     _measure_cost(session, chosen)
     session.progress.clear()
-    tell(study.told(session.lines))
+    tell(study.report(session.lines))
     if chosen.quick:
         tell(QUICK)
     session.finish(chosen.config)
@@ -107,10 +107,10 @@ def _judge_pair(session: Session, kind: str, name: str, make: Make, chosen: Opti
     findings = {MEANING: both}
     for dtype in DTYPES:
         findings[dtype_name(dtype)] = judged(make(dtype).to(chosen.device), meaning=False)
-    for question, of_it in findings.items():
-        values = [] if of_it.times_the_bound is None else [of_it.times_the_bound]
-        session.write([record(result, f"error by {question}", "times its bound", values, "check", passed=of_it.passed,
-                              tensor=of_it.tensor)])
+    for question, finding in findings.items():
+        values = [] if finding.times_the_bound is None else [finding.times_the_bound]
+        session.write([record(result, f"error by {question}", "times its bound", values, "check", passed=finding.passed,
+                              tensor=finding.tensor)])
     return result.status
 
 

@@ -47,7 +47,7 @@ def of_processes(lines: list[Record]) -> list[list[Run]]:
     for run in runs(lines):
         if "way" in run.variant and "change" not in run.variant:
             by_process.setdefault(run.info["run"], []).append(run)
-    return [of_it for of_it in by_process.values() if any(_is_tried(run) for run in of_it)]
+    return [of_process for of_process in by_process.values() if any(_is_tried(run) for run in of_process)]
 
 
 def _is_tried(run: Run) -> bool:
@@ -58,9 +58,9 @@ def text(lines: list[Record], width: int | None = None) -> str:
     """A row for each process, mode and size: how it compares with the default, and what it chose."""
     rows, ratios = [], []
     chosen: dict[str, list[str]] = {}
-    for number, of_it in enumerate(of_processes(lines), start=1):
-        default = {(run.step, run.shape): run for run in of_it if run.variant["way"] == ONE_BY_ONE}
-        for run in of_it:
+    for number, of_process in enumerate(of_processes(lines), start=1):
+        default = {(run.step, run.shape): run for run in of_process if run.variant["way"] == ONE_BY_ONE}
+        for run in of_process:
             if not _is_tried(run):
                 continue
             row = [f"process {number}, {run.shape}, {run.variant['way']}"]

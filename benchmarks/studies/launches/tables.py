@@ -43,7 +43,7 @@ def tokens_of(run: Run) -> int:
 
 def by_key(lines: list[Record]) -> dict[Key, Run]:
     """Each case's latest run, but for those of processes of their own, which are no part of the same rounds."""
-    elsewhere = {of_it[0].info["run"] for of_it in autotuned.of_processes(lines)}
+    elsewhere = {of_process[0].info["run"] for of_process in autotuned.of_processes(lines)}
     latest: dict[Key, Run] = {}
     for run in runs(lines):
         if run.step is not None and "change" not in run.variant and run.info["run"] not in elsewhere:

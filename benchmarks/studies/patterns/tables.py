@@ -3,7 +3,7 @@ import math
 from collections.abc import Sequence
 
 from benchmarks.patterns.ways import FLEX, SDPA
-from benchmarks.records.read import Run, extra, metric, paired, runs, values, verdict
+from benchmarks.records.read import Run, extra, paired, runs, verdict
 from benchmarks.show.charts import Charts, Interval, markers_chart
 from benchmarks.show.tables import NO_ANSWER, framed
 from benchmarks.studies.patterns.subjects import FIRST_CALLS, MASK
@@ -135,7 +135,7 @@ def _kernel(run: Run) -> str:
 
 def _error(run: Run) -> str:
     """The largest of outputs and gradients."""
-    errors = [values(line)[0] for line in run.lines if metric(line).endswith(" error")]
+    errors = run.errors().values()
     return f"{max(errors):.1e}" if errors else ""
 
 

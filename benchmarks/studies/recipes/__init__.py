@@ -109,7 +109,7 @@ def run(study: Study, options: Options) -> int:
         session = open_session(study, options)
         statuses = _measured(session, options)
     session.progress.clear()
-    tell(study.told(session.lines))
+    tell(study.report(session.lines))
     draw(study, options.chart, session.lines)
     print(session.finish(options.config), file=sys.stderr)
     return exit_status([*statuses, *(entry.result.status for entry in session.entries)])
@@ -211,7 +211,7 @@ def refine(options: Options) -> None:
 
 def recorded_speed() -> str:
     """The tables of layers, blocks and the map, machine by machine, and below them what their columns mean."""
-    told: list[str] = []
+    paragraphs: list[str] = []
     words: list[str] = []
     for path in files(RESULTS, "*/recipes-*"):
         lines = read(path)
@@ -219,9 +219,9 @@ def recorded_speed() -> str:
         tables_of_it = speed.tables_of(found, WIDTH)
         shown = "\n\n".join([*tables_of_it.measured, *tables_of_it.gained, *tables_of_it.mapped])
         if shown:
-            told += [provenance(lines), f"```\n{shown}\n```", *speed.in_words(found)]
+            paragraphs += [provenance(lines), f"```\n{shown}\n```", *speed.in_words(found)]
             words += tables_of_it.words
-    return "\n\n".join([*told, *dict.fromkeys(words)]) or "Layers, blocks and the map: not recorded."
+    return "\n\n".join([*paragraphs, *dict.fromkeys(words)]) or "Layers, blocks and the map: not recorded."
 
 
 register(Study("recipes", __doc__, lambda options: [], text=tables.text, charts=tables.charts, answer=tables.answer,

@@ -53,7 +53,7 @@ def tables_of(every: Sequence[Run], width: int | None) -> Tables:
     groups = [("a layer, tokens x K x N: " + shape, alike) for shape, alike in _interleaved(timed[LAYER], size_of)]
     groups += [("a block, " + shape, alike) for shape, alike in _interleaved(timed[BLOCK], lambda run: run.shape)]
     measured = [f"{title}\n\n{_table_of(alike, width)}" for title, alike in groups]
-    gained = [f"whose gain, f+b: {title}\n\n{told}" for title, alike in groups if (told := _whose(alike, width))]
+    gained = [f"whose gain, f+b: {title}\n\n{gain}" for title, alike in groups if (gain := _whose(alike, width))]
     return Tables(measured, gained, [*_map(timed[MAP], BOTH, width), *_map(timed[SERVED], FORWARD, width)])
 
 
@@ -97,9 +97,9 @@ def _table_of(alike: Sequence[Run], width: int | None) -> str:
                            (["error", *HEADERS, "J", "GiB"], _where)):
         rows = [[run.case["name"], run.variant["by"], *cells(run, _plain(alike))] for run in alike]
         headers = ["recipe", "by", *headers]
-        told = [place for place in range(len(headers)) if place < 2 or any(row[place] for row in rows)]
-        if len(told) > 2:
-            both.append(table([only(row, told) for row in rows], only(headers, told), width, keys=2))
+        kept = [place for place in range(len(headers)) if place < 2 or any(row[place] for row in rows)]
+        if len(kept) > 2:
+            both.append(table([only(row, kept) for row in rows], only(headers, kept), width, keys=2))
     return "\n\n".join(both)
 
 
@@ -112,7 +112,7 @@ def _times(run: Run, plain: Run | None) -> list[str]:
 
 
 def _where(run: Run, plain: Run | None) -> list[str]:
-    errors = [found for what in ERRORS if (found := run.value("check", f"{what} error")) is not None]
+    errors = [found for what in ERRORS if (found := run.error(what)) is not None]
     whole = BOTH if run.best(BOTH) else FORWARD
     spent, used, memory = kinds(run, whole), joules(run, whole), run.figure(PEAK_MEMORY, whole, "eager")
     return [f"{max(errors):.1e}" if errors else "",
@@ -189,7 +189,7 @@ def _whose(alike: Sequence[Run], width: int | None) -> str:
 
 def in_words(every: Sequence[Run]) -> list[str]:
     """A sentence or two for each block: what FP8 promises there, and which recipes keep the most and the least."""
-    told = []
+    sentences = []
     blocks = [run for run in every if run.status == "ok" and run.variant["data"] == BLOCK]
     for shape, alike in _interleaved(blocks, lambda run: run.shape):
         found = [gain for gain in gains(alike) if gain.run.case["name"] not in DTYPES]
@@ -198,10 +198,10 @@ def in_words(every: Sequence[Run]) -> list[str]:
         largest = max(found, key=lambda gain: gain.promise)
         ordered = sorted(found, key=lambda gain: -gain.measured[0])
         kept = dict.fromkeys(map(_kept, (ordered[0], ordered[-1])))
-        told.append(f"{shape}: matmuls take {100 * largest.share:.0f} % of BF16's time and are up to "
-                    f"{largest.faster:.2f} times as fast in FP8, which promises {largest.promise:.2f}. "
-                    f"{'; '.join(kept)}.")
-    return told
+        sentences.append(f"{shape}: matmuls take {100 * largest.share:.0f} % of BF16's time and are up to "
+                         f"{largest.faster:.2f} times as fast in FP8, which promises {largest.promise:.2f}. "
+                         f"{'; '.join(kept)}.")
+    return sentences
 
 
 def _kept(gain: Gain) -> str:

@@ -19,7 +19,7 @@ OUTLIERS = (1e2, 1e3, 1e4, 1e5)        # how many times as large as the other co
 FP32 = "FP32"                          # the name of the training that others are held against
 EXPECTED, OVERFLOWS, LOSS = "expected error", "overflows", "loss"       # the metrics beside errors
 LAST = 20                              # steps whose mean is what a training ends at
-SIZE = 4096                            # of the square matrix that bits a value are told of
+SIZE = 4096                            # of the square matrix whose bits a value are shown
 NUMERICS = """\
 Numerics only: operands are rounded as the recipe says, and multiplied in FP32. Bits a value are those of a weight of
 4,096 x 4,096, its scales included."""
@@ -53,11 +53,6 @@ def text(lines: list[Record], width: int | None = None) -> str:
 # ---------------------------------------------------------------------------------------------------------- the errors
 
 
-def error_of(run: Run, what: str) -> float | None:
-    """Against FP64; None where it was not measured, or is not finite."""
-    return run.value("check", f"{what} error")
-
-
 def _by_recipe(looked: Sequence[Run]) -> dict[str, dict[str, Run]]:
     """Recipe -> data -> its run."""
     found: dict[str, dict[str, Run]] = {}
@@ -88,7 +83,7 @@ def _gradients(looked: Sequence[Run], width: int | None) -> str:
 def _explained(looked: Sequence[Run]) -> str:
     """How near the errors come to those that are derived."""
     shares = [error / values(line)[0] for run in looked for line in run.lines
-              if metric(line) == EXPECTED and (error := error_of(run, extra(line)["of"]))]
+              if metric(line) == EXPECTED and (error := run.error(extra(line)["of"]))]
     return f"The errors are {min(shares):.2f} to {max(shares):.2f} of {EXPLAINED}" if shares else ""
 
 
@@ -99,7 +94,7 @@ def _cell(run: Run | None, what: str) -> str:
         return run.status
     if any(metric(line) == OVERFLOWS and what in extra(line)["of"] for line in run.lines):
         return "overflows"
-    found = error_of(run, what)
+    found = run.error(what)
     return "" if found is None else f"{found:.2e}"
 
 
@@ -138,8 +133,9 @@ def _trainings(every: Sequence[Run], width: int | None) -> str:
         ends = [end for run in of_name if (end := end_of(run)) is not None]
         steps = ", ".join(dict.fromkeys(str(run.variant["steps"]) for run in of_name))
         apart = above.get(name) if name != FP32 else None
-        told = f"{statistics.fmean(apart):+.4f} [{min(apart):+.4f}, {max(apart):+.4f}]" if apart else ""
-        rows.append([name, steps, str(len(ends)), f"{statistics.fmean(ends):.4f}" if ends else NOT_AVAILABLE, told])
+        difference = f"{statistics.fmean(apart):+.4f} [{min(apart):+.4f}, {max(apart):+.4f}]" if apart else ""
+        mean = f"{statistics.fmean(ends):.4f}" if ends else NOT_AVAILABLE
+        rows.append([name, steps, str(len(ends)), mean, difference])
     if not rows:
         return ""
     least = [extra(line)["entropy"] for runs_of in trained.values() for run in runs_of
@@ -157,7 +153,7 @@ def charts(lines: list[Record]) -> Charts:
     different = {(recipe.x, recipe.weight): recipe.name for recipe in reversed(EVERY) if not recipe.history}
     panels: dict[str, dict[str, Points]] = {}
     for run in runs(lines):
-        name, times, found = run.case["name"], _times(run.variant["data"]), error_of(run, "y")
+        name, times, found = run.case["name"], _times(run.variant["data"]), run.error("y")
         if times is None or found is None or name not in different.values():       # in y it is as another one
             continue
         bits = RECIPES[name].weight.format.bits
@@ -178,7 +174,7 @@ def _times(data: str) -> float | None:
 def answer(lines: list[Record]) -> str:
     """What outliers cost by one scale and by many, and what 4 bits cost a training."""
     every = runs(lines)
-    found = {(run.case["name"], run.variant["data"]): error_of(run, "y") for run in every}
+    found = {(run.case["name"], run.variant["data"]): run.error("y") for run in every}
     largest = outliers_of(1e5)
     one, many = (found.get((name, largest)) for name in ("FP8 current", "MXFP8"))
     if one is None or many is None:

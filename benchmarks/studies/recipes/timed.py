@@ -86,15 +86,15 @@ def case(shape: Shape, recipe: Recipe, way: str, device: torch.device, data: str
         setting.say(Phase.CHECKING)
         found = layers.errors(layer, recipe, x, weight, dy)
         result.errors = {what: (of.found, RANGE[1] * of.expected) for what, of in found.items()}
-        result.matmul = of_it.matmul
+        result.matmul = work_of_layer.matmul
         parameters = dict(layer.named_parameters())
-        return LayerSubject(layer, [x], [dy], parameters, REPLAY_GATES, of_it, is_inference=recipe.is_inference)
-    of_it, dtype = workload(shape, recipe, device), layers.dtype_of(recipe)
+        return LayerSubject(layer, [x], [dy], parameters, REPLAY_GATES, work_of_layer, is_inference=recipe.is_inference)
+    work_of_layer, dtype = workload(shape, recipe, device), layers.dtype_of(recipe)
     tokens, k, n = shape
     work = {"x": f"{dtype_name(dtype)} [{tokens}, {k}]", "weight": f"{dtype_name(dtype)} [{n}, {k}]"}
     variant = {"data": data, "by": way, "size": list(shape)}
     return Case(recipe.name, prepare, parameter_dtype=dtype, variant=variant, work=work,
-                workload=of_it, that_fits=lambda total: "give a smaller one by --shapes")
+                workload=work_of_layer, that_fits=lambda total: "give a smaller one by --shapes")
 
 
 @contextlib.contextmanager

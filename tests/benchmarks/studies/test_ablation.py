@@ -237,7 +237,7 @@ def test_a_rows_share_stands_beside_it_alone_and_all_without_it():
 @unit
 def test_the_tables_are_told_from_records():
     lines = recorded(evenly())
-    text = STUDY.told(lines)
+    text = STUDY.report(lines)
     assert "forward, the ladder to step 3\n" in text and "forward+backward, the ladder to step 4\n" in text
     assert "forward: every combination, 6 rounds\n" in text
     row = next(line.split() for line in text.splitlines() if line.startswith("SDPA   "))
@@ -258,7 +258,7 @@ def test_of_each_combination_the_latest_run_that_is_ok_counts():
 def test_where_nothing_was_timed_the_tables_say_so():
     lines = made("block", {}, status="failed", reason="why", study="ablation", variant={"optimizations": []},
                  traits=Traits())
-    text = STUDY.told(lines)
+    text = STUDY.report(lines)
     assert "forward: nothing was timed" in text and "forward+backward: nothing was timed" in text
     assert text.endswith("failed: why")
     assert STUDY.charts(lines) == {}
@@ -284,7 +284,7 @@ def test_no_speed_up_is_no_chart_and_says_so(tmp_path, capsys):
     lines = recorded({combination: [10.0] * 6 for combination in ALL})
     frame.draw(STUDY, str(tmp_path / "a"), lines)
     assert "no chart: there is no speed-up of forward+backward to share out" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir()) and "nothing to share out" in STUDY.told(lines)
+    assert not list(tmp_path.iterdir()) and "nothing to share out" in STUDY.report(lines)
 
 
 def by_factors(there, **factors: float) -> list[dict]:

@@ -36,7 +36,7 @@ def part(name: str, way: str, ms: float, **more) -> list[dict]:
 
 def table_of(lines: list[dict], mode: str = FORWARD) -> list[list[str]]:
     """The cells of the table of one pass."""
-    told = STUDY.told(lines).split(f"{mode}: ms (percent of the part's limit)\n\n")[1].split("\n\n")[0]
+    told = STUDY.report(lines).split(f"{mode}: ms (percent of the part's limit)\n\n")[1].split("\n\n")[0]
     return [row.split() for row in told.splitlines()[2:]]
 
 
@@ -172,7 +172,7 @@ def test_a_part_is_a_row_of_its_ways_and_the_fastest():
     lines += part("MLP", "best known", 1.0, status="skipped", reason="no FP8")
     assert table_of(lines) == [["MLP", "4.00", "(50", "%)", "2.00", "(50", "%)", "1.00", "(50", "%)", "skipped",
                                 "4.00", "[4.00,", "4.00]", "compiled"]]
-    assert "MLP, best known: skipped: no FP8" in STUDY.told(lines)
+    assert "MLP, best known: skipped: no FP8" in STUDY.report(lines)
 
 
 @unit
@@ -192,7 +192,7 @@ def test_parts_stand_in_the_order_of_the_block():
 
 @unit
 def test_errors_and_kernels_stand_in_a_table_of_their_own():
-    told = STUDY.told(part("MLP", "naive", 4.0) + part("MLP", "tuned", 2.0)).split("error against FP64")[1]
+    told = STUDY.report(part("MLP", "naive", 4.0) + part("MLP", "tuned", 2.0)).split("error against FP64")[1]
     rows = [row.split() for row in told.splitlines() if row.startswith("MLP, ")]
     assert rows == [["MLP,", "naive", "ok", "2.0e-07", "3", "3"], ["MLP,", "tuned", "ok", "2.0e-07", "3", "3"]]
 
@@ -243,7 +243,7 @@ def test_a_study_of_the_parts(study_main, cheap_backend, tmp_path):
     assert len(rows) == 2 and all("skipped" in row for row in rows)                      # two passes; FP8 on a CPU
     assert "Transformer Engine needs a GPU" in out and (tmp_path / "parts-speed-ups.png").exists()
     lines = read(path)
-    assert STUDY.told(lines) in out
+    assert STUDY.report(lines) in out
     ways = {run.variant["way"]: run for run in runs(lines)}
     tuned = ways["tuned"]
     limits = [tuned.value(mode, "limit", "eager") for mode in MODES]

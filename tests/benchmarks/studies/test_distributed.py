@@ -503,7 +503,7 @@ def test_the_model_of_a_stack_moves_what_the_formulas_say():
 @unit
 @pytest.mark.parametrize("sharding", [USUAL, parallel.Sharding("policy", False, 3, torch.bfloat16, 2.0)])
 def test_what_fsdp_was_told_is_read_back_from_a_record(sharding):
-    assert parallel.Sharding.of_told({"parallel": "fsdp:2", "layers": 4} | sharding.told) == sharding
+    assert parallel.Sharding.of_variant({"parallel": "fsdp:2", "layers": 4} | sharding.variant) == sharding
 
 
 @unit
@@ -682,9 +682,9 @@ def test_a_port_in_use_is_a_line(study_main, monkeypatch):
 @unit
 def test_what_is_not_usual_is_told():
     sharding = parallel.Sharding(parallel.POLICY, False, 2, torch.bfloat16, 1.0)
-    assert sharding.told == {"precision": "policy", "gathered": "kept", "prefetch": 2, "reduced in": "bfloat16",
+    assert sharding.variant == {"precision": "policy", "gathered": "kept", "prefetch": 2, "reduced in": "bfloat16",
                              "divided by": 1.0}
-    assert parallel.Sharding().told == {"precision": "autocast"}
+    assert parallel.Sharding().variant == {"precision": "autocast"}
 
 
 @unit
@@ -712,7 +712,7 @@ def test_a_simulation_is_shown_as_one(study_main, tmp_path):
     status, out, _ = study_main("distributed", *words)
     assert status == 0 and "fsdp:64" in out and "nothing was sent" in out and "against one process" not in out
     assert "foreseen" in out and "times n/a" not in out
-    assert STUDY.told(read(path)) in out
+    assert STUDY.report(read(path)) in out
 
 
 @integration
@@ -725,7 +725,7 @@ def test_the_command_from_words_to_table(tmp_path):
     assert ended.returncode == 0, ended.stderr
     lines = read(path)
     assert [run.status for run in runs(lines)] == ["ok", "ok"]
-    assert STUDY.told(lines) in ended.stdout and "step 2, 2 layers, fsdp:2, float64" in ended.stdout
+    assert STUDY.report(lines) in ended.stdout and "step 2, 2 layers, fsdp:2, float64" in ended.stdout
     assert "times n/a: numerics only" in ended.stdout and "gloo:all_gather" in timeline.read_text()
     assert STUDY.answer(lines).startswith("in FP64 spread and whole agree to ")
 
@@ -816,7 +816,7 @@ def of_times(layout, **figures_of_it):
 def test_peaks_are_shown_as_they_are_foreseen_and_measured():
     result = Result("2_sdpa", PRESETS["tiny"], "float32", GPU, 2, steps.load(2).traits, study="distributed",
                     variant={"parallel": "fsdp:2", "layers": 4, "precision": "autocast"}, matmul="bfloat16")
-    shown = STUDY.told([*foreseen(result, 2**34), *tables.records_of_peak(result, 2**34 + 2**30)])
+    shown = STUDY.report([*foreseen(result, 2**34), *tables.records_of_peak(result, 2**34 + 2**30)])
     assert re.search(r"autocast +16\.0 +17\.0 +6\n", shown), shown
     result.traits = steps.load(3).traits
     assert foreseen(result, 2**34) == []
@@ -825,12 +825,12 @@ def test_peaks_are_shown_as_they_are_foreseen_and_measured():
 @unit
 def test_times_are_shown_beside_those_of_one_gpu_alone():
     of_data = of_times(Layout(shard=2), spread=[100.0] * 6, alone=[95.0] * 6, communication_ms=30.0, exposed_ms=4.0)
-    shown = STUDY.told(of_data)
+    shown = STUDY.report(of_data)
     assert "163,840" in shown and "0.95 [0.95, 0.95]" in shown and tables.TIMES in shown
     assert re.search(r"autocast +95\.0 +1\.13 +1\.13 +0\.000 +98\.4 +100 +-2\n", shown), shown
     of_tensor = of_times(Layout(tensor=2), spread=[100.0] * 6, alone=[160.0] * 6)
-    assert "81,920" in (shown := STUDY.told(of_tensor)) and "0.80 [0.80, 0.80]" in shown
-    assert "n/a: whole they do not fit" in STUDY.told(of_times(Layout(shard=2), spread=[100.0] * 6))
+    assert "81,920" in (shown := STUDY.report(of_tensor)) and "0.80 [0.80, 0.80]" in shown
+    assert "n/a: whole they do not fit" in STUDY.report(of_times(Layout(shard=2), spread=[100.0] * 6))
 
 
 @unit
@@ -905,7 +905,7 @@ def test_what_a_rank_raises_goes_where_its_launcher_finds_it(monkeypatch, tmp_pa
     monkeypatch.setattr(launching.signal, "signal", lambda *_: None)
     ended = []
     monkeypatch.setattr(launching.os, "_exit", ended.append)
-    with launching.told():
+    with launching.failing_in_a_line():
         raise ValueError("planned")
     assert ended == [1] and "ValueError: planned" in path.read_text()
     assert capsys.readouterr().err == "distributed: rank 3 failed: ValueError: planned\n"

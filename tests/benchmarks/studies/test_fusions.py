@@ -89,7 +89,7 @@ def both(forward: float, backward: float | None = None, launch="eager") -> dict:
 
 def table_of(lines: list[dict], name: str, mode: str = FORWARD) -> tuple[list[str], list[list[str]]]:
     """(headers, rows) of the printed table of an operation and a pass, cells that hold one word each."""
-    told = STUDY.told(lines).split(f"\n{name}, {mode}")[1].split("\n\n")[1]
+    told = STUDY.report(lines).split(f"\n{name}, {mode}")[1].split("\n\n")[1]
     header, _, *rows = told.splitlines()
     return header.split("  "), [row.split() for row in rows]
 
@@ -374,7 +374,7 @@ def test_columns_without_numbers_are_left_out():
     headers, rows = table_of(made("SiLU", "eager", [4, 256], both(0.5), facts=FACTS), "SiLU")
     assert "us, graph" not in headers and not any("%" in header for header in headers)
     assert any("operators" in header for header in headers) and rows[0][-1] == "3"
-    text = STUDY.told(made("SiLU", "eager", [4, 256], both(0.5), facts=FACTS))
+    text = STUDY.report(made("SiLU", "eager", [4, 256], both(0.5), facts=FACTS))
     assert "SiLU, backward" not in text and "No percentage where the tensors may stay in a cache" in text
 
 
@@ -387,9 +387,9 @@ def test_attention_is_told_in_flops_and_of_the_matmul_rate():
 
 @unit
 def test_a_median_that_is_not_known_is_marked():
-    text = STUDY.told(made("SiLU", "eager", [4, 256], both(0.5), settled=False))
+    text = STUDY.report(made("SiLU", "eager", [4, 256], both(0.5), settled=False))
     assert " 500~ " in text and "\n~ these rounds do not tell the median to 0.5 %" in text
-    assert "~" not in STUDY.told(made("SiLU", "eager", [4, 256], both(0.5)))
+    assert "~" not in STUDY.report(made("SiLU", "eager", [4, 256], both(0.5)))
 
 
 @unit
@@ -398,7 +398,7 @@ def test_what_was_skipped_is_a_line_a_reason_and_no_row():
     for name, level, reason in (("SiLU", "Triton", "no GPU"), ("SiLU", "CUDA C++", "not written"),
                                 ("SwiGLU", "Triton", "no GPU"), ("SwiGLU", "Liger", "no GPU")):
         lines += made(name, level, None, {}, facts=FACTS, status="skipped", reason=reason)
-    text = STUDY.told(lines)
+    text = STUDY.report(lines)
     assert text.endswith("\n\nskipped: no GPU: Triton of SiLU, SwiGLU; Liger of SwiGLU\n"
                          "skipped: not written: CUDA C++ of SiLU")
     assert [row[3] for row in table_of(lines, "SiLU")[1]] == ["eager"]
@@ -411,7 +411,7 @@ def test_what_failed_is_a_row_and_a_caution():
     lines += made("SiLU", "mine", [4, 256], {}, facts=FACTS, status="failed", reason="output 0 is off by 1.0e-02")
     _, rows = table_of(lines, "SiLU")
     assert rows[1][:5] == ["4", "x", "256", "mine", "failed"]
-    assert STUDY.told(lines).endswith("SiLU, 4 x 256, mine: failed: output 0 is off by 1.0e-02")
+    assert STUDY.report(lines).endswith("SiLU, 4 x 256, mine: failed: output 0 is off by 1.0e-02")
 
 
 @unit
@@ -451,13 +451,13 @@ def test_a_row_tells_its_percent_of_both_copies():
     assert " ".join(headers).split()[-5:] == ["%", "same", "%", "best", "kernels"]
     assert row[-3:-1] == ["50", "25"] and of_copy[-2] == "50"
     assert "% same: % of same-size copy. % best: % of best copy, of any size, which ran at 1.00 GB/s." in (
-        STUDY.told(lines))
+        STUDY.report(lines))
 
 
 @unit
 def test_without_percents_there_is_no_summary():
     assert tables.summary(made("SiLU", "eager", [4, 256], both(0.5), facts=FACTS)) == ""
-    assert "best copy" not in STUDY.told(made("SiLU", "eager", [4, 256], both(0.5), facts=FACTS))
+    assert "best copy" not in STUDY.report(made("SiLU", "eager", [4, 256], both(0.5), facts=FACTS))
 
 
 @unit
@@ -476,9 +476,9 @@ def test_the_recorded_summary_has_a_row_for_every_operation():
 def test_records_of_several_runs_say_which_commit_each_table_is_of():
     first = made("SiLU", "eager", [4, 256], both(0.5), facts=GPU | {"git": "1111111"})
     second = made("SwiGLU", "eager", [4, 256], both(0.5), facts=GPU | {"git": "2222222"}, run="two")
-    text = STUDY.told(first + second)
+    text = STUDY.report(first + second)
     assert f"\nSiLU, forward (commit {commits(first)})\n" in text and "\nSwiGLU, forward (commit 2222222)\n" in text
-    assert "\nSiLU, forward\n" in STUDY.told(first)
+    assert "\nSiLU, forward\n" in STUDY.report(first)
 
 
 @unit
@@ -537,7 +537,7 @@ def test_the_study_on_a_cpu(study_main, no_inductor, tmp_path):
                                   "--chart", tmp_path / "f")
     assert status == 0 and "Traceback" not in err, out
     lines = read(path)
-    assert STUDY.told(lines) in out and (tmp_path / "f-bandwidth.png").exists()
+    assert STUDY.report(lines) in out and (tmp_path / "f-bandwidth.png").exists()
     assert "us, eager" in out and "us, graph" not in out and "% of" not in out      # columns without numbers
     by_label = latest(lines)
     for level in ("eager", operations.TORCHSCRIPT, "torch.compile", COPY):

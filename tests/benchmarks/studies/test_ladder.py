@@ -84,7 +84,7 @@ def test_rows_that_cannot_run_are_there_with_their_reason():
     lines = made("0_baseline", both([8.0] * 6, [9.0] * 6))
     lines += made("4_transformer_engine", {}, status="skipped", reason="why")
     assert [row["status"] for row in rows_of(lines)] == ["ok", "skipped"]
-    assert "4_transformer_engine: skipped: why" in STUDY.told(lines)
+    assert "4_transformer_engine: skipped: why" in STUDY.report(lines)
 
 
 @unit
@@ -99,7 +99,7 @@ def test_ratios_between_processes_are_called_unpaired():
     lines = made("0_baseline", both([8.0] * 6, [8.0] * 6), run="a")
     lines += made("1_cublas", both([2.0] * 6, [2.0] * 6), run="b")
     assert rows_of(lines)[1]["x previous [95 %]"] == "4.00 (unpaired)"
-    assert "unpaired" in STUDY.told(lines).splitlines()[-1]
+    assert "unpaired" in STUDY.report(lines).splitlines()[-1]
 
 
 @unit
@@ -142,7 +142,7 @@ def test_a_claim_that_is_not_borne_out_is_said():
         if metric(line) == "launches" and line["benchmark"]["mode"] == FORWARD:
             line["metric"]["extra_info"] |= {"verdict": "unproven", "because": "57 launches, and 52 without"}
     said = "3_compile, forward: unproven: 57 launches, and 52 without"
-    assert cautions([run]) == [said] and STUDY.told(lines).endswith(f"\n{said}")
+    assert cautions([run]) == [said] and STUDY.report(lines).endswith(f"\n{said}")
     for line in lines:
         line["benchmark"]["extra_info"]["engine"] = "emulated (no GPU)"
     assert cautions([run]) == []                    # says so elsewhere
@@ -203,10 +203,10 @@ def test_where_too_few_rounds_were_profiled_the_parts_say_so():
     lines = []
     for name, ms in (("0_baseline", 8.0), ("1_cublas", 4.0)):
         lines += made(name, both([ms] * 6, []), parts={FORWARD: parts(GEMM=ms)})
-    assert "went, step to step" in STUDY.told(lines)
+    assert "went, step to step" in STUDY.report(lines)
     for line in lines:
         line["metric"]["extra_info"]["rounds"] = 1
-    assert "where the ms of forward went: n/a, it takes 5 profiled rounds" in STUDY.told(lines)
+    assert "where the ms of forward went: n/a, it takes 5 profiled rounds" in STUDY.report(lines)
 
 
 # ------------------------------------------------------------------------------------------------- charts and an answer
@@ -310,7 +310,7 @@ def test_steps_are_checked_timed_and_explained_together(main, tmp_path):
         flops = block_work.workload(PRESETS["tiny"], steps.load(0).traits, torch.float32, CPU).flops(mode)
         assert run.value(mode, "rate", "eager") * run.median(mode, "eager") == pytest.approx(1e3 * flops)
     assert by_label["1_cublas, no autocast"].status == "skipped" and "no TF32" in out
-    assert STUDY.told(lines).strip() == out.strip()
+    assert STUDY.report(lines).strip() == out.strip()
 
 
 @integration
@@ -524,7 +524,7 @@ def test_away_from_the_power_cap_power_takes_nothing():
 def test_records_without_a_sustained_limit_have_no_way_from_it():
     assert beyond(parts(GEMM=9.0)) == []
     assert beyond(parts(GEMM=9.0), limits={"burst": LIMITS["burst"]}) == []
-    told = STUDY.told(made("2_sdpa", both([10.0] * 6, []), parts={FORWARD: parts(GEMM=9.0)}, limits=LIMITS))
+    told = STUDY.report(made("2_sdpa", both([10.0] * 6, []), parts={FORWARD: parts(GEMM=9.0)}, limits=LIMITS))
     assert "from the limit to the ms of forward (+ is beyond it)" in told
 
 

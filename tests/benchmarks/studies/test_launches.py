@@ -198,12 +198,12 @@ def test_what_became_of_each_change_is_recorded_and_shown(monkeypatch):
                               say=lambda *what: None)
     session.write = session.lines.extend
     changes.measure(session, CONFIG, tuple(ways.STEPS), ways.WAYS)
-    shown = STUDY.told(session.lines)
+    shown = STUDY.report(session.lines)
     assert f"step 3, reduce-overhead: {changes.IN_PLACE}: failed: it is wrong before anything was changed; " \
            f"{changes.ELSEWHERE}: follows, the first call takes 250 x" in shown
     session.device, session.lines[:] = CPU, []
     changes.measure(session, CONFIG, tuple(ways.STEPS), ways.WAYS)
-    assert "n/a, what happens where parameters or inputs move: CUDA graphs need a GPU" in STUDY.told(session.lines)
+    assert "n/a, what happens where parameters or inputs move: CUDA graphs need a GPU" in STUDY.report(session.lines)
     session.lines[:] = []
     changes.measure(session, CONFIG, (3,), (ways.ONE_BY_ONE, ways.NO_GRAPHS))
     assert not session.lines                                                # none that has graphs was asked for
@@ -262,7 +262,7 @@ def test_on_a_cpu_it_tells_the_hosts_share_and_what_is_missing(study_main, cheap
     assert status == 0 and "the host's share" in out and "step 2, 16 tokens" in out, out
     assert "CUDA graphs need a GPU" in out and "within" not in out
     lines = read(path)
-    assert STUDY.told(lines) in out
+    assert STUDY.report(lines) in out
     assert [tables.tokens_of(run) for run in runs(lines) if run.step == 2 and run.best(BOTH)] == [16, 32]
     timed = [run for run in runs(lines) if run.step == 2 and run.best(BOTH)]
     assert all(run.value(mode, counting.OF_ONE_TOKEN, "eager") > 0 for run in timed for mode in MODES)
@@ -326,7 +326,7 @@ def test_each_process_measures_it_beside_the_default(monkeypatch):
     assert len(asked) == 3 and asked[0] == [
         "launches", "--seed", "3", "--chart", "x", "--tokens", "128,2048", "--steps", "3", "--ways",
         "one by one,max-autotune-no-cudagraphs,max-autotune", "--processes", "1", "--chart", ""]
-    assert "process 2 ended with -9" in STUDY.told(lines)
+    assert "process 2 ended with -9" in STUDY.report(lines)
     assert autotuned._died(options, 0, row(16, ways.NO_GRAPHS, 4.0, 3), 1) == []
 
 
@@ -339,7 +339,7 @@ def test_processes_are_shown_apart_and_paired_within(monkeypatch):
                   *row(16, ways.NO_GRAPHS, ms, 3, run=f"own {number}")]
     monkeypatch.setattr(autotuned, "_templates", lambda run: run.info["run"][-1])
     assert tables.by_key(lines)[3, ways.ONE_BY_ONE, 16].median(BOTH, "eager") == 8.0
-    assert "no way is faster" not in (shown := STUDY.told(lines))
+    assert "no way is faster" not in (shown := STUDY.report(lines))
     assert "process 2, B1 S16" in shown and "2.50 [2.50, 2.50]" in shown
     assert "max-autotune-no-cudagraphs, forward+backward: 2.00 to 2.50 times as fast as the default" in shown
     assert "the processes chose differently, matmuls in Triton: 0, 1 at B1 S16 E32" in shown
@@ -383,7 +383,7 @@ def test_predicted_beside_measured():
     assert tables.predicted_crossover(of_all, 4, BOTH) == 64
     assert tables.crossover(of_all, 4, BOTH) == 1024
     assert tables.best_at(of_all, 4, 16, BOTH)[0] == ways.CALLABLES
-    shown = STUDY.told(lines)
+    shown = STUDY.report(lines)
     assert "within 10 % on 6 of 8 points" in shown                          # 9 against 8 is off by an eighth
     assert f"{ways.CALLABLES} is 8.00 [8.00, 8.00] times as fast as one by one" in shown
     assert "step 4, forward+backward: a graph buys more than 5 % below 1024 tokens" in shown
@@ -396,7 +396,7 @@ def test_what_is_copied_is_told_as_a_share_of_a_call():
     lines = [*row(64, ways.ONE_BY_ONE, (8.0, 8.0), 3, host=1.0, kernels=8.0),
              *row(64, ways.REDUCE_OVERHEAD, 10.0, 3, graphs=1, copy_ms=0.9)]
     assert tables.copied(tables.by_key(lines), 64) == pytest.approx(0.04)
-    assert "64 tokens: to copy its input takes 4.0 % of a call by reduce-overhead" in STUDY.told(lines)
+    assert "64 tokens: to copy its input takes 4.0 % of a call by reduce-overhead" in STUDY.report(lines)
     assert tables.copied(tables.by_key(lines[:1]), 64) is None
 
 
@@ -413,7 +413,7 @@ def test_what_another_process_timed_is_not_compared():
 def test_a_graph_that_was_skipped_shows():
     lines = [*row(16, ways.ONE_BY_ONE, (8.0, 2.0), 3), *row(16, ways.REDUCE_OVERHEAD, 7.0, 3, graphs=0),
              *row(64, ways.REDUCE_OVERHEAD, 7.0, 3, graphs=1)]
-    shown = STUDY.told(lines).splitlines()
+    shown = STUDY.report(lines).splitlines()
     assert sum("0: skipped" in line for line in shown) == 2                 # one a pass
     assert "n/a, step 3, reduce-overhead: no graph: a device is missing" in shown
     assert STUDY.answer(lines) == "see the tables"

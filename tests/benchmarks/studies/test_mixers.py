@@ -31,7 +31,7 @@ def test_each_form_is_timed_beside_attention(study_main, tmp_path):
     lines = read(path)
     assert {(run.case["name"], run.variant["way"]) for run in runs(lines)} == {
         (ATTENTION, "SDPA"), *(("SSD", way) for way in ("a loop", "at once", "chunks", "chunks, compiled"))}
-    assert STUDY.told(lines) in out and "S 64\n" in out
+    assert STUDY.report(lines) in out and "S 64\n" in out
     rows = re.findall(r"^SSD +(a loop|at once|chunks(?:, compiled)?) +\d\.\de-0\d +\d", out, re.MULTILINE)
     assert rows == 2 * ["a loop", "at once", "chunks", "chunks, compiled"]
     assert re.search(r"^SSD +a loop +\d\.\d\d +\d\.\d\d +(never|16|64)$", out, re.MULTILINE), out

@@ -191,7 +191,7 @@ def test_it_measures_tells_and_draws(study_main, tmp_path, no_compiler):
 
 @integration
 def test_a_wrong_way_is_a_failed_row(study_main, monkeypatch, no_compiler):
-    monkeypatch.setattr("benchmarks.patterns.checking.OF_GRADIENTS", 0)
+    monkeypatch.setattr("benchmarks.patterns.checking.gates_of", lambda shape: (1e-5, 0.0))
     status, out, _ = study_main("patterns", "--pattern", "prefix", "--lengths", "64", "--rounds", "6")
     assert status == 1 and "failed: the gradient of q is off by" in out
 

@@ -151,7 +151,7 @@ def test_fp8_is_compared_with_step_4_and_the_rest_with_step_3():
                          ("te.TransformerLayer", 2.2), ("torchao float8", 3.0)):
             lines += recorded(name, ms, 2 * ms, parameter_dtype=dtype)
     told = {}
-    for row in STUDY.told(lines).splitlines():
+    for row in STUDY.report(lines).splitlines():
         if "[" in row and "]" in row:
             told[row.split("  ")[0]] = row.split()[-5:-1]
     assert told["GPT2Block"] == ["3:", "1.500", "[1.500,", "1.500]"]
@@ -167,7 +167,7 @@ def test_fp8_is_compared_with_step_4_and_the_rest_with_step_3():
 
 def test_what_is_as_fast_as_ours_says_whether_that_is_sure():
     lines = recorded("3_compile", 1.0, 1.0) + recorded("GPT2Block", 1.0, 1.2)
-    forward, both_passes = STUDY.told(lines).split("forward+backward, parameters")
+    forward, both_passes = STUDY.report(lines).split("forward+backward, parameters")
     assert "3: 1.000 [1.000, 1.000] SAME" in forward and re.search(r"3: 1.200 \[1.200, 1.200\] +1.200\n", both_passes)
 
 
@@ -179,7 +179,7 @@ def test_the_best_launch_each_and_both_launched_one_by_one_stand_side_by_side():
                                                                                        ("graph", graph))}
         variant = {} if name.startswith("4") else {"recipe": "rowwise", "compiled": True}
         lines += made(name, ms, study="peers", matmul="float8", variant=variant)
-    text = STUDY.told(lines)
+    text = STUDY.report(lines)
     assert "step: best launch each [95 %]    eager" in text
     assert re.search(r"torchao float8, rowwise, compiled .*4: 1.500 \[1.500, 1.500\] +0.500\n", text)
     assert '"eager": both launched one by one' in text
@@ -203,9 +203,9 @@ def test_eager_losses_are_said_in_a_line_each(tmp_path):
 
 def test_columns_that_say_nothing_are_left_out():
     lines = recorded("3_compile", 1.0, 1.0) + recorded("GPT2Block", 1.0, 1.2)
-    assert "  status" not in STUDY.told(lines) and "  J " not in STUDY.told(lines)
+    assert "  status" not in STUDY.report(lines) and "  J " not in STUDY.report(lines)
     lines += made("torchao float8", {}, study="peers", status="skipped", reason="torchao is not installed")
-    assert "  status" in STUDY.told(lines)
+    assert "  status" in STUDY.report(lines)
 
 
 @pytest.mark.parametrize("amp_dtype", [torch.bfloat16, torch.float16])
@@ -225,7 +225,7 @@ def test_there_is_a_table_for_each_dtype_and_each_transformer_engine():
     lines = recorded("3_compile", 1.0, 1.0) + recorded("3_compile", 1.0, 1.0, parameter_dtype="bfloat16")
     for line in lines[len(lines) // 2:]:
         line["dependencies"]["transformer_engine"] = {"version": "2.9.0"}
-    text = STUDY.told(lines)
+    text = STUDY.report(lines)
     assert "\nforward, parameters in float32\n" in text
     assert "\nforward, parameters in bfloat16, Transformer Engine 2.9.0\n" in text
 
@@ -260,7 +260,7 @@ def test_the_answer_is_the_peer_that_comes_nearest():
 
 
 def test_published_figures_stand_beside_as_published():
-    text = STUDY.told(made("3_compile", both([1.0] * 6, [2.0] * 6)))
+    text = STUDY.report(made("3_compile", both([1.0] * 6, [2.0] * 6)))
     assert "as published by others, not measured here" in text and "28.6 ms" in text and "quickstart.ipynb" in text
 
 
@@ -270,14 +270,14 @@ def test_versions_of_other_libraries_are_said_where_records_hold_them():
     lines = ours + recorded("GPT2Block", 1.0, 2.0, engine="transformers 5.17.0")
     lines += recorded("GPT2Block", 1.0, 2.0, engine="transformers 5.17.0", variant={"compiled": True})
     lines += recorded("torchao float8", 1.0, 2.0, engine="torchao 0.18.0")
-    assert "\nWith transformers 5.17.0, torchao 0.18.0.\n" in STUDY.told(lines) and "With" not in STUDY.told(ours)
+    assert "\nWith transformers 5.17.0, torchao 0.18.0.\n" in STUDY.report(lines) and "With" not in STUDY.report(ours)
 
 
 def test_a_pass_that_an_interrupted_run_did_not_reach_says_so():
     lines = []
     for name in ("3_compile", "GPT2Block"):
         lines += made(name, {(FORWARD, "eager"): [1.0] * 6}, study="peers")
-    forward, both_passes = STUDY.told(lines).split("forward+backward, parameters")
+    forward, both_passes = STUDY.report(lines).split("forward+backward, parameters")
     assert "not timed" not in forward and both_passes.count("ok, not timed") == 2
 
 

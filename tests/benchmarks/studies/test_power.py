@@ -122,7 +122,7 @@ def test_the_study_on_a_cpu_says_that_nothing_is_known_of_power(study_main, chea
     status, out, _ = study_main("power", "--rounds", 6, "--json", tmp_path / "power.jsonl")
     assert status == 0 and out.count("not known") == 4 and "matmul, float32, zeros" in out
     lines = read(tmp_path / "power.jsonl")
-    assert STUDY.told(lines) in out
+    assert STUDY.report(lines) in out
     timed = {(run.case["name"], run.variant["in"], run.variant["data"]): run for run in runs(lines)}
     alone = timed["matmul", "float32", "random"]
     of_rate = alone.value(FORWARD, "rate", "eager") * alone.median(FORWARD, "eager") / 1e3
@@ -172,7 +172,7 @@ def test_without_a_cap_power_decides_nothing(state, said):
 @unit
 def test_a_row_tells_watts_clocks_and_joules_by_the_work():
     lines = row(power.ALONE, "float16", "random", 10.0, 7.0)
-    told = STUDY.told(lines).splitlines()
+    told = STUDY.report(lines).splitlines()
     (table_row,) = [line.split() for line in told if line.startswith("matmul, float16, random ")]
     assert table_row[3:] == ["ok", "10.00", "0.100", "1", "1400", "yes", "7.00", "3.50", "2.0e-07"]
     (run,) = runs(lines)

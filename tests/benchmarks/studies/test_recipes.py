@@ -37,7 +37,7 @@ def test_every_recipe_is_looked_at_and_trained_by(study_main, tmp_path, monkeypa
     status, out, _ = study_main("recipes", *SHORT, "--json", str(path), "--chart", str(tmp_path / "chart"))
     assert status == 0, out
     lines = read(path)
-    assert STUDY.told(lines) in out and (tmp_path / "chart-outliers.png").exists()
+    assert STUDY.report(lines) in out and (tmp_path / "chart-outliers.png").exists()
     for recipe in RECIPES.values():
         rows = re.findall(rf"^{re.escape(recipe.name)}  .*$", out, re.MULTILINE)
         assert len(rows) == (1 if recipe.is_inference else 3), rows
@@ -215,7 +215,7 @@ def test_whose_gain_it_is_adds_up():
     in_fp8 = {split.MATMULS: 4.0, split.REST: 1.0, split.CASTS: 1.5, split.SCALES: 0.5}
     lines = [*timed_rows("BF16", 10.0, {split.MATMULS: 8.0, split.REST: 1.5, split.CASTS: 0.5}),
              *timed_rows("FP8 current", 8.0, in_fp8)]
-    shown = STUDY.told(lines)
+    shown = STUDY.report(lines)
     row = next(line for line in shown.splitlines() if line.startswith("FP8 current") and "%" in line)
     assert row.split()[3:9] == ["80", "%", "2.00", "1.67", "1.25", "[1.25,"], row
     assert row.split()[-3:] == ["+1.50", "-0.500", "+1.00"]
@@ -315,7 +315,7 @@ def test_a_training_is_told_by_its_last_steps_and_beside_fp32_of_its_seed():
     lines = [*trainings(tables.FP32, 9.0, *[1.0] * steps), *trainings("MXFP8", 9.0, *[1.5] * steps),
              *trainings(tables.FP32, 9.0, *[2.0] * steps, seed=1), *trainings("MXFP8", 9.0, *[2.1] * steps, seed=1),
              *trainings("MXFP8", 9.0, *[7.0] * steps, seed=2)]
-    shown = STUDY.told(lines)
+    shown = STUDY.report(lines)
     assert re.search(r"^FP32 +21 +2 +1\.5000 *$", shown, re.MULTILINE), shown
     assert re.search(r"^MXFP8 +21 +3 +3\.5333 +\+0\.3000 \[\+0\.1000, \+0\.5000\]$", shown, re.MULTILINE), shown
     assert "The least that is possible is 0.5000." in shown

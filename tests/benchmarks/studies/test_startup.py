@@ -174,14 +174,14 @@ def test_what_a_call_takes_is_checked_and_timed(uncompiled, studies_in_seconds):
     session.measure(running.group(CONFIG, 2))
     assert [entry.result.status for entry in session.entries] == ["ok"] * 3, session.entries
     assert all(len(entry.result.errors) == 3 for entry in session.entries)
-    shown = STUDY.told(session.lines)
+    shown = STUDY.report(session.lines)
     assert "compiled, 2 by layer" in shown and "x whole" in shown and ", by graph" not in shown
     as_graphs = copy.deepcopy([line for line in session.lines if metric(line) == "latency"])
     for line in as_graphs:
         case(line)["launch"] = "graph"
         ms = 2.0 if case(line)["variant"]["form"] == WHOLE else 1.0
         line["metric"]["benchmark_values"] = [ms] * len(values(line))
-    rows = STUDY.told(session.lines + as_graphs).splitlines()
+    rows = STUDY.report(session.lines + as_graphs).splitlines()
     by_host, by_graph = [row for row in rows if row.startswith("compiled, 2 by layer")]
     assert by_graph.count("2.00 [2.00, 2.00]") == 2        # each is held against the same launch of the other
     assert "2.00 [2.00, 2.00]" not in by_host

@@ -141,7 +141,7 @@ def test_a_studys_cases_come_in_groups(name):
 @pytest.mark.parametrize("name", [name for name in TIMED if name != "power"])      # of a CPU it has no joules to draw
 def test_a_study_tells_and_draws_from_records_alone(name):
     study, lines = studies.load(name), cpu_records(name)
-    told = study.told(lines, 120)
+    told = study.report(lines, 120)
     assert told.startswith(provenance(lines)) and "\n\n" in told
     drawn = study.charts(lines)
     assert isinstance(drawn, Mapping) and drawn
@@ -164,9 +164,9 @@ def test_a_study_answers_from_its_first_recorded_run_in_one_line(name):
 def test_a_study_of_one_table_needs_columns_and_cases_alone():
     study = a_study()
     assert study.question == "What is it?"
-    assert study.told(LINES) == tables.text(study.columns, LINES)
+    assert study.report(LINES) == tables.text(study.columns, LINES)
     assert study.charts(LINES) == {} and study.answer(LINES) == "see the tables"
-    assert a_study(text=lambda lines, width: f"{len(lines)} {width}").told(LINES, 80) == f"{len(LINES)} 80"
+    assert a_study(text=lambda lines, width: f"{len(lines)} {width}").report(LINES, 80) == f"{len(LINES)} 80"
 
 
 # ------------------------------------------------------------------------------------------------------- how it is run
