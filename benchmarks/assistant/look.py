@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from benchmarks.assistant.program import Program, read
+from benchmarks.assistant.repeating import graphs_named
 from benchmarks.assistant.sections import Said, Section, Shown, Table
 from benchmarks.assistant.spending import Spending, spending
 from benchmarks.assistant.task import Task
@@ -123,7 +124,8 @@ def look_at(name: str, task: Task, session: Session, techniques: Sequence[Techni
     mode = FORWARD if inference or not subject.has(BOTH) else BOTH
     program.is_inference = mode == FORWARD
     session.say(Phase.PROFILING)
-    spent = spending(task.model, program, subject.iteration(mode), session.device)
+    with graphs_named(task.model):
+        spent = spending(task.model, program, subject.iteration(mode), session.device)
     looked = Looked(name, program, mode, spent)
     for technique in techniques:
         try:

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from benchmarks.assistant.repeating import refuse_growing
 from benchmarks.measure.calls import Inputs, named_buffers, named_parameters, outputs_of
 from benchmarks.measure.keeping import kept
 from benchmarks.measure.observing import Loss, Work, same_values
+from benchmarks.measure.state import State
 from common.block.config import dtype_name
 from common.outcome import Failed, UserError, in_a_line, is_out_of_memory
 
@@ -84,18 +86,21 @@ class Task:
         shapes = []
         with kept(self.model), torch.no_grad():
             for _ in range(2):
-                given = inputs.copies()
+                given, state = inputs.copies(), State(self.model)
                 try:
                     outputs = outputs_of(given.call(self.model))
                 except Failed as error:
                     raise UserError(str(error)) from None
                 shapes.append({name: tuple(t.shape) for name, t in outputs.items()})
                 _refuse_changed(inputs, given)
+            leaves_state = state.has_changed()                 # the second call does: the first may fill a cache
         for name in {**shapes[0], **shapes[1]}:
             first, second = (shape.get(name) for shape in shapes)
             if first != second:
                 raise UserError(f"the {name} is of shape {first}, and of {second} in the next call: no two can be "
                                 "compared")
+        if leaves_state:
+            refuse_growing(self.model, inputs)
 
     def as_it_can_run(self) -> "Task":
         """The same, with constant inputs where the model runs on such alone: it may set requires_grad itself."""

@@ -103,6 +103,17 @@ class Inputs:
                                             (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
+    def rolled(self) -> "Inputs":
+        """Others of the same kind: each tensor is rolled by one along its last dimension, but for masks."""
+        tensors = list(self.named().values())
+        masks = [t for t, is_mask in zip(tensors, floating_masks(tensors), strict=True) if is_mask]
+
+        def rolled(t: Tensor) -> Tensor:
+            is_mask = t.dtype == torch.bool or any(t is mask for mask in masks)
+            return t if is_mask or not t.ndim else t.roll(1, -1)
+        args, kwargs = pytree.tree_map_only(Tensor, rolled, (self.args, dict(self.kwargs)))
+        return replace(self, args=args, kwargs=kwargs)
+
     def call(self, module: Callable) -> Any:
         """module(*args, **kwargs)."""
         return module(*self.args, **self.kwargs)

@@ -18,7 +18,8 @@ from benchmarks.measure.checks import Check
 from benchmarks.measure.keeping import kept
 from benchmarks.measure.names import Kind, Named
 from benchmarks.measure.observing import Work, backward, distance, norm
-from benchmarks.measure.state import Start
+from benchmarks.measure.referee import fresh
+from benchmarks.measure.state import Start, State
 from common.phases import Phase
 
 DRAWS, WITH_BACKWARD = 32, 12              # of each callable: forwards alone, and forwards with their backwards
@@ -31,6 +32,7 @@ MORE_OFTEN, FEW = 2, 0.02                  # than the reference's may draws coin
 _OUTPUT = Named(Kind.OUTPUT, "output with dropout")
 _GRADIENTS = Named(Kind.PARAMETER_GRADIENT, "gradients with dropout")
 _SAME = 1e-3                               # of an output's norm: atomics of a GPU, in 16 bits
+EXPLAINED = 10                             # times what a GPU's sums in no fixed order explain, two calls are apart
 _THEIRS, _OURS = 1000, 500_000             # where the seeds of candidate and reference begin
 
 
@@ -49,7 +51,7 @@ def _apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 
 def draws(call: Callable, work: Work) -> bool:
     """Whether another seed gives other outputs."""
-    start = Start(call)
+    start = work.start_of(call)
     first = _outputs(call, start, work, 0)
     other, again = (_apart(first, _outputs(call, start, work, seed)) for seed in (1, 0))
     start.begin(0)
@@ -58,17 +60,39 @@ def draws(call: Callable, work: Work) -> bool:
 
 def same_twice(call: Callable, work: Work) -> bool:
     """Whether the same seed gives the same outputs again."""
-    start = Start(call)
+    start = work.start_of(call)
     apart = _apart(_outputs(call, start, work, 0), _outputs(call, start, work, 0))
     start.begin(0)
     return apart <= _SAME
 
 
+def keeps_state(call: Callable, work: Work) -> bool:
+    """Whether a call depends on what one on other inputs left behind in attributes, lists or dicts."""
+    start, buffers_alone = Start(call, whole=True), Start(call)
+    _outputs(call, buffers_alone, work, 0)                 # here are made what is made once
+    state = State(call)
+    _outputs(call, buffers_alone, work, 0)
+    depends = state.has_changed() and _depends_on(start, buffers_alone, call, work)
+    start.begin(0)
+    return depends
+
+
+def _depends_on(start: Start, buffers_alone: Start, call: Callable, work: Work) -> bool:
+    """Whether other inputs give something else behind a call on the usual ones than as a first call."""
+    other = replace(work, inputs=next(fresh(work.inputs, 1), work.inputs))
+    first, again = (_outputs(call, start, other, 0) for _ in range(2))
+    _outputs(call, start, work, 0)
+    behind = _outputs(call, buffers_alone, other, 0)
+    if [t.shape for t in first] != [t.shape for t in behind]:
+        return True
+    return _apart(first, behind) > EXPLAINED * _apart(first, again)
+
+
 def depends_on_earlier_calls(call: Callable, work: Work) -> bool:
     """Whether a second call on the same inputs gives other outputs, as buffers have changed."""
-    start = Start(call)
+    start = work.start_of(call)
     first = _outputs(call, start, work, 0)
-    apart = _apart(first, _outputs(call, Start(call), work, 0))
+    apart = _apart(first, _outputs(call, work.start_of(call), work, 0))
     start.begin(0)
     return apart > max(1e-6, 3 * _apart(first, _outputs(call, start, work, 0)))
 
@@ -88,7 +112,7 @@ class Side:
         return self.drawn[key]
 
     def _draw(self, work: Work, first_seed: int, with_backward: bool) -> list[Tensor]:
-        start = Start(self.call)
+        start = work.start_of(self.call)
         rows: list[list[Tensor]] = []
         for number in range(WITH_BACKWARD if with_backward else DRAWS):
             seed = first_seed + number

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure.calls import held_by, in_dtype, uncompiled
-from benchmarks.measure.state import generators_of
+from benchmarks.measure.state import State
 
 
 def deep_copy(call: Callable, dtype: torch.dtype | None = None) -> Callable:
@@ -67,7 +67,7 @@ class _Copies:
         """Functions that were set on it, as a `forward` of its own, refer to the copy too."""
         if id(module) in self.memo:                      # inside one that was copied
             return self.memo[id(module)]
-        for generator in generators_of(module):          # torch's own can't be copied
+        for generator in State(module).generators:          # torch's own can't be copied
             if isinstance(generator, torch.Generator):
                 self.memo.setdefault(id(generator), torch.Generator(generator.device).set_state(generator.get_state()))
         copied = converted(copy.deepcopy(module, self.memo), self.dtype)

@@ -81,7 +81,7 @@ def _forward(plain: Callable, work: Work) -> tuple[float, int, int]:
             wider = 8 / t.dtype.to_real().itemsize if takes_gradient(t) else 1
             kept[storage.data_ptr()] = int(storage.nbytes() * wider)
         return t.detach()                                # a result that is saved would hold the graph, which holds it
-    start = Start(plain)
+    start = work.start_of(plain)
     seconds = []
     for _ in range(2):                                   # the first has what is done once
         kept.clear()
@@ -108,7 +108,7 @@ def _wait(work: Work) -> None:
 
 def _in_time(copy: Callable, work: Work, dtype: torch.dtype, most: int) -> int:
     """The largest power of two, or `most`, of samples whose look takes no longer than is allowed; at least one."""
-    start, count, fits = Start(copy), 1, 1
+    start, count, fits = work.start_of(copy), 1, 1
     while fits < most:
         try:
             seconds = min(_seconds(copy, start, work, dtype, count) for _ in range(2 if count == 1 else 1))
@@ -136,7 +136,7 @@ def _seconds(copy: Callable, start: Start, work: Work, dtype: torch.dtype, sampl
 
 def stand_alone(call: Callable, work: Work, samples: int, draws: bool) -> bool:
     """Whether the first and the last so many samples give by themselves what they give among all."""
-    total, start = samples_of(work.inputs), Start(call)
+    total, start = samples_of(work.inputs), work.start_of(call)
     found = []
     with torch.no_grad(), without_dropout(call, functions=draws), uncompiled_meanwhile(call):
         try:

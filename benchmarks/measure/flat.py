@@ -7,7 +7,6 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.measure.calls import Inputs, outputs_of
 from benchmarks.measure.observing import Loss, Work
-from benchmarks.measure.state import Start
 
 
 class Flat:
@@ -33,7 +32,7 @@ class Flat:
 
 def flat_of(module: Callable, work: Work) -> tuple[Flat, dict[str, Tensor]]:
     """(the call on tensors alone, the outputs of one call by name, in which gradients were recorded)."""
-    inputs, start = work.inputs.as_trained(), Start(module)
+    inputs, start = work.inputs.as_trained(), work.start_of(module)
     with torch.set_grad_enabled(not work.forward_only):
         returned = inputs.call(module)
         outputs = outputs_of(work.loss(returned) if work.loss else returned)

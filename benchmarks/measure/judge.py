@@ -63,6 +63,8 @@ from common.phases import Phase
 from common.runtime import machine
 
 FRESH = 2                                  # inputs that a candidate had not seen
+DEPENDS_ON_STATE = "a call depends on what earlier ones left in attributes: each is the second from the same state"
+
 
 
 def check_numerics(numerics: str | None) -> None:
@@ -94,6 +96,7 @@ class Judge:
         """All checks. Whatever the candidate raises passes, but for a Failed: that is a check that failed."""
         hint = ""
         before = Globals()
+        self.truth.begin()
         with kept(self.candidate, self.truth.plain):
             try:
                 with (parameters_kept(self.candidate, self.truth.work.inputs),
@@ -113,6 +116,8 @@ class Judge:
                 changed = before.changed()
         if changed:
             self._wrong(THE_CALL, f"{changed}, for everybody in this process")
+        if self.truth.work.whole_state:
+            self.notes.append(DEPENDS_ON_STATE)
         if self.truth.is_few:
             self.notes.append(f"{self.truth.in_short}: {self.truth.why_few}; the whole batch is held "
                               f"against the reference in {dtype_name(self.truth.dtype)}")
@@ -226,7 +231,8 @@ class Judge:
         pairs = [(their, parameters[our]) for their, our in self.partners.items()
                  if parameters[our].shape == self.parameters[their].shape]
         buffers = self._buffers_that_change()
-        draws = truth.has_dropout or truth.draws or not truth.same_twice or self._has_state_of_its_own(len(buffers))
+        no_values = truth.has_dropout or truth.draws or truth.work.whole_state or not truth.same_twice
+        draws = no_values or self._has_state_of_its_own(len(buffers))
         gate = self.gate or 0.0
         allowed_of_gradients = max(self.allowed_between, TIMES_OF_A_GRADIENT * gate)
         return Referee(flat, pairs, max(self.allowed_between, gate), allowed_of_gradients, draws, buffers, self.checks)

@@ -32,6 +32,7 @@ class Work:
     cotangents: int = 3
     seed: int = 0
     forward_only: bool = False             # it will never train: no gradient is recorded, and none compared
+    whole_state: bool = False              # a call depends on what earlier ones left in attributes, lists or dicts
 
     def __post_init__(self) -> None:
         if self.cotangents < 1:
@@ -40,6 +41,10 @@ class Work:
     def first(self, samples: int) -> "Work":
         """The same on the first so many samples. A loss is made for all of them: outputs get cotangents instead."""
         return replace(self, inputs=self.inputs.first(samples), loss=None)
+
+    def start_of(self, call: Callable) -> Start:
+        """The state of a callable now, from which each run begins."""
+        return Start(call, self.whole_state)
 
 
 @dataclass
@@ -75,9 +80,10 @@ def observe(call: Callable, work: Work, dtype: torch.dtype | None = None, overwr
     turns functions of dropout off: torch leaves its fast paths under any such mode. Buffers and gradients change:
     `keeping.kept` puts them back.
     """
-    start, seen = Start(call), Observation({})
+    start, seen = work.start_of(call), Observation({})
     for number in range(1 if work.loss else work.cotangents):
         start.begin(work.seed)
+        _call_before(call, work, dtype)
         with torch.set_grad_enabled(not work.forward_only), without_dropout(call), exact_attention(dtype):
             inputs = work.inputs.copies(dtype)
             returned = inputs.call(call)
@@ -98,11 +104,19 @@ def observe(call: Callable, work: Work, dtype: torch.dtype | None = None, overwr
         del inputs, returned, outputs, loss                            # before the next run fills the memory anew
     if alone:
         start.begin(work.seed)
+        _call_before(call, work, dtype)
         with torch.no_grad(), without_dropout(call, functions=draws), exact_attention(dtype):
             own = *start.parameters.values(), *start.buffers.values()
             _look_without_gradients(call, work, dtype, seen, overwrites_output, own)
     start.begin(work.seed)
     return seen
+
+
+def _call_before(call: Callable, work: Work, dtype: torch.dtype | None) -> None:
+    """Where calls depend on earlier ones: one on other inputs. What carries no state then gives something else."""
+    if work.whole_state:
+        with torch.no_grad(), without_dropout(call), exact_attention(dtype):
+            work.inputs.rolled().copies(dtype).call(call)
 
 
 def exact_attention(dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
@@ -261,7 +275,7 @@ def rounding_in(call: Callable, work: Work) -> torch.dtype | None:
     Compiled code is looked at as it was before.
     """
     inputs, seen = work.inputs.copies(torch.float64), _Rounding()
-    start = Start(call)
+    start = work.start_of(call)
     start.begin(work.seed)
     with (torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(not work.forward_only),
           without_dropout(call), exact_attention(torch.float64)):

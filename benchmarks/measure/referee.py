@@ -36,6 +36,7 @@ from benchmarks.measure.observing import distance, norm
 from common.outcome import in_a_line, is_out_of_memory
 from common.runtime.iteration import Iteration
 
+LEAST_ONES = 4                             # of a row: no more than one of so many becomes padding
 NOISE = 0.5                                # of each element of a floating input: another input, of the same kind
 MOST_AHEAD, BYTES_AHEAD = 64, 2**24        # calls whose inputs are made at once, as long as they are no larger
 LOOKS = 2                                  # at timed calls, of each pass and way of launching
@@ -135,9 +136,10 @@ class Refresher:
 
     A floating tensor gets noise of half of each element: zeros stay, unless there is nothing else, infinities, and most
     signs. Its norm stays about the same, and no element exceeds the largest one of before: a scale that was calibrated
-    for it still fits. A tensor of whole numbers with more than one dimension is shifted along its last one, so that it
-    holds the same numbers. What is boolean, a floating mask, or a list of whole numbers has a structure that noise
-    would break: it stays.
+    for it still fits. Ones beside other data may be a mask that hides nothing: some at the end of the last dimension
+    become zeros, as padding has them. A tensor of whole numbers with more than one dimension is shifted along its last
+    one, so that it holds the same numbers. What is boolean, a mask of other numbers beside data, or a list of whole
+    numbers has a structure that this would break: it stays.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
@@ -146,8 +148,12 @@ class Refresher:
         self.numbers = torch.Generator().manual_seed(unguessable_seed())
         self.noise = torch.Generator(device).manual_seed(unguessable_seed())
         can_change = list(map(_can_change, tensors))
-        without_masks = [can and not is_mask for can, is_mask in zip(can_change, floating_masks(tensors), strict=True)]
+        masks = zip(floating_masks(tensors), map(_is_whole_mask, tensors), strict=True)
+        without_masks = [can and not any(kinds) for can, kinds in zip(can_change, masks, strict=True)]
         self.changing = without_masks if any(without_masks) else can_change      # or an answer from memory would do
+        of_ones = list(map(_is_of_ones, tensors))
+        has_data = any(changes and not ones for changes, ones in zip(self.changing, of_ones, strict=True))
+        self.padding = [ones and has_data for ones in of_ones]
         largest = max((t.nbytes for t in tensors), default=1)
         self.ahead = max(1, min(MOST_AHEAD, BYTES_AHEAD // max(1, largest)))
         self.made: list[list[Tensor]] = []               # values for the next calls, of every tensor
@@ -156,12 +162,25 @@ class Refresher:
         """Give them others. Those of several calls are made at once: in between, a copy is all that is launched."""
         with torch.no_grad():
             if not self.made:
-                every = [self._others(base) if changes else [base] * self.ahead
-                         for base, changes in zip(self.base, self.changing, strict=True)]
+                every = [self._values(place) for place in range(len(self.base))]
                 self.made = [list(values) for values in zip(*every, strict=True)]
             for t, value, changes in zip(self.tensors, self.made.pop(), self.changing, strict=True):
                 if changes:
                     t.copy_(value)
+
+    def _values(self, place: int) -> list[Tensor]:
+        """What that tensor has in so many calls."""
+        if not self.changing[place]:
+            return [self.base[place]] * self.ahead
+        return self._padded(self.base[place]) if self.padding[place] else self._others(self.base[place])
+
+    def _padded(self, ones: Tensor) -> list[Tensor]:
+        """With zeros at the end of the last dimension, so many times."""
+        made = []
+        for count in torch.randint(1, ones.size(-1) // LEAST_ONES + 1, (self.ahead,), generator=self.numbers).tolist():
+            made.append(ones.clone())
+            made[-1][..., -count:] = 0
+        return made
 
     def _others(self, base: Tensor) -> list[Tensor]:
         """Values for so many calls."""
@@ -175,6 +194,16 @@ class Refresher:
         others = base * (1 + noise).div_((1 + NOISE**2)**0.5).to(base.dtype)
         largest = base.abs().nan_to_num(nan=0.0, posinf=math.inf).amax()
         return list(others if base.is_complex() else others.clamp_(-largest, largest))
+
+
+def _is_of_ones(t: Tensor) -> bool:
+    """Whether it is floating, has as many as padding needs, and all are 1."""
+    return t.is_floating_point() and t.ndim > 0 and t.size(-1) >= LEAST_ONES and bool((t == 1).all())
+
+
+def _is_whole_mask(t: Tensor) -> bool:
+    """Whether it holds whole numbers, zeros and ones alone, and both. Shifted, padding would come first."""
+    return not takes_gradient(t) and t.numel() > 0 and (int(t.min()), int(t.max())) == (0, 1)
 
 
 def _can_change(t: Tensor) -> bool:

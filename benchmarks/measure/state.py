@@ -28,7 +28,9 @@ class State:
     def __init__(self, *calls: Callable):
         self.generators: list[Generator] = []
         self._undo: list[Callable[[], object]] = []
+        self._is_as_it_was: list[Callable[[], bool]] = []
         self._seen: dict[int, Any] = {}                  # kept alive, so that an id stays what it stands for
+        self._buffers = {id(t) for call in calls for t in named_buffers(call).values()}
         self._depth = 0
         for call in calls:
             for behind in (call, *modules_of(call)):
@@ -38,6 +40,10 @@ class State:
         """Put everything back."""
         for undo in self._undo:
             undo()
+
+    def has_changed(self) -> bool:
+        """Whether an attribute, a list or a dict holds something else now, or a tensor in there that is no buffer."""
+        return not all(each() for each in self._is_as_it_was)
 
     def _visit(self, value: Any) -> None:
         value = uncompiled(value) if callable(value) else value
@@ -100,6 +106,8 @@ class State:
         if t.layout != torch.strided or t.is_meta or (t.requires_grad and t.is_leaf):
             return
         value = t.detach().clone()
+        if id(t) not in self._buffers:
+            self._is_as_it_was.append(lambda: t.shape == value.shape and torch.equal(t.detach(), value))
 
         def undo() -> None:
             with contextlib.suppress(RuntimeError):                            # an expanded one can't be written to
@@ -111,6 +119,7 @@ class State:
         """A dict, list, set or what is like them: what it holds, then what that holds."""
         if isinstance(value, MutableMapping):
             items = dict(value)
+            self._is_as_it_was.append(lambda: _same_items(dict(value), items))
 
             def undo_mapping() -> None:
                 if not _same_items(dict(value), items):
@@ -120,9 +129,10 @@ class State:
             self._visit_all(items.values() if visits else ())
             return
         members = list(value)
+        self._is_as_it_was.append(lambda: _same_members(value, members))
 
         def undo() -> None:
-            if len(value) != len(members) or any(a is not b for a, b in zip(value, members, strict=True)):
+            if not _same_members(value, members):
                 value.clear()
                 for member in members:
                     value.add(member) if isinstance(value, MutableSet) else value.append(member)
@@ -130,23 +140,24 @@ class State:
         self._visit_all(members if visits else ())
 
 
-def generators_of(call: Callable) -> list[Generator]:
-    """The generators of random numbers that a callable has for itself."""
-    return State(call).generators
-
-
 class Start:
-    """The state from which every run of a callable begins: its buffers, no gradients, the same random numbers."""
+    """The state from which every run of a callable begins: its buffers, no gradients, the same random numbers.
 
-    def __init__(self, call: Callable):
+    With `whole`, all else that its calls may change, too: attributes, lists and dicts.
+    """
+
+    def __init__(self, call: Callable, whole: bool = False):
         parameters = named_parameters(call)
         self.parameters = {name: parameters[name] for name in first_names(parameters).values()}     # a tied one once
         self.buffers = named_buffers(call)
         self.before = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
-        self._generators = generators_of(call)
+        state = State(call)
+        self._generators, self._state = state.generators, state if whole else None
 
     def begin(self, seed: int) -> None:
         """Go back to it."""
+        if self._state is not None:
+            self._state.restore()
         for name, buffer in self.buffers.items():
             _put_back(buffer, self.before[name])
         for parameter in self.parameters.values():
@@ -164,6 +175,10 @@ def _put_back(t: Tensor, value: Tensor) -> None:
 
 def _same_items(a: dict, b: dict) -> bool:
     return list(a) == list(b) and all(a[key] is b[key] for key in b)
+
+
+def _same_members(a: Any, b: list) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
 def _is_foreign(module: str | None) -> bool:

@@ -21,6 +21,7 @@ from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.keeping import kept, uncompiled_meanwhile, without_dropout
 from benchmarks.measure.names import Kind, Named
 from benchmarks.measure.observing import Observation, Work, distance, norm, observe, rounding_in
+from benchmarks.measure.state import State
 from common.block.config import dtype_name
 from common.block.precision import multiplying_float32_in
 from common.outcome import Failed, in_a_line, is_out_of_memory
@@ -50,17 +51,26 @@ class Truth:
         self._drawing: dict[tuple[str, ...], chance.Side] = {}
         with kept(reference):
             self.plain = self._as_given()
-            self.has_dropout = chance.draws(self.plain, work)
+        with kept(reference, self.plain), without_dropout(self.plain):
+            if chance.keeps_state(self.plain, work):
+                self.work = self.few = dataclasses.replace(work, whole_state=True)
+        self._state = State(self.plain) if self.work.whole_state else None
         with kept(reference, self.plain):
             with without_dropout(self.plain):
-                self.draws = chance.draws(self.plain, work)
-                self.same_twice = chance.same_twice(self.plain, work)
+                self.draws = chance.draws(self.plain, self.work)
+                self.same_twice = chance.same_twice(self.plain, self.work)
+            self.has_dropout = chance.draws(self.plain, self.work)
             self._find()
             self._own_of_few = self.own_on_few() if self.is_few else None
         self.values = {name: t.detach() for name, t in named_parameters(self.plain).items()}
         for name, buffer in named_buffers(self.plain).items():           # constants may be kept in any way
             if name in self.exact.changed_buffers or name.rpartition(".")[2].startswith("running_"):
                 self.values[name] = buffer.detach().clone()
+
+    def begin(self) -> None:
+        """Give the reference back the state of when it was looked at: calls since then may have changed it."""
+        if self._state is not None:
+            self._state.restore()
 
     @property
     def is_few(self) -> bool:

@@ -145,6 +145,45 @@ def test_fresh_inputs_are_others_of_the_same_kind():
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_a_mask_of_whole_numbers_stays_beside_data(dtype):
+    """Shifted, padding would come first, and a causal row would see no key."""
+    padded = torch.tensor([[1, 1, 1, 0]], dtype=dtype)
+    for data in (tensor(3, 4), torch.arange(12).view(3, 4)):
+        tensors = [data.clone(), padded.clone()]
+        referee.Refresher(tensors).refresh()
+        assert torch.equal(tensors[1], padded) and not torch.equal(tensors[0], data)
+    alone = [padded.clone(), torch.tensor([3])]
+    referee.Refresher(alone).refresh()
+    assert not torch.equal(alone[0], padded), "beside no data it is the data"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("shape, most", [((2, 4), 1), ((2, 7), 1), ((2, 8), 2), ((40,), 10), ((2, 1, 1, 16), 4)])
+def test_ones_beside_data_are_padded_at_the_end(shape, most):
+    """They may be a mask that hides nothing: of (1 - mask) * least any noise is larger than all scores."""
+    tensors = [tensor(3, 4), torch.ones(shape)]
+    refresher = referee.Refresher(tensors)
+    counts = set()
+    for _ in range(64):
+        refresher.refresh()
+        zeros = (tensors[1] == 0).sum(-1)
+        count = int(zeros.flatten()[0])
+        assert (zeros == count).all() and not tensors[1][..., -count:].any() and (tensors[1][..., :-count] == 1).all()
+        counts.add(count)
+    assert counts == set(range(1, most + 1))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("ones, others", [
+    (torch.ones(2, 3), [tensor(3, 4)]), (torch.ones(2, 8), []), (torch.ones(2, 8), [torch.tensor([3])])])
+def test_few_ones_or_ones_alone_get_noise(ones, others):
+    tensors = [ones.clone(), *others]
+    referee.Refresher(tensors).refresh()
+    assert (tensors[0] > 0).any() and not torch.equal(tensors[0], ones) and tensors[0].unique().numel() > 2
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("base", [torch.randn(64, 64), torch.ones(64, 64), torch.tensor([[torch.nan, *range(63)]])])
 def test_a_fresh_input_has_the_size_and_the_range_of_the_one_before(base):
     tensors = [base.clone()]

@@ -526,7 +526,7 @@ def test_a_block_that_is_compiled_again_fails_alone(some, monkeypatch):
         with real(*calls):
             yield
         if len(blocks) == 1:
-            raise Failed("the block was compiled again after warm-up: its timings are void")
+            raise Failed("it was compiled again after warm-up: its timings are void")
     monkeypatch.setattr(compiler, "compiled_for_good", once)
     monkeypatch.setattr(compiler, "is_compiled", lambda block: type(block).__module__ == "step_2_sdpa")
     monkeypatch.setattr(subject, "compilation_time", lambda *_: Compilation(1.0, 1.0))
@@ -534,7 +534,7 @@ def test_a_block_that_is_compiled_again_fails_alone(some, monkeypatch):
     assert blocks == [2, 1, 1, 1]
     timed, failed = runs_of(some).values()
     assert (timed.status, failed.status) == ("ok", "failed")
-    assert failed.info["reason"] == "the block was compiled again after warm-up: its timings are void"
+    assert failed.info["reason"] == "it was compiled again after warm-up: its timings are void"
     assert all(timed.attributed(mode) for mode in MODES) and not failed.samples(FORWARD, "eager")
 
 
