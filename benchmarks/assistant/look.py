@@ -16,6 +16,7 @@ from common.block.config import dtype_name
 from common.measure.session import Session
 from common.outcome import in_a_line
 from common.phases import Phase
+from common.runtime.compiler import holds_compiled
 from common.runtime.iteration import BOTH, FORWARD
 from common.text import figures
 
@@ -57,7 +58,7 @@ class Looked(Shown):
         program, trace = self.program, self.program.trace
         given = shapes_in_words(program.inputs)
         parts = [self.name, type(program.model).__name__, f"{scaled(self.parameters)} parameters", self.repeated,
-                 "compiled" if program.is_compiled else ""]
+                 "compiled" if program.is_compiled else "compiled in part" if holds_compiled(program.model) else ""]
         work = f"{scaled(trace.flops)}FLOP and {scaled(trace.bytes)}B a forward, in {len(trace.calls):,} calls"
         said = [("model", ", ".join(filter(None, parts))), ("inputs", given), ("work", work)]
         return Said("", [*said, *measured])
@@ -71,7 +72,9 @@ class Looked(Shown):
             worth = [each for each in spending.spent
                      if each.kind == kind and spending.percent(each.ms) >= WORTH_A_LINE][:LINES]
             for each in worth:
-                place = each.place.name if each.place else "the backward alone"
+                no_line = "the backward alone" if self.mode == BOTH else "no line of the model"
+                without_line = "compiled code" if each.is_compiled else no_line
+                place = each.place.name if each.place else without_line
                 module = each.module or (each.place.function if each.place else "")
                 rows.append([f"{spending.percent(each.ms):.0f} %", "", place, times(each.count), module])
         title = f"where the {figures(spending.total_ms)} ms of {self.mode} go"
@@ -119,8 +122,8 @@ def in_words(found: Found, missing: str = "") -> str:
 def look_at(name: str, task: Task, session: Session, techniques: Sequence[Technique], inference: bool) -> Looked:
     """Read a model, profile one iteration of it, and let every technique look for where it applies."""
     session.say(Phase.READING)
-    program = read(task.model, task.given)
-    subject = subject_of(task.model, task.work(cotangents=1, seed=session.seed), (0.0, 0.0))
+    program = read(task.model, task.given, inference)
+    subject = subject_of(task.model, task.work(1, session.seed, forward_only=inference), (0.0, 0.0))
     mode = FORWARD if inference or not subject.has(BOTH) else BOTH
     program.is_inference = mode == FORWARD
     session.say(Phase.PROFILING)

@@ -27,7 +27,7 @@ from benchmarks.assistant.why import Why, explain
 from benchmarks.assistant.workload import arithmetic_of, workload
 from benchmarks.assistant.written import AsWritten, WrittenOut, written_out
 from benchmarks.measure.checks import Judgement
-from benchmarks.measure.judge import Judge
+from benchmarks.measure.judge import DEPENDS_ON_STATE, Judge
 from benchmarks.measure.keeping import kept, materialised, parameters_kept
 from benchmarks.measure.modules import record_checks, subject_of, work_in_words
 from benchmarks.measure.truth import Truth, free_memory, quick_collections, working_dtype
@@ -170,6 +170,8 @@ class _Assistant:
         truth = self.truth.in_words
         if task.has_constant_inputs:
             truth += "; without gradients of the inputs, which the model does not take"
+        if self.truth.work.whole_state:
+            truth += f"; {DEPENDS_ON_STATE}"
         self.result = Optimized(looked, truth, judgements=self.judgements,
                                 file_known=self.source is not None, others=list(task.others.values()))
         with contextlib.ExitStack() as self.values:

@@ -55,8 +55,11 @@ def as_written(model: nn.Module) -> nn.Module:
     return model
 
 
-def read(model: nn.Module, inputs: Inputs) -> Program:
-    """Run a model once as it is and once under Dynamo, without compiling anything. It is restored afterwards."""
+def read(model: nn.Module, inputs: Inputs, inference: bool = False) -> Program:
+    """Run a model once as it is and once under Dynamo, without compiling anything. It is restored afterwards.
+
+    In `inference` it runs without gradients: it may have no backward.
+    """
     is_compiled = compiler.is_compiled(model)
     model = as_written(model)
     program = Program(model, inputs, trace(model, inputs), is_compiled)
@@ -75,7 +78,7 @@ def read(model: nn.Module, inputs: Inputs) -> Program:
             return module.forward(*values)
         return run
 
-    with kept(model), fresh_dynamo(), torch.enable_grad(), breaks_told() as program.breaks:
+    with kept(model), fresh_dynamo(), torch.set_grad_enabled(not inference), breaks_told() as program.breaks:
         try:
             inputs.as_trained().call(torch.compile(model, backend=collect, dynamic=False))
         except Exception as error:

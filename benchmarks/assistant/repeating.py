@@ -17,6 +17,7 @@ CALLS = 3                              # each of which must work on more than th
 
 class _Counting(TorchDispatchMode):
     """How many elements the operators make."""
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,6 +30,7 @@ PASSES, IDLE = "passes over memory", "idle"
 _CONVOLUTION = re.compile(r"conv|[fdw](prop|grad)_", re.IGNORECASE)
 _RANGE = "call "
 _STEP = "autograd::engine::evaluate_function"
+_COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")       # names of events that hold compiled code
 _NO_WORK = ("autograd::", _RANGE, "cuda", "Optimizer", "Activity")     # names of events that compute nothing themselves
 _SAMPLES = 3
 
@@ -38,10 +39,11 @@ _SAMPLES = 3
 class Spent:
     """The time of one kind of work at one line."""
     kind: str
-    place: Place | None                        # None: no line of the forward, as where gradients are added up
+    place: Place | None                        # None: no line of the forward
     module: str
     count: int                                 # calls in one forward
     ms: float                                  # of forward and backward together, where there is one
+    is_compiled: bool = False                  # it has no line, as it was compiled; else what has none adds gradients
 
 
 @dataclass
@@ -70,18 +72,22 @@ class Spending:
 def spending(model: nn.Module, program: Program, iteration: Iteration, device: torch.device) -> Spending:
     """Run an iteration a few times by the clock, and once under the profiler.
 
-    Compiled code is no row of lines: there the time is told by kind alone.
+    Compiled code is no row of lines: there the time is told by kind alone. Where some runs, ranges are left out: Dynamo
+    would compile them, too.
     """
-    for _ in range(2):
+    iteration.between()
+    iteration.run()
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         iteration.between()
         iteration.run()
+    is_compiled = any(event.name.startswith(_COMPILED) for event in profiler.events())
     total_ms = statistics.median(timing.clock_for(device).sample(iteration.run, iteration.between, _SAMPLES))
     recorded = Trace()
     paths = {id(module): clean(name) for name, module in model.named_modules()}
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     iteration.between()
     with profile(activities=activities, acc_events=True) as profiler, contextlib.ExitStack() as stack:
-        if not program.is_compiled:
+        if not is_compiled:
             inside = stack.enter_context(modules_told(paths))
             stack.enter_context(_Ranges(recorded, inside))
         iteration.run()
@@ -111,19 +117,27 @@ def _spent(events: Iterable[FunctionEvent], recorded: Trace, by_hand: list[Place
             call = owners(event)
             place = _line(call, by_hand) if call else None
             kind = BY_HAND if place in by_hand else kind_of(name)
-            times[kind, place] = times.get((kind, place), 0.0) + ms
+            key = kind, place, place is None and _is_in_compiled_code(event)
+            times[key] = times.get(key, 0.0) + ms
     for call in recorded.calls:
         for key in times:
             if key[1] is not None and key[1] == _line(call, by_hand):
                 calls.setdefault(key, []).append(call)
-    spent = [_row(kind, place, calls.get((kind, place), []), ms) for (kind, place), ms in times.items()]
+    spent = [_row(kind, place, calls.get((kind, place, compiled), []), ms, compiled)
+             for (kind, place, compiled), ms in times.items()]
     return sorted(spent, key=lambda each: -each.ms)
 
 
-def _row(kind: str, place: Place | None, calls: list[Call], ms: float) -> Spent:
+def _is_in_compiled_code(event: FunctionEvent | None) -> bool:
+    while event is not None and not event.name.startswith(_COMPILED):
+        event = event.cpu_parent
+    return event is not None
+
+
+def _row(kind: str, place: Place | None, calls: list[Call], ms: float, is_compiled: bool) -> Spent:
     names = [(call.name, call.place) for call in calls]
     count = min(map(names.count, names), default=1)                    # a function may be called twice in one line
-    return Spent(kind, place, with_stars([call.module for call in calls]), count, ms)
+    return Spent(kind, place, with_stars([call.module for call in calls]), count, ms, is_compiled)
 
 
 def _line(call: Call, by_hand: list[Place]) -> Place | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -91,12 +92,12 @@ class Trace:
 
 
 def trace(model: nn.Module, inputs: Inputs) -> Trace:
-    """Run a forward and keep what it called. The model is restored afterwards."""
+    """Run a forward and keep what it called, of what is compiled too. The model is restored afterwards."""
     recorded = Trace()
     paths = {id(module): clean(name) for name, module in model.named_modules()}
     given = inputs.as_trained()
-    with (kept(model), torch.no_grad(), modules_told(paths) as inside, _Operators(recorded),
-          Functions(recorded, inside)):
+    with (kept(model), torch.no_grad(), torch.compiler.set_stance("force_eager"), modules_told(paths) as inside,
+          _Operators(recorded), Functions(recorded, inside)):
         given.call(model)
     return recorded
 
@@ -168,6 +169,7 @@ def function_name(func: Callable) -> str:
 
 class _Operators(TorchDispatchMode):
     """Counts what the operators behind a function do."""
+    supports_higher_order_operators = True                 # as that of flex_attention
 
     def __init__(self, recorded: Trace):
         super().__init__()
@@ -176,6 +178,12 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        is_whole = torch.is_inference_mode_enabled() and isinstance(func, OpOverload)
+        if is_whole and func.overloadpacket not in flop_registry:
+            with self:                                         # there nothing has taken a linear layer apart before
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
         result = func(*args, **kwargs)
         given, given_back = tensors_in((args, kwargs)), tensors_in(result)
         if any(map(self.takes_a_gradient, given)) and not _WITHOUT_GRADIENT.search(str(func)):
@@ -196,8 +204,12 @@ class _Operators(TorchDispatchMode):
 def _bytes_moved(func: Any, given: Sequence[Tensor], given_back: Sequence[Tensor]) -> int:
     """What an operator reads and writes; a view does neither."""
     storages = set(map(_memory, given))
-    is_view = all(_memory(t) in storages for t in given_back) and not func._schema.is_mutable
+    is_view = all(_memory(t) in storages for t in given_back) and not _is_mutable(func)
     return 0 if is_view else sum(t.nbytes for t in (*given, *given_back))
+
+
+def _is_mutable(func: Any) -> bool:
+    return not isinstance(func, HigherOrderOperator) and func._schema.is_mutable
 
 
 def _memory(t: Tensor) -> int:
@@ -206,7 +218,7 @@ def _memory(t: Tensor) -> int:
 
 
 def _product(func: Any, flops: float, given: Sequence[Tensor], takes: Callable[[Tensor], bool]) -> Product:
-    name = func._schema.name.rpartition("::")[2]
+    name = func.name().rpartition("::")[2].partition(".")[0]
     operands = given[1:3] if name in ("addmm", "baddbmm", "addmv") else given        # behind the bias
     dtype = next((t.dtype for t in operands if t.is_floating_point()), None)
     return Product(name, flops, dtype, tuple(tuple(t.shape) for t in operands), takes(operands[0]),
@@ -234,6 +246,8 @@ def flops_of(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
         flops = float(_of_attention(*(each.shape for each in args[:3])))
     else:
         flops = float(formula(*args, **kwargs, out_val=result))
+    if isinstance(func, HigherOrderOperator):
+        return flops
     is_causal = any(argument.name == "is_causal" and _given(func, args, kwargs, place)
                     for place, argument in enumerate(func._schema.arguments))
     return flops / 2 if is_causal else flops

@@ -71,7 +71,16 @@ def words(dtype: torch.dtype) -> str:
 
 def _forward(plain: Callable, work: Work) -> tuple[float, int, int]:
     """(seconds of a forward with gradients at its own dtype, bytes that a look at all samples needs in FP64 for them,
-    and for parameters)."""
+    and for parameters). What is for inference alone may have no such forward."""
+    try:
+        return _forward_counted(plain, work, with_gradients=True)
+    except Exception as error:
+        if is_out_of_memory(error) or not work.forward_only:
+            raise
+        return _forward_counted(plain, work, with_gradients=False)
+
+
+def _forward_counted(plain: Callable, work: Work, with_gradients: bool) -> tuple[float, int, int]:
     kept: dict[int, int] = {}                            # address -> bytes in FP64
     own = {t.untyped_storage().data_ptr() for t in named_parameters(plain).values()}
 
@@ -88,7 +97,8 @@ def _forward(plain: Callable, work: Work) -> tuple[float, int, int]:
         start.begin(work.seed)
         _wait(work)
         began = time.perf_counter()
-        with torch.enable_grad(), without_dropout(plain), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        with torch.set_grad_enabled(with_gradients), without_dropout(plain), hooks:
             outputs = outputs_of(work.inputs.copies().call(plain))
             of_outputs = 8 * sum(t.numel() for t in outputs.values())
             del outputs

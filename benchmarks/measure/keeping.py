@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.nn import functional as F
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
@@ -105,6 +106,7 @@ def _put_back(values: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 class _BeforeItIsWritten(TorchDispatchMode):
     """Keeps the values that tensors have before an operator first writes to them."""
+    supports_higher_order_operators = True                 # as that of flex_attention, which writes to none
 
     def __init__(self, tensors: Iterable[Tensor]):
         super().__init__()
@@ -116,7 +118,7 @@ class _BeforeItIsWritten(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        if not isinstance(func, HigherOrderOperator) and func._schema.is_mutable:
             for place, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self._keep(args[place] if place < len(args) else kwargs.get(argument.name))

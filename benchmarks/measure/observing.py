@@ -246,6 +246,7 @@ def _overwritten(call: Callable, inputs: Inputs, own: Sequence[Tensor]) -> list[
 
 class _Rounding(TorchDispatchMode):
     """Sees the floating tensors below FP64 that operators make, and single numbers that were rounded to FP32."""
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -63,7 +63,9 @@ def test_a_model_larger_than_memory_has_the_status_of_that(assistant):
 @pytest.mark.parametrize("body, said", [
     ("if x.dtype == torch.float64: raise RuntimeError('no double')\n        return self.linear(x)",
      "the reference in float32, no oracle: RuntimeError: no double"),
-    ("self.calls = getattr(self, 'calls', 0) + 1\n        return self.linear(x) * self.calls", "unproven in "),
+    ("build.calls = getattr(build, 'calls', 0) + 1\n        return self.linear(x) * build.calls", "unproven in "),
+    ("self.calls = getattr(self, 'calls', 0) + 1\n        return self.linear(x) * self.calls",
+     "truth FP64; a call depends on what earlier ones left in attributes"),
     ("return torch.softmax(x @ x.mT, -1) @ x + 0 * self.linear.weight.sum()", "its scores have no batch"),
 ])
 def test_what_can_not_be_told_is_stated(assistant, body, said):
