@@ -72,9 +72,7 @@ class Looked(Shown):
             worth = [each for each in spending.spent
                      if each.kind == kind and spending.percent(each.ms) >= WORTH_A_LINE][:LINES]
             for each in worth:
-                no_line = "the backward alone" if self.mode == BOTH else "no line of the model"
-                without_line = "compiled code" if each.is_compiled else no_line
-                place = each.place.name if each.place else without_line
+                place = each.place.name if each.place else each.elsewhere
                 module = each.module or (each.place.function if each.place else "")
                 rows.append([f"{spending.percent(each.ms):.0f} %", "", place, times(each.count), module])
         title = f"where the {figures(spending.total_ms)} ms of {self.mode} go"
@@ -129,6 +127,7 @@ def look_at(name: str, task: Task, session: Session, techniques: Sequence[Techni
     session.say(Phase.PROFILING)
     with graphs_named(task.model):
         spent = spending(task.model, program, subject.iteration(mode), session.device)
+    program.iteration_ms, program.optimizer = spent.total_ms, None if inference else task.optimizer
     looked = Looked(name, program, mode, spent)
     for technique in techniques:
         try:

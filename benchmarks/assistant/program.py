@@ -27,6 +27,8 @@ class Program:
     trace: Trace                                           # of a forward as it is
     is_compiled: bool = False                              # it came compiled
     is_inference: bool = False                             # its forward alone counts
+    iteration_ms: float = 0.0                              # of what counts, as it is
+    optimizer: torch.optim.Optimizer | None = None         # that steps behind it
     graphs: list[Captured] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
     not_captured: str = ""                                 # why Dynamo can't run it

@@ -11,13 +11,18 @@ ROUNDS, MILLISECONDS = 7, 20.0             # of each, and for each sample
 
 def times_as_fast(before: Iteration, after: Iteration, device: torch.device) -> Ratio:
     """How many times as fast the other is."""
+    return rounds.paired_ratio(*milliseconds(before, after, device))
+
+
+def milliseconds(before: Iteration, after: Iteration, device: torch.device) -> tuple[list[float], list[float]]:
+    """The samples of both; those at one place come from one round."""
     works = {"before": before, "after": after}
     clock = timing.clock_for(device)
     if isinstance(clock, timing.EventClock):
         clock.settle_ms = clock.burst_ms = MILLISECONDS
     samples = rounds.interleaved({name: work.run for name, work in works.items()}, clock, ROUNDS,
                                  {name: work.between for name, work in works.items()})
-    return rounds.paired_ratio(samples["before"][0], samples["after"][0])
+    return samples["before"][0], samples["after"][0]
 
 
 def pays(gain: Ratio) -> bool:

@@ -27,6 +27,7 @@ from common.runtime.iteration import Iteration
 
 BY_HAND, ATTENTION, MATMUL, CONVOLUTION = "attention by hand", "attention", "matmul", "convolution"
 PASSES, IDLE = "passes over memory", "idle"
+COMPILED, BACKWARD, NO_LINE = "compiled code", "the backward alone", "no line of the model"
 _CONVOLUTION = re.compile(r"conv|[fdw](prop|grad)_", re.IGNORECASE)
 _RANGE = "call "
 _STEP = "autograd::engine::evaluate_function"
@@ -39,11 +40,11 @@ _SAMPLES = 3
 class Spent:
     """The time of one kind of work at one line."""
     kind: str
-    place: Place | None                        # None: no line of the forward
+    place: Place | None                        # its line
     module: str
     count: int                                 # calls in one forward
     ms: float                                  # of forward and backward together, where there is one
-    is_compiled: bool = False                  # it has no line, as it was compiled; else what has none adds gradients
+    elsewhere: str = ""                        # where it is, without a line
 
 
 @dataclass
@@ -117,27 +118,33 @@ def _spent(events: Iterable[FunctionEvent], recorded: Trace, by_hand: list[Place
             call = owners(event)
             place = _line(call, by_hand) if call else None
             kind = BY_HAND if place in by_hand else kind_of(name)
-            key = kind, place, place is None and _is_in_compiled_code(event)
+            key = kind, place, "" if place else _elsewhere(event, call)
             times[key] = times.get(key, 0.0) + ms
     for call in recorded.calls:
         for key in times:
-            if key[1] is not None and key[1] == _line(call, by_hand):
+            if key[1] == _line(call, by_hand) and key[2] in ("", NO_LINE):
                 calls.setdefault(key, []).append(call)
-    spent = [_row(kind, place, calls.get((kind, place, compiled), []), ms, compiled)
-             for (kind, place, compiled), ms in times.items()]
+    spent = [_row(kind, place, elsewhere, calls.get((kind, place, elsewhere), []), ms)
+             for (kind, place, elsewhere), ms in times.items()]
     return sorted(spent, key=lambda each: -each.ms)
 
 
-def _is_in_compiled_code(event: FunctionEvent | None) -> bool:
-    while event is not None and not event.name.startswith(_COMPILED):
-        event = event.cpu_parent
-    return event is not None
+def _elsewhere(event: FunctionEvent, call: Call | None) -> str:
+    """Where an event is that belongs to no line."""
+    around: FunctionEvent | None = event
+    while around is not None:
+        if around.name.startswith(_COMPILED):
+            return COMPILED
+        if around.name.startswith(_STEP) and call is None:
+            return BACKWARD
+        around = around.cpu_parent
+    return NO_LINE
 
 
-def _row(kind: str, place: Place | None, calls: list[Call], ms: float, is_compiled: bool) -> Spent:
+def _row(kind: str, place: Place | None, elsewhere: str, calls: list[Call], ms: float) -> Spent:
     names = [(call.name, call.place) for call in calls]
     count = min(map(names.count, names), default=1)                    # a function may be called twice in one line
-    return Spent(kind, place, with_stars([call.module for call in calls]), count, ms, is_compiled)
+    return Spent(kind, place, with_stars([call.module for call in calls]), count, ms, elsewhere)
 
 
 def _line(call: Call, by_hand: list[Place]) -> Place | None:

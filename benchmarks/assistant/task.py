@@ -25,7 +25,7 @@ class Task:
 
     `inputs` are a tuple (positional values) or a dict (values by keyword) that hold tensors; or a list of such, short,
     typical and long ones: the first is timed, and all are judged. `loss` maps what the model returns to a scalar
-    tensor; without one, its outputs get random cotangents.
+    tensor; without one, its outputs get random cotangents. `optimizer` is of the model's parameters: its step is timed.
     """
     model: nn.Module
     inputs: Any

@@ -41,6 +41,19 @@ def rounding_of(dtype: torch.dtype, numerics: str | None) -> float:
     return share
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """What may move between a candidate and its reference."""
+    share: float                           # of an output's norm
+    of_all: float                          # any gradient of a parameter, as a share of the norm of all of them
+
+
+def rounding_between(dtype: torch.dtype, numerics: str | None) -> Rounding:
+    """What rounding explains where random numbers are drawn."""
+    _, of_all = BOUNDS[NUMERICS[numerics] if numerics else dtype]
+    return Rounding(rounding_of(dtype, numerics), of_all)
+
+
 Lower = Callable[[Named], Iterable[tuple[str, Sequence[Tensor]]]]        # (name of the precision, the tensors)
 
 

@@ -7,12 +7,15 @@ statistics are asked, since each misses what another finds: each element's mean,
 elements vary together (one dropout mask for all samples leaves mean and variance as they are).
 """
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from benchmarks.measure.bounds import Rounding
 from benchmarks.measure.calls import outputs_of, takes_gradient
 from benchmarks.measure.checks import Check
 from benchmarks.measure.keeping import kept
@@ -143,12 +146,9 @@ def _some(t: Tensor, tensors: int) -> Tensor:
     return flat.double()
 
 
-def checks(candidate: Side, reference: Side, reference_draws: bool, work: Work, has_gradients: bool, rounding: float,
-           say: Callable[..., None]) -> list[Check]:
-    """Whether both draw from one distribution, dropout as they have it; none where neither draws.
-
-    `rounding` is what may move an output between both, as a share of its norm.
-    """
+def checks(candidate: Side, reference: Side, reference_draws: bool, work: Work, has_gradients: bool,
+           rounding: Rounding, say: Callable[..., None]) -> list[Check]:
+    """Whether both draw from one distribution, dropout as they have it; none where neither draws."""
     with kept(candidate.call, reference.call):
         drawing = draws(candidate.call, work), reference_draws
         if not any(drawing):
@@ -164,13 +164,15 @@ def checks(candidate: Side, reference: Side, reference_draws: bool, work: Work, 
     return found
 
 
-def _compared(of: Named, candidate: Side, reference: Side, work: Work, with_backward: bool, rounding: float
+def _compared(of: Named, candidate: Side, reference: Side, work: Work, with_backward: bool, rounding: Rounding
               ) -> list[Check]:
     """The checks of one kind of draws. What fails is tried once more with other seeds: chance fails no one twice."""
     def look(seeds_from: int) -> list[Check]:
         theirs = candidate.rows(work, _THEIRS + seeds_from, with_backward)
         ours = reference.rows(work, _OURS + seeds_from, with_backward)
-        return of_draws(of, *_in_proportion(theirs, ours), rounding)
+        if with_backward:
+            theirs, ours = _beyond_rounding(theirs, ours, reference.parameters, rounding.of_all)
+        return of_draws(of, *_in_proportion(theirs, ours), rounding.share)
     first = look(0)
     failed = {check.of for check in first if not check.passed}
     if not failed:
@@ -182,9 +184,30 @@ def _and(of: Named, what: str) -> Named:
     return replace(of, words=f"{of.words}, {what}")
 
 
+def _beyond_rounding(theirs: Sequence[Tensor], ours: Sequence[Tensor], parameters: Sequence[Tensor], of_all: float
+                     ) -> tuple[list[Tensor], list[Tensor]]:
+    """Both without those gradients of parameters that are nothing but rounding of all of them, as a key bias's is.
+
+    Those of parameters come last. In units of its own such a gradient varies as its dtype rounds.
+    """
+    counts = [t.numel() for t in parameters if takes_gradient(t)]
+    first = len(ours) - len(counts)
+
+    def norms(side: Sequence[Tensor]) -> list[float]:
+        return [math.sqrt(count) * _size(t) for t, count in zip(side[first:], counts, strict=True)]
+    largest = [max(norms_of_both) for norms_of_both in zip(norms(theirs), norms(ours), strict=True)]
+    least = of_all * math.hypot(*norms(ours))
+    kept_ones = [place < first or largest[place - first] > least for place in range(len(ours))]
+    return list(itertools.compress(theirs, kept_ones)), list(itertools.compress(ours, kept_ones))
+
+
+def _size(t: Tensor) -> float:
+    return float(t.square().mean().sqrt())
+
+
 def _in_proportion(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """All tensors of both side by side, each in units of its root mean square in the reference."""
-    sizes = [max(float(t.square().mean().sqrt()), 1e-300) for t in ours]
+    sizes = [max(_size(t), 1e-300) for t in ours]
     return tuple(torch.cat([t / size for t, size in zip(side, sizes, strict=True)], dim=1)     # type: ignore[return-value]
                  for side in (theirs, ours))
 

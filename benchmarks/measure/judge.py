@@ -264,7 +264,7 @@ class Judge:
         theirs = chance.Side(self.candidate, [self.parameters[their] for their in pairs.values()])
         self.checks += chance.checks(theirs, truth.drawing(tuple(pairs)),
                                      truth.has_dropout, truth.work, bool(truth.exact.takes_gradient),
-                                     bounds.rounding_of(self.dtype, self.numerics), truth.say)
+                                     bounds.rounding_between(self.dtype, self.numerics), truth.say)
 
     def _pairs(self) -> dict[str, str]:
         """Our parameter -> theirs, each pair once; a tied one stands under its first name."""

@@ -172,3 +172,46 @@ def test_a_model_in_eval_draws_nothing():
     assert not chance.draws(Dropped().eval(), Work(Inputs.of(tensor(8, 16))))
     module = copy.deepcopy(Dropped())
     assert chance.draws(module, Work(Inputs.of(tensor(8, 16))))
+
+
+class Attending(nn.Module):
+    """Attention with dropout on its weights. Softmax leaves a key bias without effect: its gradient is all rounding."""
+
+    def __init__(self, p: float = 0.1, dtype: torch.dtype | None = None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+        self.p, self.dtype = p, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, self.dtype, enabled=self.dtype is not None):
+            weights = (self.query(x) @ self.key(x).mT / 4).softmax(-1)
+            return (F.dropout(weights, self.p, self.training) @ self.value(x)).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype, numerics", [(torch.bfloat16, "bfloat16"), (None, None)])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_gradient_that_is_all_rounding_is_no_draw(dtype, numerics, seed):
+    x = tensor(4, 16, 16, seed=seed)
+    right = validate(Attending(dtype=dtype), Attending(), x, numerics=numerics)
+    assert right.passed, right
+    assert not validate(Attending(p=0.3, dtype=dtype), Attending(), x, numerics=numerics).passed
+
+
+@pytest.mark.parametrize("theirs, ours, is_kept", [
+    (1.0, 1.0, True), (1e-4, 1e-4, False), (1.0, 1e-4, True), (1e-4, 1.0, True), (1.1e-3, 1e-4, True),
+    (0.9e-3, 0.9e-3, False)])
+def test_what_is_less_than_rounding_of_all_gradients_is_left_out(theirs, ours, is_kept):
+    """Of a norm of about 1, one in a thousand; outputs and gradients of inputs stay."""
+    rows = [torch.full((4, 1), 1e-9), torch.full((4, 1), 1.0)]
+    left = chance._beyond_rounding([*rows, torch.full((4, 1), theirs)], [*rows, torch.full((4, 1), ours)],
+                                   [torch.zeros(1), torch.zeros(1)], 1e-3 / max(1.0, (1 + ours**2)**0.5))
+    assert [len(side) for side in left] == [3 if is_kept else 2] * 2
+
+
+def test_the_norm_of_all_gradients_counts_every_element():
+    """Rows hold some of them: 100 elements of 1 have a norm of 10."""
+    rows = [torch.ones(4, 2), torch.full((4, 2), 0.5)]
+    for of_all, count in ((0.04, 2), (0.06, 1)):
+        kept_ones, _ = chance._beyond_rounding(rows, rows, [torch.zeros(100), torch.zeros(1)], of_all)
+        assert len(kept_ones) == count
