@@ -2,8 +2,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
-
 from benchmarks.assistant.program import Program, read
 from benchmarks.assistant.repeating import graphs_named
 from benchmarks.assistant.sections import Said, Section, Shown, Table
@@ -45,10 +43,8 @@ class Looked(Shown):
     @property
     def repeated(self) -> str:
         """Its longest list of modules of one class: "12 x Block"."""
-        lists = [list(module) for module in self.program.model.modules()
-                 if isinstance(module, (nn.ModuleList, nn.Sequential)) and len({type(each) for each in module}) == 1]
-        longest = max(lists, key=len, default=[])
-        return f"{len(longest)} x {type(longest[0]).__name__}" if len(longest) > 1 else ""
+        layers = self.program.layers
+        return f"{len(layers)} x {type(layers[0]).__name__}" if layers else ""
 
     def sections(self) -> list[Section]:
         return [self.model(), self.where(), self._opportunities()]

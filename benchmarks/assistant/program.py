@@ -34,6 +34,14 @@ class Program:
     not_captured: str = ""                                 # why Dynamo can't run it
     analysis: Analysis = field(default_factory=Analysis)   # what was recognised in all of that
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Its longest list of modules of one class, where it has more than one."""
+        lists = [list(module) for module in self.model.modules()
+                 if isinstance(module, (nn.ModuleList, nn.Sequential)) and len({type(each) for each in module}) == 1]
+        longest = max(lists, key=len, default=[])
+        return longest if len(longest) > 1 else []
+
     def module_at(self, path: str) -> nn.Module | None:
         """Its module of that path; None where there is none: it was compiled under another name, or is a script."""
         try:

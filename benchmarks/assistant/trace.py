@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
 from benchmarks.assistant.fusing import Given
 from benchmarks.assistant.source import OURS, WRAPPERS, Place
-from benchmarks.measure.calls import Inputs, clean
+from benchmarks.measure.calls import BLOCKING, Inputs, clean
 from benchmarks.measure.keeping import kept
 
 ATTENTION = "scaled_dot_product_attention"
@@ -55,6 +55,7 @@ class Call:
     products: list[Product] = field(default_factory=list)
     through: frozenset[Place] = frozenset()                            # lines of libraries, between that line and it
     attends: Given | None = None           # of attention by torch's function
+    blind: tuple[int, int] = (0, 0)        # rows of a softmax in which everything is masked, of how many
 
     @property
     def flops(self) -> float:
@@ -97,7 +98,7 @@ def trace(model: nn.Module, inputs: Inputs) -> Trace:
     paths = {id(module): clean(name) for name, module in model.named_modules()}
     given = inputs.as_trained()
     with (kept(model), torch.no_grad(), torch.compiler.set_stance("force_eager"), modules_told(paths) as inside,
-          _Operators(recorded), Functions(recorded, inside)):
+          _Operators(recorded), Functions(recorded, inside, looks=True)):
         given.call(model)
     return recorded
 
@@ -141,11 +142,11 @@ def here() -> tuple[Place | None, frozenset[Place]]:
 
 
 class Functions(TorchFunctionMode):
-    """Sees the outermost torch functions."""
+    """Sees the outermost torch functions. With `looks` it looks at what a softmax is given, too."""
 
-    def __init__(self, recorded: Trace, inside: list[str]):
+    def __init__(self, recorded: Trace, inside: list[str], looks: bool = False):
         super().__init__()
-        self.recorded, self.inside = recorded, inside
+        self.recorded, self.inside, self.looks = recorded, inside, looks
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = function_name(func)
@@ -153,12 +154,24 @@ class Functions(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         place, through = here()
         attends = Given.of_call(args, kwargs or {}) if name == ATTENTION else None
-        self.recorded.calls.append(Call(name, place, self.inside[-1], through=through, attends=attends))
+        call = Call(name, place, self.inside[-1], through=through, attends=attends)
+        if self.looks and name == "softmax":
+            call.blind = _blind_rows(args[0] if args else (kwargs or {}).get("input"))
+        self.recorded.calls.append(call)
         return self.called(func, args, kwargs or {})
 
     def called(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Call it."""
         return func(*args, **kwargs)
+
+
+def _blind_rows(scores: Any) -> tuple[int, int]:
+    """(rows along the last dimension in which every score is masked, all rows)."""
+    if not isinstance(scores, Tensor) or not scores.is_floating_point() or not scores.ndim or not scores.numel():
+        return 0, 0
+    with _disable_current_modes():
+        largest = scores.detach().amax(-1)
+        return int((largest <= BLOCKING).sum()), largest.numel()
 
 
 def function_name(func: Callable) -> str:

@@ -5,6 +5,7 @@ from benchmarks.assistant.techniques import (
     autocast,
     cast_once,
     channels_last,
+    checkpointing,
     compiled,
     cuda_graph,
     flex_attention,
@@ -26,4 +27,4 @@ from benchmarks.assistant.techniques import (
 EVERY: tuple[Technique, ...] = tuple(module.TECHNIQUE for module in (
     tf32, autocast, channels_last, fold_batchnorm, sdpa, flex_attention, library_norm, library_gelu, fused_qkv, fp8,
     cast_once, compiled, cuda_graph, graph_break, host_sync, loop, mask_is_causal, repeat_kv,
-    alignment, optimizer))
+    alignment, optimizer, checkpointing))

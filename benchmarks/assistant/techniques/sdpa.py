@@ -21,8 +21,10 @@ LARGEST = 2**31                            # bytes of scores that the search for
 
 def find(program: Program) -> list[Found]:
     """Every attention by hand; where it can't be rewritten, with the reason."""
-    found = [found_at(each, in_words(each) if isinstance(each, Attention) else "a softmax", _why_not(each))
-             for each in program.analysis.softmaxes]
+    found = []
+    for each in program.analysis.softmaxes:
+        reason = in_words(each) + _blind_in_words(each, program) if isinstance(each, Attention) else "a softmax"
+        found.append(found_at(each, reason, _why_not(each)))
     return unique([*_called_already(program), *found, *_not_captured(program)])
 
 
@@ -62,6 +64,17 @@ def in_words(attention: Attention) -> str:
     """What it keeps in memory, and how it is masked."""
     kind = "causal" if attention.is_causal else "masked" if attention.masks else "unmasked"
     return f"{kind} attention by hand writes its scores {list(attention.shape)}, and reads them again"
+
+
+def _blind_in_words(attention: Attention, program: Program) -> str:
+    """That some queries see no key, where by hand and by the library's kernels other results and gradients come."""
+    first = attention.place
+    if first is None:
+        return ""
+    here = [call.blind for call in program.trace.calls if call.name == "softmax" and call.place
+            and call.place.file == first.file and first.line <= call.place.line <= max(first.line, first.last)]
+    blind, rows = max(here, default=(0, 0))
+    return f"; {blind:,} of {rows:,} queries see no key, where the two may differ" if blind else ""
 
 
 def advice(program: Program, found: Found) -> Advice | None:

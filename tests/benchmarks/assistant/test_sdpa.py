@@ -3,6 +3,7 @@ import inspect
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
@@ -94,3 +95,29 @@ def test_what_it_can_not_rewrite_says_why(spelling, why):
     (found,) = sdpa.find(read(model, Inputs.of(X)))
     assert why in found.why_not, found.why_not
     assert validate(Rung(model, [sdpa.TECHNIQUE]), model, (X,)).passed
+
+
+class Padded(nn.Module):
+    """Attention by hand under a mask that a test makes of which tokens there are."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.project, self.mask = nn.Linear(8, 24), mask
+
+    def forward(self, x, present):
+        q, k, v = self.project(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.mT / 2).masked_fill(~self.mask(present), torch.finfo(x.dtype).min)
+        return scores.softmax(-1) @ v
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("mask, said", [
+    (lambda present: present[:, None, None, :] & present[:, None, :, None],
+     "; 4 of 20 queries see no key, where the two may differ"),
+    (lambda present: present[:, None, None, :], ""),
+    (lambda present: present[:, None, None, :] & torch.ones(5, 5, dtype=torch.bool).tril(), "")])
+def test_queries_that_see_no_key_are_said(mask, said):
+    present = torch.ones(2, 5, dtype=torch.bool)
+    present[1, 3:] = False
+    [found] = sdpa.find(read(Padded(mask), Inputs.of((torch.randn(2, 5, 8), present))))
+    assert not found.why_not and found.reason.endswith("and reads them again" + said)

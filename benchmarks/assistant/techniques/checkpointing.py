@@ -1,0 +1,121 @@
+"""What repeated layers save for the backward, against computing it again there: memory for time. A person decides.
+
+A layer that is checkpointed keeps its inputs alone, and runs once more in the backward.
+"""
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.assistant.program import Program
+from benchmarks.assistant.side_by_side import times_as_fast
+from benchmarks.assistant.technique import Found, Technique
+from benchmarks.measure.calls import named_parameters
+from benchmarks.measure.keeping import kept
+from benchmarks.measure.modules import subject_of
+from benchmarks.measure.observing import Work
+from common.block.oracle import MODULE_GATES, relative_error
+from common.runtime.compiler import holds_compiled
+from common.runtime.iteration import BOTH, Iteration
+from common.runtime.machine import memory_total
+
+SHORT = 0.5                                # of a device's memory: what is saved beyond is worth time
+ITERATIONS, SECONDS = 20, 20           # that comparing the two takes, and may take
+
+
+def find(program: Program) -> list[Found]:
+    """The longest list of layers, in training."""
+    layers = program.layers
+    if program.is_inference or not program.trace.trains or not layers:
+        return []
+    what = f"{len(layers)} x {type(layers[0]).__name__}"
+    if holds_compiled(program.model) or any(isinstance(layer, torch.jit.ScriptModule) for layer in layers):
+        return [Found(None, "", 1, what, "they are compiled")]
+    with kept(program.model):
+        whole = saved_bytes(program.model, program)
+        with checkpointed(layers):
+            left = saved_bytes(program.model, program)
+        of_a_layer = max(whole - left, 0) / len(layers)              # while it is computed again
+        reason = f"{what}: {_gib(whole)} are saved for the backward; checkpointed {_gib(left + of_a_layer)}"
+        if ITERATIONS * program.iteration_ms <= 1e3 * SECONDS:
+            work = Work(program.inputs, cotangents=1)
+            before, plain = (subject_of(program.model, work, (0.0, 0.0)).iteration(BOTH) for _ in range(2))
+            after = _entered(plain, layers)
+            if not gives_the_same(before, after):
+                return [Found(None, "", 1, what, "computed again, it gives other gradients")]
+            gain = times_as_fast(before, after, program.inputs.device)
+            reason += f", at {gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}] of the speed here"
+    is_short = whole > SHORT * memory_total(program.inputs.device)
+    return [Found(None, "", 1, reason, "" if is_short else "it costs time, and what is saved fits")]
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def saved_bytes(model: nn.Module, program: Program) -> int:
+    """What one forward saves for its backward, beside parameters, inputs and what modules hold."""
+    inputs = program.inputs.as_trained()
+    held = (*named_parameters(model).values(), *model.buffers(), *inputs.named().values())
+    own = {t.untyped_storage().data_ptr() for t in held}
+    sizes: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return t.detach()                                  # a result that is saved would hold the graph, which holds it
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        outputs = inputs.call(model)
+    del outputs
+    return sum(sizes.values())
+
+
+@contextlib.contextmanager
+def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Meanwhile each of them is computed again in the backward."""
+    own = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        vars(layer)["forward"] = _again(layer.forward)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, own, strict=True):
+            if forward is None:
+                del vars(layer)["forward"]
+            else:
+                vars(layer)["forward"] = forward
+
+
+def _again(forward: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return run
+
+
+def _entered(iteration: Iteration, layers: Sequence[nn.Module]) -> Iteration:
+    """The same, with these layers checkpointed."""
+    def run() -> list[Tensor]:
+        with checkpointed(layers):
+            return iteration.run()
+    return Iteration(run, iteration.between, iteration.reads, iteration.receives)
+
+
+def gives_the_same(before: Iteration, after: Iteration) -> bool:
+    """Whether outputs and gradients are the same to rounding, from the same random numbers."""
+    found = []
+    for iteration in (before, after):
+        torch.manual_seed(0)
+        iteration.between()
+        found.append([*iteration.run(), *(t.clone() for t in iteration.gradients().values())])
+        iteration.between()
+    for one, other in zip(*found, strict=True):
+        if one.is_floating_point() and relative_error(other, one) > MODULE_GATES[one.dtype][1]:
+            return False
+    return True
+
+
+TECHNIQUE = Technique("checkpointing", "layers that are computed again in the backward", find)
