@@ -30,6 +30,7 @@ from benchmarks.assistant.words import called, is_of_module
 
 MASK, QUERY, KEY = "attn_mask", "query", "key"       # the names that these get, where nothing has them yet
 SCORE_MOD = "score_mod", "score", "b", "h", "q_idx", "kv_idx"        # and a score function, and what it is given
+SUPPORTS = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}      # what a model of transformers says
 COMPILED = "compiled_flex_attention = torch.compile(flex.flex_attention, dynamic=False)"
 CAUSAL_BLOCKS = """@functools.lru_cache(maxsize=8)
 def causal_blocks(length, device):
@@ -43,8 +44,9 @@ def advice(program: Program, found: Found, implementation: str) -> Advice:
 
     A model of transformers has a switch for it, which knows the `implementation` by that name.
     """
-    if hasattr(program.model, "set_attn_implementation") and found.place and not found.place.is_yours:
-        return Advice(f'model.set_attn_implementation("{implementation}")')
+    holder = _with_a_switch(program, found, implementation)
+    if holder is not None and found.place and not found.place.is_yours:
+        return Advice(f'{holder}.set_attn_implementation("{implementation}")')
     attention = found.region
     assert isinstance(attention, Attention)
     if attention.is_viewed:
@@ -53,6 +55,20 @@ def advice(program: Program, found: Found, implementation: str) -> Advice:
     if start is None or end is None or start.function != end.function:
         raise NotWritten("its two products stand in different functions")
     return _Writer(attention, start, end).advice()
+
+
+def _with_a_switch(program: Program, found: Found, implementation: str) -> str | None:
+    """The outermost module around it that is a model of transformers and knows the `implementation`, as code."""
+    names = found.module.partition(",")[0].split(".")
+    for count in range(len(names) + 1):
+        path = ".".join(names[:count])
+        module = program.module_at(path)
+        if hasattr(module, "set_attn_implementation"):
+            if not getattr(module, SUPPORTS[implementation], True):
+                return None
+            is_code = all(name.isidentifier() for name in names[:count])
+            return ".".join(["model", *names[:count]]) if is_code else f'model.get_submodule("{path}")'
+    return None
 
 
 class _Writer:

@@ -1,4 +1,5 @@
 """Attention by hand, in sixteen spellings: it is found, rewritten, the same function, and its advice can be pasted."""
+import contextlib
 import inspect
 
 import pytest
@@ -7,6 +8,7 @@ from torch import nn
 
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
+from benchmarks.assistant.technique import NotWritten
 from benchmarks.assistant.techniques import sdpa
 from benchmarks.measure.calls import Inputs
 from benchmarks.study import validate
@@ -67,25 +69,51 @@ def test_its_advice_can_be_pasted(spelling, evaluated, tmp_path):
         assert "softmax" not in kinds_of(lambda: other(X)), advice.code
 
 
+class Wrapping(nn.Module):
+    """A model of transformers, as people hold one in their own."""
+
+    def __init__(self, inner, name: str = "inner"):
+        super().__init__()
+        self.name = name
+        self.add_module(name, inner)
+
+    def forward(self, input_ids):
+        return getattr(self, self.name)(input_ids)
+
+
 @pytest.mark.integration
-def test_a_model_of_transformers_is_told_its_own_switch(fresh_dynamo):
+@pytest.mark.parametrize("wrapped, called", [
+    (lambda inner: inner, "model"), (Wrapping, "model.inner"),
+    (lambda inner: Wrapping(Wrapping(inner), "0"), 'model.get_submodule("0.inner")')])
+def test_a_model_of_transformers_is_told_its_own_switch(wrapped, called, fresh_dynamo):
     """Its attention stands in an installed file. What is advised is the same function, and runs a fused kernel."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, attn_implementation="eager", use_cache=False)
-    model, tokens = transformers.LlamaForCausalLM(config).eval(), torch.randint(32, (2, 16))
+    model, tokens = wrapped(transformers.LlamaForCausalLM(config)).eval(), torch.randint(32, (2, 16))
     program = read(model, Inputs.of({"input_ids": tokens}))
     (found,) = sdpa.find(program)
     assert found.place.file.endswith("modeling_llama.py") and not found.why_not
     advice = sdpa.advice(program, found)
-    assert advice.place is None
+    assert advice.place is None and advice.code == f'{called}.set_attn_implementation("sdpa")'
     expected = model(tokens).logits
     exec(advice.code, {"model": model})
     assert torch.allclose(model(tokens).logits, expected, atol=1e-5)
     with torch.no_grad():
         assert "softmax" not in kinds_of(lambda: model(tokens))
+
+
+@pytest.mark.integration
+def test_a_model_of_transformers_without_the_switch_is_not_told_it(fresh_dynamo):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DebertaV2Config(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    program = read(transformers.DebertaV2Model(config).eval(), Inputs.of({"input_ids": torch.randint(32, (2, 16))}))
+    (found,) = sdpa.find(program)
+    with contextlib.suppress(NotWritten):
+        assert sdpa.advice(program, found).place is not None
 
 
 @pytest.mark.integration
