@@ -123,6 +123,7 @@ def look_at(name: str, task: Task, session: Session, techniques: Sequence[Techni
     session.say(Phase.PROFILING)
     with graphs_named(task.model):
         spent = spending(task.model, program, subject.iteration(mode), session.device)
+    program.others = list(task.others.values())
     program.iteration_ms, program.optimizer = spent.total_ms, None if inference else task.optimizer
     looked = Looked(name, program, mode, spent)
     for technique in techniques:

@@ -29,6 +29,7 @@ class Program:
     is_inference: bool = False                             # its forward alone counts
     iteration_ms: float = 0.0                              # of what counts, as it is
     optimizer: torch.optim.Optimizer | None = None         # that steps behind it
+    others: Sequence[Inputs] = ()                          # that it is called with, too
     graphs: list[Captured] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
     not_captured: str = ""                                 # why Dynamo can't run it

@@ -78,18 +78,21 @@ def compiled_for_good(*blocks: Callable) -> Iterator[None]:
             yield
         except RuntimeError as error:
             if "recompile" in str(error):
-                guard = _guard_in(str(error))
-                raise Failed(f"it was compiled again after warm-up{guard}: its timings are void") from None
+                guard = guard_in(str(error))
+                why = f" ({guard})" if guard else ""
+                raise Failed(f"it was compiled again after warm-up{why}: its timings are void") from None
             raise
 
 
-def _guard_in(message: str) -> str:
-    """The guard that failed, and its line, as far as Dynamo's message has them."""
-    guard = re.search(r"- \d+/\d+: (.+?)(?=\s+#|\s*\n|$)", message)
+def guard_in(message: str) -> str:
+    """Which guard failed first, and its line, as far as Dynamo's message has them; "" where it has none."""
+    guard = re.search(r"\b\d+/\d+: (.+?)(?=\s+#|\s*\n|$)", message)
     if not guard:
         return ""
     place = re.search(r"([^/\s]+\.py):(\d+) in ", message)
-    return f" ({guard[1].strip()} no longer holds{f', {place[1]}:{place[2]}' if place else ''})"
+    failed = guard[1].strip()
+    words = failed if "mismatch" in failed else f"{failed} no longer holds"
+    return f"{words}, {place[1]}:{place[2]}" if place else words
 
 
 _private_caches: list[str] = []            # the folders of this process
