@@ -196,7 +196,9 @@ class _Assistant:
         """Every technique that can be tried here, alone and then on top of each other."""
         found = self.result.looked.found
         tried = [technique for technique in self.techniques if self._can_try(technique, found[technique])]
-        self._measure([Combination()] + [Combination((each,)) for each in tried], ALONE, self.result.alone)
+        alone = [Combination((each,)) for each in tried]
+        bases = [self.result.base_of(each) for each in tried]
+        self._measure(list(dict.fromkeys([Combination(), *bases, *alone])), ALONE, self.result.alone)
         self._climb(tried)
 
     def _concluded(self) -> Optimized:

@@ -6,7 +6,8 @@ from benchmarks.assistant.combination import Combination, Interval, Measured
 from benchmarks.assistant.look import Looked, shapes_in_words, times
 from benchmarks.assistant.sections import Code, Said, Section, Shown, Table
 from benchmarks.assistant.source import Place
-from benchmarks.assistant.technique import Advice, Found, Technique
+from benchmarks.assistant.technique import Advice, Found, Technique, plan_of
+from benchmarks.assistant.techniques import compiled
 from benchmarks.assistant.written import WrittenOut
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.checks import Judgement
@@ -15,6 +16,7 @@ from common.outcome import in_a_line
 from common.report.card import card
 from common.report.metrics import ENERGY
 from common.report.record import Record
+from common.runtime.compiler import holds_compiled
 from common.runtime.iteration import MODES
 from common.text import NOT_AVAILABLE, figures, number, only, ratio
 
@@ -134,7 +136,14 @@ class Optimized(Shown):
 
     def gain_alone(self, technique: Technique) -> Interval | None:
         """How many times as fast it alone makes the model."""
-        return self.alone.gain(Combination((technique,)), AS_IT_IS, self.mode)
+        return self.alone.gain(Combination((technique,)), self.base_of(technique), self.mode)
+
+    def base_of(self, technique: Technique) -> Combination:
+        """What it is held against: the model as it is, or compiled, where its rung alone is compiled whole."""
+        program = self.looked.program
+        in_part = holds_compiled(program.model) and not program.is_compiled
+        takes_graphs = technique.apply is not None and bool(plan_of((technique,), found=self.found).passes)
+        return Combination((compiled.TECHNIQUE,)) if in_part and takes_graphs else AS_IT_IS
 
     def placed(self, technique: str = "") -> list[Advice]:
         """The code that stands at a line of a file, of those that are worth it: all, or one technique's."""

@@ -17,8 +17,8 @@ from common.runtime import compiler
 class Rung(nn.Module):
     """It is called as the model is, and has its parameters, under their names.
 
-    A model that came compiled, if only in part, is compiled in every rung. `found` is what each technique has found in
-    it, by its name.
+    A model that came compiled is compiled in every rung; one that is compiled in part, where its graphs are rewritten.
+    `found` is what each technique has found in it, by its name.
     """
 
     def __init__(self, model: nn.Module, techniques: Sequence[Technique], device: torch.device | None = None,
@@ -26,7 +26,9 @@ class Rung(nn.Module):
         super().__init__()
         self.techniques = tuple(techniques)
         self.device = device or next((t.device for t in model.parameters()), torch.device("cpu"))
-        self.plan = plan_of(techniques, compiler.holds_compiled(model), found)
+        self.plan = plan_of(techniques, compiler.is_compiled(model), found)
+        if self.plan.passes and compiler.holds_compiled(model):        # Dynamo takes the compiled parts as written
+            self.plan.compiles = True
         model = as_written(model)
         self._over(_shared_copy(model) if self.plan.changes else model)
 

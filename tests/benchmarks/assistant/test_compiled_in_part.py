@@ -4,9 +4,13 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.assistant import look
+from benchmarks.assistant import look, optimize
+from benchmarks.assistant.combination import Combination
+from benchmarks.assistant.optimize import _Assistant
+from benchmarks.assistant.optimized import Optimized
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
+from benchmarks.assistant.techniques import autocast, compiled, library_gelu, loop, sdpa
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.fitting import _forward
 from benchmarks.measure.observing import Work
@@ -78,9 +82,30 @@ def test_its_time_is_that_of_compiled_code(make, in_part, fresh_dynamo):
 
 @unit
 @pytest.mark.parametrize("make, compiles", [(Two, False), (in_place, True), (wrapped, True)])
-def test_every_rung_of_it_is_compiled(make, compiles):
-    """Else what a technique buys would be held against compiled code."""
-    assert Rung(make(), ()).plan.compiles == compiles
+def test_where_its_graphs_are_rewritten_it_is_compiled(make, compiles):
+    """Else what a technique buys would be held against compiled code; what rewrites none leaves it as it is."""
+    assert Rung(make(), (sdpa.TECHNIQUE,)).plan.compiles == compiles
+    assert not Rung(make(), (autocast.TECHNIQUE,)).plan.compiles
+
+
+@unit
+@pytest.mark.parametrize("make, technique, base", [
+    (Two, sdpa, None), (in_place, sdpa, compiled), (wrapped, library_gelu, compiled), (in_place, autocast, None),
+    (in_place, compiled, None), (in_place, loop, None)])
+def test_a_technique_alone_is_held_against_what_it_runs_in(make, technique, base):
+    """Of a whole model that is compiled, compiling is no gain of a rewritten graph."""
+    result = Optimized(look(make(), (X,), techniques=[]), "")
+    expected = Combination((base.TECHNIQUE,)) if base else Combination()
+    assert result.base_of(technique.TECHNIQUE) == expected
+
+
+@unit
+def test_what_it_is_held_against_is_measured_though_nobody_asked(monkeypatch, fresh_dynamo):
+    asked = []
+    monkeypatch.setattr(_Assistant, "_measure", lambda self, of, *_: asked.append([each.name for each in of]))
+    monkeypatch.setattr(_Assistant, "_can_try", lambda self, *_: True)
+    optimize(in_place(), (X,), techniques=[sdpa.TECHNIQUE])
+    assert asked[0] == ["as it is", "compile", "sdpa"]
 
 
 @unit
