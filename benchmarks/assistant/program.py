@@ -37,8 +37,8 @@ class Program:
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Its longest list of modules of one class, where it has more than one."""
-        lists = [list(module) for module in self.model.modules()
+        """Its longest list of modules of one class, each once, where it has more than one."""
+        lists = [list(dict.fromkeys(module)) for module in self.model.modules()
                  if isinstance(module, (nn.ModuleList, nn.Sequential)) and len({type(each) for each in module}) == 1]
         longest = max(lists, key=len, default=[])
         return longest if len(longest) > 1 else []

@@ -36,6 +36,7 @@ from benchmarks.measure.observing import distance, norm
 from common.outcome import in_a_line, is_out_of_memory
 from common.runtime.iteration import Iteration
 
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)      # of which torch knows the least
 LEAST_ONES = 4                             # of a row: no more than one of so many becomes padding
 NOISE = 0.5                                # of each element of a floating input: another input, of the same kind
 MOST_AHEAD, BYTES_AHEAD = 64, 2**24        # calls whose inputs are made at once, as long as they are no larger
@@ -203,7 +204,7 @@ def _is_of_ones(t: Tensor) -> bool:
 
 def _is_whole_mask(t: Tensor) -> bool:
     """Whether it holds whole numbers, zeros and ones alone, and both. Shifted, padding would come first."""
-    return not takes_gradient(t) and t.numel() > 0 and (int(t.min()), int(t.max())) == (0, 1)
+    return t.dtype in _WHOLE and t.numel() > 0 and (int(t.min()), int(t.max())) == (0, 1)
 
 
 def _can_change(t: Tensor) -> bool:

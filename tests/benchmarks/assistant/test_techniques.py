@@ -55,7 +55,7 @@ def test_every_planted_fault_is_found_at_its_line(of_gpt):
     item, talk = line_of(".item()"), line_of("log.debug")
     assert set(found) == {
         ("tf32", None, "", 1), ("autocast", None, "", 1), ("fp8", None, "", 1), ("compile", None, "", 1),
-        ("cuda-graph", None, "", 1),
+        ("cuda-graph", None, "", 1), ("checkpointing", None, "", 1),
         ("sdpa", line_of("scores = q @ k"), "blocks.*.attn", 3),
         ("library-norm", line_of("mean = x.mean"), "blocks.*.ln_1, blocks.*.ln_2", 6),
         ("library-norm", line_of("torch.rsqrt"), "norm", 1),
