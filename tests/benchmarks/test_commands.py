@@ -124,8 +124,11 @@ print("matplotlib" in sys.modules)
     (["benchmarks"], "benchmarks"), (["benchmarks", "ladder", "--quick"], "ladder"),
     (["benchmarks", "compare"], "compare")])
 def test_ctrl_c_while_torch_is_imported_is_one_line(words, name, tmp_path):
-    """In place of torch there is a module that says that it is being imported, and is never done."""
-    (tmp_path / "torch.py").write_text("import time\nprint('torch', flush=True)\ntime.sleep(600)\n")
+    """In place of torch there is a module that says that it is being imported, and is never done.
+
+    It sleeps in short pieces: a signal that comes right before a sleep is seen behind it.
+    """
+    (tmp_path / "torch.py").write_text("import time\nprint('torch', flush=True)\nwhile True:\n    time.sleep(0.1)\n")
     process = start("-m", *words, environment={"PYTHONPATH": str(tmp_path)})
     assert process.stdout.readline() == "torch\n"
     process.send_signal(signal.SIGINT)

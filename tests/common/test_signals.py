@@ -44,8 +44,12 @@ def start(*words, torch: str, folder) -> subprocess.Popen:
     (["-m", "benchmarks", "ladder", "--quick"], "ladder"),
     (["-m", "benchmarks", "compare"], "compare")], ids=lambda value: value if isinstance(value, str) else "")
 def test_a_signal_while_torch_is_imported_is_one_line(words, name, number, tmp_path):
-    """In place of torch there is a module that says that it is being imported, and is never done."""
-    process = start(*words, torch="import time\nprint('torch', flush=True)\ntime.sleep(600)\n", folder=tmp_path)
+    """In place of torch there is a module that says that it is being imported, and is never done.
+
+    It sleeps in short pieces: a signal that comes right before a sleep is seen behind it.
+    """
+    module = "import time\nprint('torch', flush=True)\nwhile True:\n    time.sleep(0.1)\n"
+    process = start(*words, torch=module, folder=tmp_path)
     assert process.stdout.readline() == "torch\n"
     process.send_signal(number)
     out, err = process.communicate(timeout=120)
