@@ -1,6 +1,6 @@
 """Whether a model can be called again and again: what it keeps between its calls may grow, or hold a graph."""
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def graphs_named(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except RuntimeError:
-        holding = [name for name, value in _attributes(model) if _any(value, lambda t: t.grad_fn is not None)]
+        holding = [name for name, value in _attributes(model) if _holds_a_graph(value)]
         if not holding:
             raise
         raise UserError(f"a second backward fails: the model keeps a graph between its calls{_listed(holding)}; keep "
@@ -66,8 +66,8 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
-def _any(value: Any, condition: Callable[[Tensor], bool]) -> bool:
-    return any(isinstance(leaf, Tensor) and condition(leaf) for leaf in pytree.tree_leaves(value))
+def _holds_a_graph(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in pytree.tree_leaves(value))
 
 
 def _size(value: Any) -> int:

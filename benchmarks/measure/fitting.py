@@ -4,8 +4,9 @@ A model that fills half of a GPU in FP32 does not fit twice as wide. Then fewer 
 whole batch is held against the reference at its own dtype. That is sound where a sample's output does not depend on
 the others, which is found by running it.
 """
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -80,25 +81,35 @@ def _forward(plain: Callable, work: Work) -> tuple[float, int, int]:
         return _forward_counted(plain, work, with_gradients=False)
 
 
-def _forward_counted(plain: Callable, work: Work, with_gradients: bool) -> tuple[float, int, int]:
-    kept: dict[int, int] = {}                            # address -> bytes in FP64
-    own = {t.untyped_storage().data_ptr() for t in named_parameters(plain).values()}
+@contextlib.contextmanager
+def saved_tensors(own: set[int], size: Callable[[Tensor], int]) -> Iterator[dict[int, int]]:
+    """Meanwhile what autograd saves, address -> bytes as `size` has them; but for the addresses in `own`."""
+    sizes: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            wider = 8 / t.dtype.to_real().itemsize if takes_gradient(t) else 1
-            kept[storage.data_ptr()] = int(storage.nbytes() * wider)
+        address = t.untyped_storage().data_ptr()
+        if address not in own:
+            sizes[address] = size(t)
         return t.detach()                                # a result that is saved would hold the graph, which holds it
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield sizes
+
+
+def _bytes_in_fp64(t: Tensor) -> int:
+    wider = 8 / t.dtype.to_real().itemsize if takes_gradient(t) else 1
+    return int(t.untyped_storage().nbytes() * wider)
+
+
+def _forward_counted(plain: Callable, work: Work, with_gradients: bool) -> tuple[float, int, int]:
+    own = {t.untyped_storage().data_ptr() for t in named_parameters(plain).values()}
     start = work.start_of(plain)
     seconds = []
     for _ in range(2):                                   # the first has what is done once
-        kept.clear()
         start.begin(work.seed)
         _wait(work)
         began = time.perf_counter()
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-        with torch.set_grad_enabled(with_gradients), without_dropout(plain), hooks:
+        with (torch.set_grad_enabled(with_gradients), without_dropout(plain),
+              saved_tensors(own, _bytes_in_fp64) as saved):
             outputs = outputs_of(work.inputs.copies().call(plain))
             of_outputs = 8 * sum(t.numel() for t in outputs.values())
             del outputs
@@ -108,7 +119,7 @@ def _forward_counted(plain: Callable, work: Work, with_gradients: bool) -> tuple
             break
     start.begin(work.seed)
     of_parameters = 8 * sum(t.numel() for t in start.parameters.values())
-    return min(seconds), sum(kept.values()) + OUTPUTS * of_outputs, PARAMETERS * of_parameters
+    return min(seconds), sum(saved.values()) + OUTPUTS * of_outputs, PARAMETERS * of_parameters
 
 
 def _wait(work: Work) -> None:

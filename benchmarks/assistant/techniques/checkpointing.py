@@ -14,6 +14,7 @@ from benchmarks.assistant.program import Program
 from benchmarks.assistant.side_by_side import times_as_fast
 from benchmarks.assistant.technique import Found, Technique
 from benchmarks.measure.calls import named_parameters
+from benchmarks.measure.fitting import saved_tensors
 from benchmarks.measure.keeping import kept
 from benchmarks.measure.modules import subject_of
 from benchmarks.measure.observing import Work
@@ -61,14 +62,7 @@ def saved_bytes(model: nn.Module, program: Program) -> int:
     inputs = program.inputs.as_trained()
     held = (*named_parameters(model).values(), *model.buffers(), *inputs.named().values())
     own = {t.untyped_storage().data_ptr() for t in held}
-    sizes: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return t.detach()                                  # a result that is saved would hold the graph, which holds it
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with torch.enable_grad(), saved_tensors(own, lambda t: t.untyped_storage().nbytes()) as sizes:
         outputs = inputs.call(model)
     del outputs
     return sum(sizes.values())
