@@ -59,14 +59,15 @@ def compiled_for(program: Program, every: Sequence[Inputs], is_dynamic: bool | N
         graphs.append(module)
         return module.forward
     with kept(program.model), fresh_dynamo(), torch.set_grad_enabled(not program.is_inference):
-        before = len(get_compilation_metrics())
+        before = get_compilation_metrics()         # torch keeps the last 64 alone: no count tells which are new
         call = torch.compile(program.model, backend=keep, dynamic=is_dynamic)
         try:
             for inputs in every:
                 inputs.as_trained().call(call)
         except Exception as error:
             return Compiled(len(graphs), "", f"Dynamo can't run it: {in_a_line(error)}")
-        reasons = [getattr(each, "recompile_reason", None) for each in get_compilation_metrics()[before:]]
+        reasons = [getattr(each, "recompile_reason", None) for each in get_compilation_metrics()
+                   if all(each is not former for former in before)]
     return Compiled(len(graphs), next((guard_in(reason) for reason in reasons if reason), ""))
 
 

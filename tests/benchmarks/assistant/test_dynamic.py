@@ -1,7 +1,10 @@
 """Inputs of several shapes: how often Dynamo compiles for them, and whether with dynamic=True it does so less often."""
+from collections import deque
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import CompilationMetrics
 
 from benchmarks.assistant import look
 from benchmarks.assistant.program import read
@@ -51,6 +54,15 @@ def test_it_compiles_once_for_all_lengths(lengths, said):
     [found] = dynamic.find(program_of(Layer(), *lengths))
     assert found.reason.startswith(said) and "expected 4, actual 6" in found.reason
     assert found.reason.endswith("; with dynamic=True once: torch.compile(model, dynamic=True)") and not found.why_not
+
+
+@unit
+def test_the_guard_is_named_behind_any_number_of_compilations(monkeypatch):
+    kept = torch._dynamo.utils._compilation_metrics
+    monkeypatch.setattr(torch._dynamo.utils, "_compilation_metrics",
+                        deque((CompilationMetrics() for _ in range(kept.maxlen)), kept.maxlen))
+    [found] = dynamic.find(program_of(Layer(), 4, 6))
+    assert "expected 4, actual 6" in found.reason
 
 
 @unit
