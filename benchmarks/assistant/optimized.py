@@ -142,8 +142,15 @@ class Optimized(Shown):
         """What it is held against: the model as it is, or compiled, where its rung alone is compiled whole."""
         program = self.looked.program
         in_part = holds_compiled(program.model) and not program.is_compiled
-        takes_graphs = technique.apply is not None and bool(plan_of((technique,), found=self.found).passes)
-        return Combination((compiled.TECHNIQUE,)) if in_part and takes_graphs else AS_IT_IS
+        return Combination((compiled.TECHNIQUE,)) if in_part and self._rewrites_graphs(technique) else AS_IT_IS
+
+    def _rewrites_graphs(self, technique: Technique) -> bool:
+        if technique.apply is None:
+            return False
+        try:
+            return bool(plan_of((technique,), found=self.found).passes)
+        except Exception:                                      # its own rung will fail by it, and say so
+            return False
 
     def placed(self, technique: str = "") -> list[Advice]:
         """The code that stands at a line of a file, of those that are worth it: all, or one technique's."""

@@ -55,6 +55,14 @@ def test_what_a_technique_breaks_by_is_its_own_status(where, studies_in_seconds)
     assert "what failed" in str(result)
 
 
+def test_a_technique_that_breaks_leaves_a_model_that_is_compiled_in_part(studies_in_seconds):
+    model = nn.Sequential(torch.compile(nn.Linear(8, 8), backend="eager"), Three())
+    result = optimize(model, (torch.randn(4, 8),), quick=True, inference=True,
+                      techniques=[BROKEN["apply"], fused_qkv.TECHNIQUE])
+    [broken, fused] = sorted(result.opportunities, key=lambda one: one.technique)
+    assert broken.verdict == "not here" and fused.speedup and len(result.failures) == 1
+
+
 def test_a_part_of_the_report_that_breaks_leaves_the_others(studies_in_seconds, monkeypatch):
     result = optimized(fused_qkv.TECHNIQUE)
     assert not result.failures
