@@ -1,12 +1,12 @@
-"""GELU by hand, as it stands in a graph: in whichever spelling, what it computes is compared with the library's."""
+"""Activations by hand, as they stand in a graph: in whichever spelling, they are compared with the library's."""
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from benchmarks.assistant.attention import CASTS
@@ -23,44 +23,75 @@ from benchmarks.assistant.graph import (
 )
 from benchmarks.assistant.normal import name_of
 
-ROOTS = {"tanh": "tanh", "erf": "none"}                # the function in the middle -> what F.gelu calls its form
-ELEMENTWISE = {"add", "sub", "mul", "div", "pow", "square", "neg", "tanh", "erf", *CASTS}
+ELEMENTWISE = {"add", "sub", "mul", "div", "pow", "square", "neg", "tanh", "erf", "exp", "log", "log1p", "sigmoid",
+               "softplus", "relu6", "hardtanh", "clamp", *CASTS}
 EXACT, NEAR = 5e-6, 1e-2               # largest difference of the same function in FP32, and of one much like it
-MOST = 32                              # operations around a tanh or erf that are looked at: a GELU is a dozen
+MOST = 32                              # operations around a root that are looked at: a GELU is a dozen
 _POINTS = torch.linspace(-8, 8, 1001, dtype=torch.float64)
 
 
+@dataclass(frozen=True)
+class Function:
+    """One of torch.nn.functional, of a tensor alone; by hand it has one of `roots` in it."""
+    name: str                                          # there
+    words: str                                         # as people write it
+    roots: tuple[str, ...]
+    options: dict[str, str] = field(default_factory=dict, compare=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return getattr(F, self.name)(x, **self.options)
+
+    def code(self, x: str) -> str:
+        """The call of it."""
+        options = "".join(f', {name}="{value}"' for name, value in self.options.items())
+        return f"F.{self.name}({x}{options})"
+
+
+GELUS = (Function("gelu", "GELU by tanh", ("tanh",), {"approximate": "tanh"}),
+         Function("gelu", "GELU by erf", ("erf",), {"approximate": "none"}))
+# F.hardsigmoid is left out: its gradient has a constant in FP32, in FP64 too, so that no judge could hold it to FP64.
+SILUS = (Function("silu", "SiLU", ("sigmoid", "exp")), Function("mish", "Mish", ("tanh",)),
+         Function("hardswish", "Hardswish", ("relu6", "hardtanh", "clamp")))
+
+
 @dataclass(eq=False)
-class Gelu(Region):
-    """One GELU by hand, of every element of x."""
+class Activation(Region):
+    """One such function by hand, of every element of x."""
     x: fx.Node
     output: fx.Node
-    approximate: str                                   # as F.gelu has it
+    function: Function
 
 
-def gelus_in(graph: Captured) -> list[Gelu | Refusal]:
-    """The GELU around every tanh and erf, or why it is another function than the library's."""
-    return regions(graph, roots(graph), gelu_at)
+def activations_in(graph: Captured, functions: Sequence[Function]) -> list[Activation | Refusal]:
+    """Those by hand, and what is nearly one, with the reason why it is none."""
+    return regions(graph, roots(graph, functions), lambda root, graph: activation_at(root, graph, functions))
 
 
-def roots(graph: Captured) -> list[fx.Node]:
-    """Where a GELU by hand may be."""
-    return [node for node in graph.nodes if node.op.startswith("call_") and name_of(node) in ROOTS]
+def roots(graph: Captured, functions: Sequence[Function]) -> list[fx.Node]:
+    """Where one by hand may be."""
+    names = {name for function in functions for name in function.roots}
+    return [node for node in graph.nodes if node.op.startswith("call_") and name_of(node) in names]
 
 
-def gelu_at(root: fx.Node, graph: Captured) -> Gelu | None:
-    """The GELU around a tanh or erf; None where it is none. Raises Refused where it is one with other constants."""
-    form, nearest = ROOTS[name_of(root)], math.inf
-    expected = F.gelu(_POINTS, approximate=form)
-    for output, x in itertools.product(reversed(list(_behind(root))), _before(root)):
-        apart = _apart(output, x, graph, expected)
-        nearest = min(nearest, apart)
-        if apart <= EXACT:
-            nodes = between(x, output, graph)
-            refuse_mixed_gradients(graph, nodes)
-            return Gelu(graph, nodes, x, output, form)
+def activation_at(root: fx.Node, graph: Captured, functions: Sequence[Function]) -> Activation | None:
+    """The function around a root; None where it is none. Raises Refused where it is one with other constants."""
+    name = name_of(root)
+    expected = [(function, function(_POINTS)) for function in functions if name in function.roots]
+    nearest, like = math.inf, expected[0][0]
+    for output, x in itertools.product(reversed([root, *_behind(root)]), _before(root)):
+        values = _values(output, x, graph)
+        if values is None:
+            continue
+        for function, wanted in expected:
+            apart = float((values - wanted).abs().max())
+            if apart <= EXACT:
+                nodes = between(x, output, graph)
+                refuse_mixed_gradients(graph, nodes)
+                return Activation(graph, nodes, x, output, function)
+            if apart < nearest:
+                nearest, like = apart, function
     if nearest <= NEAR:
-        raise Refused(f"it is up to {nearest:.0e} away from the library's GELU")
+        raise Refused(f"it is up to {nearest:.0e} away from the library's {like.words}")
     return None
 
 
@@ -89,19 +120,17 @@ def _is_elementwise(node: fx.Node) -> bool:
     return node.op.startswith("call_") and name_of(node) in ELEMENTWISE
 
 
-def _apart(output: fx.Node, x: fx.Node, graph: Captured, expected: torch.Tensor) -> float:
-    """The largest difference of what it is of many x; infinite where it depends on something else, or is broadcast."""
+def _values(output: fx.Node, x: fx.Node, graph: Captured) -> Tensor | None:
+    """What it is of many x; None where it depends on something else, or is broadcast."""
     if shape_of(x) != shape_of(output):
-        return math.inf
+        return None
     known: dict[fx.Node, Any] = {x: _POINTS}
     try:
         _evaluate(output, known, set(), graph)
     except (Unknown, RuntimeError, TypeError):
-        return math.inf
+        return None
     value = known[output]
-    if not isinstance(value, torch.Tensor) or value.shape != expected.shape:
-        return math.inf
-    return float((value - expected).abs().max())
+    return value if isinstance(value, Tensor) and value.shape == _POINTS.shape else None
 
 
 def _evaluate(node: fx.Node, known: dict[fx.Node, Any], entered: set[fx.Node], graph: Captured) -> None:

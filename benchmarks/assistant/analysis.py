@@ -2,7 +2,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.assistant.activations import Gelu, gelus_in
 from benchmarks.assistant.attention import Attention, attentions_in
 from benchmarks.assistant.graph import Captured, Refusal
 from benchmarks.assistant.loops import Loop, loops_in
@@ -36,7 +35,6 @@ class Analysis:
     """What a program is made of."""
     softmaxes: list[Attention | Refusal] = field(default_factory=list)
     norms: list[Norm | Refusal] = field(default_factory=list)
-    gelus: list[Gelu | Refusal] = field(default_factory=list)
     projections: list[ProjectionGroup] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
@@ -53,7 +51,6 @@ def analysed(graphs: Sequence[Captured], trace: Trace) -> Analysis:
     for graph in graphs:
         found.softmaxes += attentions_in(graph)
         found.norms += norms_in(graph)
-        found.gelus += gelus_in(graph)
         found.projections += projections_in(graph)
         found.loops += loops_in(graph)
     return found

@@ -3,7 +3,7 @@
 Scores may be capped before the masks: cap * tanh(scale * q k^T).
 """
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -71,8 +71,19 @@ class Operand:
         shape = shape_of(self.node)
         return tuple(shape[dim] for dim in self.order) if self.order else shape
 
+    @property
+    def needs_a_copy(self) -> bool:
+        """Whether the numbers of one row lie apart in memory: the fused kernels take only what is dense there."""
+        value = self.node.meta.get("example_value")
+        last = self.order[-1] if self.order else -1
+        return isinstance(value, Tensor) and value.shape[last] > 1 and value.stride(last) != 1
+
     def put_into(self, nodes: fx.Graph) -> Any:
-        """The node of it as [..., S, D]; a transpose that is already there is taken back."""
+        """The node of it as [..., S, D], dense in D; a transpose that is already there is taken back."""
+        as_rows = self._as_rows(nodes)
+        return nodes.call_method("contiguous", (as_rows,)) if self.needs_a_copy else as_rows
+
+    def _as_rows(self, nodes: fx.Graph) -> Any:
         if self.order is None:
             return self.node
         if _swaps_the_last(self.node, len(self.order)) and self.order == _swapped(len(self.order)):
@@ -162,7 +173,7 @@ def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
     query, key = _queries_and_keys(scores)
     if up.is_transposed:
         query, key = key, query
-    value, order = _values(output)
+    value, order = _values(output, (*down, softmax))
     chain = scores, *reversed(up.chain), softmax, *down, output
     masks = [*up.masks, *_added_by_the_matmul(scores, up)]
     between = *up.chain, *down
@@ -280,7 +291,7 @@ class _Upwards:
         self.shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
         return node.args[0]
 
-    _swapaxes = _swapdims = _permute = _transpose
+    _swapaxes = _swapdims = _permute = _mT = _transpose
 
     def _with_a_mask(self, node: fx.Node, scores: Any, other: Any, sign: float) -> Any:
         alpha: Any = node.kwargs.get("alpha", 1)
@@ -400,15 +411,18 @@ def _operands(product: fx.Node) -> list[Any]:
     return list(given[0]) if isinstance(given[0], (tuple, list)) else given
 
 
-def _values(output: fx.Node) -> tuple[Operand, tuple[int, ...] | None]:
-    """(the values, the order of [..., S, D] in the output)."""
+def _values(output: fx.Node, weights: Sequence[fx.Node]) -> tuple[Operand, tuple[int, ...] | None]:
+    """(the values, the order of [..., S, D] in the output), where some of `weights` is the other factor."""
+    first, second = _operands(output)
+    are_first = first in weights
     if name_of(output) != "einsum":
-        return Operand(output.args[1]), None
+        swapped = _swapped(len(shape_of(first)))
+        return (Operand(second), None) if are_first else (Operand(first, swapped), swapped)
     try:
-        of_values, of_result = einsum.of_output(str(output.args[0]))
+        of_values, of_result = einsum.of_output(str(output.args[0]), are_first)
     except einsum.NoProduct as error:
         raise Refused(f"its output is einsum({str(error)!r})") from None
-    return Operand(_operands(output)[1], of_values), of_result
+    return Operand(second if are_first else first, of_values), of_result
 
 
 def _swapped(ndim: int) -> tuple[int, ...]:
@@ -426,7 +440,7 @@ def _swaps_the_last(node: Any, ndim: int) -> bool:
     if name_of(node) == "permute":
         dims: Any = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
         return tuple(dim % ndim for dim in dims) == _swapped(ndim)
-    return False
+    return name_of(node) == "mT"
 
 
 def _own_scale(scores: fx.Node) -> float:
@@ -437,6 +451,7 @@ def _own_scale(scores: fx.Node) -> float:
 def _downwards(softmax: fx.Node) -> tuple[fx.Node, tuple[float, bool], list[fx.Node]]:
     """(the matmul of weights and values, dropout on the way, the nodes between softmax and it)."""
     node, dropout = softmax, (0.0, False)
+    is_transposed = False
     down: list[fx.Node] = []
     while True:
         if len(node.users) != 1:
@@ -444,9 +459,13 @@ def _downwards(softmax: fx.Node) -> tuple[fx.Node, tuple[float, bool], list[fx.N
         (user,) = node.users
         name = name_of(user) if user.op.startswith("call_") else user.op
         if name in ("matmul", "bmm", "einsum"):
-            if _operands(user)[0] is not node:
-                raise Refused("its weights are the second factor of a matmul")
+            _refuse_other_products(user, node, is_transposed)
             return user, dropout, down
+        if _swaps_the_last(user, len(shape_of(node))):
+            is_transposed = not is_transposed
+            node = user
+            down.append(node)
+            continue
         if name == "dropout":
             dropout = float(argument(user, 1, "p", 0.5)), bool(argument(user, 2, "training", True))
         elif name == "output":
@@ -458,6 +477,18 @@ def _downwards(softmax: fx.Node) -> tuple[fx.Node, tuple[float, bool], list[fx.N
             raise Refused(f"between the softmax and the matmul with the values stands {name}")
         node = user
         down.append(node)
+
+
+def _refuse_other_products(product: fx.Node, weights: fx.Node, is_transposed: bool) -> None:
+    """Raise Refused but where it is weights @ values, or values^T @ weights^T."""
+    first, second = _operands(product)
+    if first is second:
+        raise Refused("its weights are multiplied by themselves")
+    if is_transposed and name_of(product) == "einsum":
+        raise Refused("its weights are transposed, and multiplied by einsum")
+    if name_of(product) != "einsum" and (first is weights) == is_transposed:
+        why = "its weights are transposed" if is_transposed else "its weights are the second factor of a matmul"
+        raise Refused(why)
 
 
 # ------------------------------------------------------------------------------------------------------------ masks

@@ -10,6 +10,7 @@ from benchmarks.assistant.words import called, is_of_module
 
 OPERATIONS = {ast.Mult: "mul", ast.Div: "div", ast.Add: "add", ast.Sub: "sub"}
 IGNORED = {"dim", "axis", "dtype", "inplace", "p", "training", "memory_format", "copy", "non_blocking"}
+TRANSPOSES = {"transpose", "swapaxes", "swapdims", "permute"}
 PLACES = {"input": 0, "condition": 0, "mask": 1, "other": 1, "mat2": 1, "value": 2}       # of a keyword
 INFINITE = {"float('-inf')", "-math.inf", "-torch.inf", "-np.inf", "-numpy.inf", "-float('inf')", "-inf",
             "float('-infinity')"}
@@ -56,6 +57,7 @@ class Scores:
     outside: tuple[str, ...] = ()            # then those before that condition
     fills: tuple[Fill, ...] = ()
     is_softmax: bool = False                 # they are weights
+    is_transposed: bool = False              # as weights
     dropout: str = ""
     value: str = ""                          # the values that the weights were multiplied with: the output
 
@@ -81,6 +83,7 @@ class Scores:
 class Reader:
     """Follows the scores through statements of a file's text."""
     text: str
+    dimensions: int                          # of the scores
     names: dict[str, Scores] = field(default_factory=dict)
     may_begin: bool = True                   # a product may be that of queries and keys
     output: ast.expr | None = None           # the expression that is the attention's output
@@ -95,6 +98,8 @@ class Reader:
             return self._operation(node)
         if isinstance(node, ast.Call):
             return self._call(node)
+        if isinstance(node, ast.Attribute) and node.attr == "mT" and (scores := self.value(node.value)):
+            return self._transposed(scores)
         if isinstance(node, ast.IfExp) and (self.value(node.body) or self.value(node.orelse)):
             raise NotWritten("its scores depend on a condition inside of an expression")
         self._look_below(node)
@@ -150,6 +155,8 @@ class Reader:
             return replace(scores, is_softmax=True)
         if place == 0 and name == "tanh" and not rest:
             return scores.capped()
+        if place == 0 and name in TRANSPOSES and self._swaps_the_last(name, rest):
+            return self._transposed(scores)
         if place == 0 and scores.is_softmax:
             return replace(scores, dropout=self._dropout(node, name, rest))
         if (len(rest) == 1 and name in ("mul", "add")) or (place == 0 and name in ("div", "sub")):
@@ -159,6 +166,23 @@ class Reader:
         if len(rest) == 2 and (name, place) == ("where", 0) and not is_of_module(node):
             return self._with(scores, Fill(self.words(rest[0]), self.words(rest[1]), blocks=False))
         raise NotWritten(f"its scores go through {name}")
+
+    def _swaps_the_last(self, name: str, dims: Sequence[ast.expr]) -> bool:
+        count = self.dimensions
+        if len(dims) == 1 and isinstance(dims[0], (ast.Tuple, ast.List)):
+            dims = dims[0].elts
+        try:
+            places = [int(ast.literal_eval(dim)) % count for dim in dims]
+        except (ValueError, TypeError):                        # no numbers
+            return False
+        last_two = [count - 1, count - 2]
+        return places == [*range(count - 2), *last_two] if name == "permute" else sorted(places) == sorted(last_two)
+
+    @staticmethod
+    def _transposed(scores: Scores) -> Scores:
+        if not scores.is_softmax:
+            raise NotWritten("its scores are transposed")
+        return replace(scores, is_transposed=not scores.is_transposed)
 
     def _by_name(self, name: str, scores: Scores, other: ast.expr) -> Scores:
         if name in ("mul", "div"):
@@ -200,7 +224,11 @@ class Reader:
             if not self.may_begin:
                 return None
             return Scores(self.words(left), self.words(right))
-        if weights is None or other is not None or not weights.is_softmax or weights.value:
+        if weights is None and other is not None and other.is_softmax and other.is_transposed and not other.value:
+            self.order = (*range(self.dimensions - 2), self.dimensions - 1, self.dimensions - 2)
+            self.output, self.found = node, replace(other, value=transposed(self.words(left), self.dimensions))
+            return self.found
+        if weights is None or other is not None or not weights.is_softmax or weights.is_transposed or weights.value:
             return None if weights and weights.value else self._refuse_product()
         self.output, self.found = node, replace(weights, value=self.words(right))
         return self.found
@@ -210,18 +238,19 @@ class Reader:
         if len(operands) == 1 and isinstance(operands[0], (ast.List, ast.Tuple)):
             operands = operands[0].elts
         values = [self.value(operand) for operand in operands]
-        if len(operands) != 2 or not isinstance(equation, ast.Constant) or values[1] is not None:
+        if len(operands) != 2 or not isinstance(equation, ast.Constant) or all(values):
             return self._refuse_product() if any(values) else None
+        weights, factor = (values[0], operands[1]) if values[0] else (values[1], operands[0])
         try:
-            if values[0] is None:
+            if weights is None:
                 return self._scores_of_einsum(str(equation.value), *operands)
-            of_values, of_result = einsum.of_output(str(equation.value))
+            of_values, of_result = einsum.of_output(str(equation.value), weights is values[0])
         except einsum.NoProduct:
             return self._refuse_product() if any(values) else None
-        if not values[0].is_softmax or values[0].value:
+        if not weights.is_softmax or weights.is_transposed or weights.value:
             return self._refuse_product()
         self.output, self.order = node, of_result
-        self.found = replace(values[0], value=permuted(self.words(operands[1]), of_values))
+        self.found = replace(weights, value=permuted(self.words(factor), of_values))
         return self.found
 
     def _scores_of_einsum(self, equation: str, left: ast.expr, right: ast.expr) -> Scores | None:
@@ -281,3 +310,18 @@ def grouped(words: str) -> str:
 def as_operand(words: str) -> str:
     """In parentheses, where an operator beside it would bind more tightly."""
     return words if grouped(words) == words or words.startswith(("torch.where(", "~")) else f"({words})"
+
+
+def transposed(words: str, dimensions: int) -> str:
+    """With its last two dimensions the other way round; a transpose that is already there is taken back."""
+    last_two = {"-2", "-1"}, {str(dimensions - 2), str(dimensions - 1)}
+    node = ast.parse(words, mode="eval").body
+    if isinstance(node, ast.Attribute) and node.attr in ("mT", "T"):
+        return ast.unparse(node.value)
+    if isinstance(node, ast.Call) and called(node) in ("transpose", "swapaxes"):
+        given = [ast.unparse(argument) for argument in (*node.args, *(each.value for each in node.keywords))]
+        if is_of_module(node) and set(given[1:]) in last_two:
+            return given[0]
+        if isinstance(node.func, ast.Attribute) and set(given) in last_two:
+            return ast.unparse(node.func.value)
+    return f"{grouped(words)}.transpose(-2, -1)"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.assistant.attention import Attention
-from benchmarks.assistant.attention_reading import Fill, Reader, Scores, as_operand, grouped, permuted
+from benchmarks.assistant.attention_reading import Fill, Reader, Scores, as_operand, grouped, permuted, transposed
 from benchmarks.assistant.graph import place_of, shape_of
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.source import Place, function_at, function_node_at, text_of
@@ -26,7 +26,6 @@ from benchmarks.assistant.statements import (
     with_code,
 )
 from benchmarks.assistant.technique import Advice, Found, NotWritten
-from benchmarks.assistant.words import called, is_of_module
 
 MASK, QUERY, KEY = "attn_mask", "query", "key"       # the names that these get, where nothing has them yet
 SCORE_MOD = "score_mod", "score", "b", "h", "q_idx", "kv_idx"        # and a score function, and what it is given
@@ -76,7 +75,7 @@ class _Writer:
 
     def __init__(self, attention: Attention, start: Place, end: Place):
         self.attention, self.all_causal, self.file = attention, attention.is_causal, start.file
-        self.reader = Reader(text_of(self.file))
+        self.reader = Reader(text_of(self.file), len(attention.shape))
         self.statements = statements_of(start, end)
         self.mask, self.query, self.key = (self._free(name) for name in (MASK, QUERY, KEY))
         self.score_mod, *self.score_names = (self._free(name) for name in SCORE_MOD)
@@ -243,7 +242,7 @@ class _Writer:
             options.insert(0, f"block_mask=causal_blocks({query}.shape[-2], {query}.device)")
         operands = [query, key, found.value]
         if self.attention.device.type == "cpu":                # Inductor can't compile it on views of a matmul's output
-            operands = [f"{operand if operand.isidentifier() else f'({operand})'}.contiguous()" for operand in operands]
+            operands = [self._dense(operand, True) for operand in operands]
         given = ", ".join([*operands, self.score_mod, *options])
         return lines, permuted(f"compiled_flex_attention({given})", self.reader.order)
 
@@ -269,7 +268,7 @@ class _Writer:
     def _operands_of_flex(self, found: Scores, saved: dict[str, str]) -> tuple[str, str, list[str]]:
         """(query, key, the statements that name them), for their shapes are asked for, too."""
         query = self.query if self.query in saved else found.query
-        key = _without_transpose(self.key if self.key in saved else found.key, len(self.attention.shape))
+        key = transposed(self.key if self.key in saved else found.key, len(self.attention.shape))
         lines = []
         if not query.isidentifier():
             lines.append(f"{self.query} = {query}")
@@ -334,7 +333,7 @@ class _Writer:
     def _call(self, found: Scores, saved: dict[str, str], mask: str) -> str:
         query = self.query if self.query in saved else found.query
         key = self.key if self.key in saved else found.key
-        key = _without_transpose(key, len(self.attention.shape))
+        key = transposed(key, len(self.attention.shape))
         options = []
         if self.all_causal:
             options.append("is_causal=True")
@@ -344,8 +343,14 @@ class _Writer:
             options.append(f"dropout_p={found.dropout}")
         if scale := self._scale(found):
             options.append(f"scale={scale}")
-        call = f"F.scaled_dot_product_attention({', '.join([query, key, found.value, *options])})"
+        operands = [self._dense(words, each.needs_a_copy) for words, each
+                    in zip((query, key, found.value), self.attention.operands, strict=True)]
+        call = f"F.scaled_dot_product_attention({', '.join([*operands, *options])})"
         return permuted(call, self.reader.order)
+
+    @staticmethod
+    def _dense(operand: str, needs_a_copy: bool) -> str:
+        return f"{grouped(operand)}.contiguous()" if needs_a_copy else operand
 
     def _of_two_dimensions(self, found: Scores, mask: str) -> str:
         """A mask of fewer, in words, as the function takes it. Raises NotWritten where it may be None."""
@@ -409,18 +414,3 @@ def _values_named(expression: ast.AST) -> set[str]:
               if isinstance(node, ast.Attribute) and node.attr in ("size", "shape", "device", "dtype")}
     return {node.id for node in ast.walk(expression)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in shapes}
-
-
-def _without_transpose(key: str, ndim: int) -> str:
-    """The keys as [..., S, D]."""
-    last_two = {"-2", "-1"}, {str(ndim - 2), str(ndim - 1)}
-    node = ast.parse(key, mode="eval").body
-    if isinstance(node, ast.Attribute) and node.attr in ("mT", "T"):
-        return ast.unparse(node.value)
-    if isinstance(node, ast.Call) and called(node) in ("transpose", "swapaxes"):
-        words = [ast.unparse(argument) for argument in (*node.args, *(each.value for each in node.keywords))]
-        if is_of_module(node) and set(words[1:]) in last_two:
-            return words[0]
-        if isinstance(node.func, ast.Attribute) and set(words) in last_two:
-            return ast.unparse(node.func.value)
-    return f"{grouped(key)}.transpose(-2, -1)"

@@ -31,9 +31,11 @@ def of_scores(equation: str) -> tuple[bool, Order, Order]:
     return keys_first, order_of(first, wanted[0]), order_of(second, wanted[1])
 
 
-def of_output(equation: str) -> tuple[Order, Order]:
+def of_output(equation: str, weights_first: bool = True) -> tuple[Order, Order]:
     """(the order of the values as [..., S, D], that of such an output in the result). Raises NoProduct."""
     weights, values, result = letters(equation)
+    if not weights_first:
+        weights, values = values, weights
     *batch, row, column = list(weights)
     width = [letter for letter in values if letter not in weights]
     wanted = [*batch, column, *width]

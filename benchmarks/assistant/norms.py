@@ -21,17 +21,22 @@ from benchmarks.assistant.normal import name_of
 
 @dataclass(eq=False)
 class Norm(Region):
-    """One norm by hand, over the last dimension."""
+    """One norm by hand, over one dimension."""
     x: fx.Node
     output: fx.Node
     epsilon: float
     is_centred: bool                         # a LayerNorm; else an RMSNorm
-    weight: fx.Node | None = None
+    dim: int                                 # that it goes over, from 0 on
+    weight: fx.Node | None = None            # along that dimension, in whatever shape
     bias: fx.Node | None = None
 
     @property
     def width(self) -> int:
-        return shape_of(self.x)[-1]
+        return shape_of(self.x)[self.dim]
+
+    @property
+    def is_over_the_last(self) -> bool:
+        return self.dim == len(shape_of(self.x)) - 1
 
     @property
     def function(self) -> str:
@@ -43,7 +48,7 @@ def roots(graph: Captured) -> list[fx.Node]:
     found = []
     for node in graph.nodes:
         is_root = _calls(node, "sqrt", "rsqrt", "std") or _is_power(node, (0.5, -0.5))
-        if is_root and shape_of(node)[-1:] == (1,):
+        if is_root and 1 in shape_of(node):
             found.append(node)
     return found
 
@@ -67,15 +72,15 @@ def norm_at(root: fx.Node, graph: Captured) -> Norm | None:
     squared = _mean_of_squares(_bare(variance))
     if squared is None:
         return None
-    x, is_centred = squared
+    x, is_centred, dim = squared
     user = _divided(root)
     if user is None:
         return None
-    rest = next(inner for inner in user.args if inner is not root)
-    rest, weight = _without_weight(rest, shape_of(x)[-1:])
-    if not _is_normalised(rest, x, is_centred):
+    norm = Norm(graph, (), x, user, float(epsilon), is_centred, dim)
+    rest = _without_weight(norm, next(inner for inner in user.args if inner is not root))
+    if not _is_normalised(rest, norm):
         return None
-    norm = Norm(graph, (), _uncast(x), user, float(epsilon), is_centred, weight)
+    norm.x = _uncast(x)
     _with_affine(norm)
     norm.nodes = between(norm.x, norm.output, graph)
     refuse_mixed_gradients(graph, norm.nodes)
@@ -84,45 +89,46 @@ def norm_at(root: fx.Node, graph: Captured) -> Norm | None:
 
 def _refuse_a_root_alone(root: fx.Node, squared: Any) -> None:
     """Raise Refused where something is divided by a deviation that an epsilon is added to behind the root."""
-    is_deviation = (_calls(root, "std") and _over_the_last(root)) or _mean_of_squares(squared) is not None
+    is_deviation = (_calls(root, "std") and _over(root) is not None) or _mean_of_squares(squared) is not None
     added = [user for user in root.users if _calls(user, "add")]
     if is_deviation and any(_calls(user, "div") and user.args[1] is each for each in added for user in each.users):
         raise Refused("its epsilon is added outside of the root: the library's stands inside")
 
 
-def _mean_of_squares(node: Any) -> tuple[fx.Node, bool] | None:
-    """(x, whether its mean is taken off first), where a node is the mean of squares, or the variance, of x."""
+def _mean_of_squares(node: Any) -> tuple[fx.Node, bool, int] | None:
+    """(x, whether its mean is taken off first, over which dimension), where a node is the mean of squares, or the
+    variance, of x.
+    """
     node = _of_var_mean(node)
     if _calls(node, "var", "var_mean"):
-        if not _over_the_last(node):
+        dim = _over(node)
+        if dim is None:
             return None
         unbiased = argument(node, 2, "unbiased", True) if "correction" not in node.kwargs else node.kwargs["correction"]
         if unbiased not in (False, 0):
             raise Refused("its variance is unbiased: the library's divides by the width, not by one less")
-        return node.args[0], True
-    if _calls(node, "sub") and _is_square_of_mean(node.args[1]):
-        squares, x = node.args[0], _base_of_square(node.args[1]).args[0]
-        is_of_x = _calls(squares, "mean") and _over_the_last(squares) and _same(_base_of_square(squares.args[0]), x)
-        return (x, True) if is_of_x else None
-    if not (_calls(node, "mean") and _over_the_last(node)):
+        return node.args[0], True, dim
+    if _calls(node, "sub") and _calls(_base_of_square(node.args[1]), "mean"):
+        squares, mean = node.args[0], _base_of_square(node.args[1])
+        x, dim = mean.args[0], _over(mean)
+        if dim is None or not _calls(squares, "mean") or _over(squares) != dim:
+            return None
+        return (x, True, dim) if _same(_base_of_square(squares.args[0]), x) else None
+    dim = _over(node) if _calls(node, "mean") else None
+    if dim is None:
         return None
     base = _base_of_square(_bare(node.args[0]))
     if base is None:
         return None
-    if _calls(base, "sub") and _is_mean_of(base.args[1], base.args[0]):
-        return base.args[0], True
-    return base, False
+    if _calls(base, "sub") and _is_mean_of(base.args[1], base.args[0], dim):
+        return base.args[0], True, dim
+    return base, False, dim
 
 
 def _of_var_mean(node: Any) -> Any:
     """The call of var_mean, where a node is the variance that it gives."""
     of_both = _calls(node, "getitem") and node.args[1] == 0 and _calls(node.args[0], "var_mean")
     return node.args[0] if of_both else node
-
-
-def _is_square_of_mean(node: Any) -> bool:
-    base = _base_of_square(node)
-    return _calls(base, "mean") and _over_the_last(base)
 
 
 def _base_of_square(node: Any) -> Any:
@@ -142,33 +148,44 @@ def _divided(root: fx.Node) -> fx.Node | None:
     return users[0] if len(root.users) == 1 and users else None
 
 
-def _without_weight(node: Any, shape: tuple[int, ...]) -> tuple[Any, fx.Node | None]:
-    """(what is divided by the root, the weight that it was multiplied by before)"""
+def _without_weight(norm: Norm, node: Any) -> Any:
+    """What is divided by the root; the norm gets the weight that it was multiplied by before."""
     if _calls(node, "mul") and len(node.users) == 1:
         for place, factor in enumerate(node.args):
-            if isinstance(factor, fx.Node) and shape_of(factor) == shape:
-                return node.args[1 - place], factor
-    return node, None
+            if isinstance(factor, fx.Node) and _is_along(factor, norm):
+                norm.weight = factor
+                return node.args[1 - place]
+    return node
 
 
-def _is_normalised(node: Any, x: fx.Node, is_centred: bool) -> bool:
-    if is_centred:
-        return _calls(node, "sub") and _same(node.args[0], x) and _is_mean_of(node.args[1], x)
-    return _same(node, x)
+def _is_along(node: Any, norm: Norm) -> bool:
+    """Whether it has a number for each place of the norm's dimension, and stands along it."""
+    shape, ndim = shape_of(node), len(shape_of(norm.x))
+    wanted = tuple(norm.width if dim == norm.dim else 1 for dim in range(ndim))
+    return bool(shape) and (1,) * (ndim - len(shape)) + shape == wanted
 
 
-def _is_mean_of(node: Any, x: Any) -> bool:
+def _is_normalised(node: Any, norm: Norm) -> bool:
+    if norm.is_centred:
+        return _calls(node, "sub") and _same(node.args[0], norm.x) and _is_mean_of(node.args[1], norm.x, norm.dim)
+    return _same(node, norm.x)
+
+
+def _is_mean_of(node: Any, x: Any, dim: int) -> bool:
     if _calls(node, "getitem") and node.args[1] == 1 and _calls(node.args[0], "var_mean"):
-        return _over_the_last(node.args[0]) and _same(node.args[0].args[0], x)
-    return _calls(node, "mean") and _over_the_last(node) and _same(node.args[0], x)
+        node = node.args[0]
+    is_mean = _calls(node, "mean", "var_mean") and _over(node) == dim
+    return is_mean and _same(node.args[0], x)
 
 
-def _over_the_last(node: fx.Node) -> bool:
-    """Whether a mean or variance is over the last dimension alone, and keeps it."""
+def _over(node: fx.Node) -> int | None:
+    """The one dimension that a mean or variance is over, and keeps; None where it is another mean."""
     dim = argument(node, 1, "dim")
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     place = 3 if name_of(node) in ("var", "var_mean", "std") else 2
-    return dim in (-1, len(shape_of(node.args[0])) - 1) and bool(argument(node, place, "keepdim", False))
+    if not isinstance(dim, int) or not argument(node, place, "keepdim", False):
+        return None
+    return dim % len(shape_of(node.args[0]))
 
 
 def _with_affine(norm: Norm) -> None:
@@ -182,7 +199,7 @@ def _with_affine(norm: Norm) -> None:
         if user is None or not _calls(user, name) or (wanted == "bias" and norm.weight is None):
             return
         other = next((inner for inner in user.args if inner is not node), None)
-        if not isinstance(other, fx.Node) or shape_of(other) != (norm.width,):
+        if not isinstance(other, fx.Node) or not _is_along(other, norm):
             return
         if wanted == "bias" and not norm.is_centred:
             return                                       # the library's RMSNorm has none

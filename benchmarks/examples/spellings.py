@@ -12,6 +12,7 @@ PRODUCTS = {
     "matmul": ("torch.matmul(q, k.mT)", "torch.matmul(w, v)"),
     "method": ("q.matmul(k.transpose(2, 3))", "w.matmul(v)"),
     "einsum": ('torch.einsum("bhid,bhjd->bhij", q, k)', 'torch.einsum("bhij,bhjd->bhid", w, v)'),
+    "values first": ("q @ k.mT", "(v.transpose(-1, -2) @ w.transpose(-1, -2)).transpose(-1, -2)"),
     "bmm": ("torch.bmm(q, k.transpose(1, 2))", "torch.bmm(w, v)")}
 SCALES = {
     "scores * number": (None, "s = s * self.scale"), "number * scores": (None, "s = self.scale * s"),

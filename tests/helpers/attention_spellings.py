@@ -169,8 +169,37 @@ class InPlace(Attention):
         return scores.softmax(-1) @ v
 
 
+class ValuesFirst(Attention):
+    def attend(self, q, k, v):
+        weights = (q @ k.mT * self.scale + self.minus).softmax(-1)
+        weights = weights.transpose(2, 3)
+        return (v.transpose(2, 3) @ weights).mT
+
+
+class Pixels(Attention):
+    """On [B H, D, S], as the attention of latent diffusion has its pixels."""
+
+    def attend(self, q, k, v):
+        B, H, S, D = q.shape
+        q, k, v = (t.transpose(2, 3).reshape(B * H, D, S) for t in (q, k, v))
+        q = q.permute(0, 2, 1)
+        w_ = torch.bmm(q, k)
+        w_ = w_ * (int(D) ** (-0.5))
+        w_ = torch.nn.functional.softmax(w_, dim=2)
+        w_ = w_.permute(0, 2, 1)
+        h_ = torch.bmm(v, w_)
+        return h_.view(B, H, D, S).mT
+
+
+class EinsumValuesFirst(Attention):
+    def attend(self, q, k, v):
+        weights = torch.softmax(torch.einsum("bhid,bhjd->bhij", q, k) * self.scale, dim=-1)
+        return torch.einsum("bhjd,bhij->bhid", v, weights)
+
+
 RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereBlocked, Unmasked, OtherScale,
-         LocalWindow, Slopes, InFloat32, GroupedHeads, Einsum, EinsumAcross, Batched, InPlace)
+         LocalWindow, Slopes, InFloat32, GroupedHeads, Einsum, EinsumAcross, Batched, InPlace,
+         ValuesFirst, Pixels, EinsumValuesFirst)
 
 
 # ------------------------------------------------------------------------------------- what can't be rewritten, and why
@@ -207,5 +236,27 @@ class PartlyWithoutGradients(Attention):
         return scores.softmax(-1) @ v
 
 
-REFUSED = {ReturnsWeights: "more than once", OverHeads: "dimension 1", Gated: "stands mul",
+class OverQueries(Attention):
+    """Each key takes of the values by its column of weights."""
+
+    def attend(self, q, k, v):
+        weights = (q @ k.mT * self.scale).softmax(-1)
+        return weights.mT @ v
+
+
+class ValuesByColumns(Attention):
+    def attend(self, q, k, v):
+        weights = (q @ k.mT * self.scale).softmax(-1)
+        return (v.mT @ weights).mT
+
+
+class TransposedBeforeEinsum(Attention):
+    def attend(self, q, k, v):
+        weights = (q @ k.mT * self.scale).softmax(-1)
+        return torch.einsum("bhji,bhjd->bhid", weights.mT, v)
+
+
+REFUSED = {OverQueries: "its weights are transposed", ValuesByColumns: "the second factor",
+           TransposedBeforeEinsum: "multiplied by einsum",
+           ReturnsWeights: "more than once", OverHeads: "dimension 1", Gated: "stands mul",
            Capped: "see flex-attention", PartlyWithoutGradients: "without gradients"}

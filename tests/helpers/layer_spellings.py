@@ -93,8 +93,63 @@ class RMSNormUnderItsOwnName(Norm):
         return x + self.bias
 
 
+class OverTheSequence(Norm):
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + self.eps)
+
+
+class LayerNorm2d(nn.Module):
+    """ConvNeXt's and Segment Anything's, over the channels of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(8) + 0.5), nn.Parameter(torch.rand(8))
+        self.eps = 1e-6
+
+    def forward(self, x):
+        x = x.unflatten(-1, (4, -1))
+        u = x.mean(1, keepdim=True)
+        s = (x - u).pow(2).mean(1, keepdim=True)
+        x = (x - u) / torch.sqrt(s + self.eps)
+        x = self.weight[:, None, None] * x + self.bias[:, None, None]
+        return x
+
+
+class ChannelNorm(nn.Module):
+    """Its parameters have the shape of an image; lucidrains' way."""
+
+    def __init__(self):
+        super().__init__()
+        self.g, self.b = nn.Parameter(torch.rand(1, 8, 1, 1) + 0.5), nn.Parameter(torch.rand(1, 8, 1, 1))
+
+    def forward(self, x):
+        x = x.unflatten(-1, (4, -1))
+        var = torch.var(x, dim=1, unbiased=False, keepdim=True)
+        mean = torch.mean(x, dim=1, keepdim=True)
+        return (x - mean) * (var + 1e-5).rsqrt() * self.g + self.b
+
+
+class RMSNorm2d(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8) + 0.5)
+
+    def forward(self, x):
+        x = x.unflatten(-1, (4, -1))
+        return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + 1e-6) * self.weight.view(1, -1, 1, 1)
+
+
+class LastByThree(Norm):
+    """Over the last dimension, with a weight of three dimensions."""
+
+    def forward(self, x):
+        y = (x - x.mean(2, keepdim=True)) / torch.sqrt(x.var(2, keepdim=True, unbiased=False) + self.eps)
+        return y * self.weight.view(1, 1, -1) + self.bias
+
+
 NORMS = (LayerNormByMeans, LayerNormByVar, LayerNormBare, RMSNormOfLlama, RMSNormByPowers, RMSNormInHuggingFacesManner,
-         LayerNormByBoth, LayerNormByMoments, LayerNormThatKeepsItsMean, RMSNormUnderItsOwnName)
+         LayerNormByBoth, LayerNormByMoments, LayerNormThatKeepsItsMean, RMSNormUnderItsOwnName,
+         OverTheSequence, LayerNorm2d, ChannelNorm, RMSNorm2d, LastByThree)
 
 
 class UnbiasedLayerNorm(Norm):
@@ -112,17 +167,24 @@ class StandardDeviation(Norm):
         return self.weight * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.bias
 
 
-class OverTheSequence(Norm):
-    def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + self.eps)
-
-
 class OfAnotherMean(Norm):
     def forward(self, x):
         return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
-OTHER_FUNCTIONS = (UnbiasedLayerNorm, EpsilonOutside, StandardDeviation, OverTheSequence, OfAnotherMean)
+class OverTwo(Norm):
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean((1, 2), keepdim=True) + self.eps)
+
+
+class OfTwoDimensions(Norm):
+    """The mean goes over one dimension, the variance over another."""
+
+    def forward(self, x):
+        return (x - x.mean(1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + self.eps)
+
+
+OTHER_FUNCTIONS = (UnbiasedLayerNorm, EpsilonOutside, StandardDeviation, OfAnotherMean, OverTwo, OfTwoDimensions)
 
 
 class Three(nn.Module):

@@ -17,6 +17,7 @@ from benchmarks.assistant.techniques import (
     host_sync,
     library_gelu,
     library_norm,
+    library_silu,
     loop,
     mask_is_causal,
     optimizer,
@@ -26,7 +27,7 @@ from benchmarks.assistant.techniques import (
 )
 
 EVERY: tuple[Technique, ...] = tuple(module.TECHNIQUE for module in (
-    tf32, autocast, channels_last, fold_batchnorm, sdpa, flex_attention, library_norm, library_gelu, fused_qkv, fp8,
-    cast_once, compiled, cuda_graph, graph_break, host_sync, loop, mask_is_causal, repeat_kv,
+    tf32, autocast, channels_last, fold_batchnorm, sdpa, flex_attention, library_norm, library_gelu, library_silu,
+    fused_qkv, fp8, cast_once, compiled, cuda_graph, graph_break, host_sync, loop, mask_is_causal, repeat_kv,
     alignment, optimizer, checkpointing,
     dynamic))

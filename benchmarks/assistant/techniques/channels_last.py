@@ -7,6 +7,7 @@ from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from common.block.evidence import Evidence
 
 CODE = "model = model.to(memory_format=torch.channels_last)"
+LEAST = 0.01                                           # of all FLOPs or bytes: below that a gain would be noise
 TRANSPOSES = ("nchwtonhwc", "nhwctonchw")              # in the names of cuDNN's kernels, in lower case
 
 
@@ -16,9 +17,12 @@ def find(program: Program) -> list[Found]:
                     if any("conv" in product.operator and len(product.shapes[0]) == 4 for product in call.products)]
     if not convolutions or not any(map(_is_nchw, program.model.parameters())):
         return []
-    percent = 100 * sum(call.flops for call in convolutions) / program.trace.flops
+    flops, bytes_moved = sum(call.flops for call in convolutions), sum(call.bytes for call in convolutions)
+    share = flops / program.trace.flops
+    matters = max(share, bytes_moved / program.trace.bytes) >= LEAST           # one by channels has few FLOPs
     count = "1 convolution" if len(convolutions) == 1 else f"{len(convolutions)} convolutions"
-    return [Found(None, "", 1, f"{count} on NCHW tensors: {percent:.0f} % of all FLOPs")]
+    reason = f"{count} on NCHW tensors: {100 * share:.0f} % of all FLOPs"
+    return [Found(None, "", 1, reason, "" if matters else "so small a share has nothing to gain")]
 
 
 def _is_nchw(weight: Tensor) -> bool:

@@ -1,11 +1,13 @@
 """LayerNorm and RMSNorm by hand become the library's: one kernel that reads x once, in place of one an operation."""
+import ast
 import contextlib
 from collections.abc import Sequence
 
-from torch import fx
+from torch import Tensor, fx
 from torch.nn import functional as F
 
-from benchmarks.assistant.graph import Captured, Refused
+from benchmarks.assistant.attention_reading import grouped
+from benchmarks.assistant.graph import Captured, Refused, shape_of
 from benchmarks.assistant.norms import Norm, norm_at, roots
 from benchmarks.assistant.one_call import in_one_call
 from benchmarks.assistant.program import Program
@@ -22,23 +24,47 @@ def find(program: Program) -> list[Found]:
 
 def in_words(norm: Norm) -> str:
     """What it costs."""
-    return f"{norm.function.replace('_', ' ')} by hand: {len(norm.nodes)} operations, each a pass over x"
+    over = "" if norm.is_over_the_last else f" over dimension {norm.dim}"
+    return f"{norm.function.replace('_', ' ')}{over} by hand: {len(norm.nodes)} operations, each a pass over x"
 
 
 def advice(program: Program, found: Found) -> Advice:
     """The library's function, in place of the expression of the last operation. Raises NotWritten."""
     norm = found.region
     assert isinstance(norm, Norm)
-    needed = [node for node in (norm.x, norm.weight, norm.bias) if node is not None]
+    needed = [norm.x, *_affine(norm)]
     return in_one_call(norm.nodes, norm.output, needed, lambda words: _call(norm, words))
+
+
+def _affine(norm: Norm) -> list[fx.Node]:
+    return [node for node in (norm.weight, norm.bias) if node is not None]
 
 
 def _call(norm: Norm, words: Sequence[str]) -> str:
     """In words of x, weight and bias, as far as there are any."""
     x, *affine = words
+    affine = [word if _is_flat(node) else _flattened(word) for word, node in zip(affine, _affine(norm), strict=True)]
     if norm.weight is None and norm.is_centred:
         affine = ["None"]
-    return f"F.{norm.function}({', '.join([x, f'{x}.shape[-1:]', *affine, f'eps={norm.epsilon!r}'])})"
+    options = [*affine, f"eps={norm.epsilon!r}"]
+    if norm.is_over_the_last:
+        return f"F.{norm.function}({', '.join([x, f'{x}.shape[-1:]', *options])})"
+    rows, width = f"{grouped(x)}.movedim({norm.dim}, -1)", f"{grouped(x)}.shape[{norm.dim}:{norm.dim + 1}]"
+    return f"F.{norm.function}({', '.join([rows, width, *options])}).movedim(-1, {norm.dim})"
+
+
+def _flattened(word: str) -> str:
+    """Of what stands along a dimension, as weight[:, None, None], the vector."""
+    node = ast.parse(word, mode="eval").body
+    if isinstance(node, ast.Subscript):
+        indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if all(ast.unparse(index) in (":", "None", "...") for index in indices):
+            return ast.unparse(node.value)
+    return f"{grouped(word)}.flatten()"
+
+
+def _is_flat(node: fx.Node) -> bool:
+    return len(shape_of(node)) == 1
 
 
 def rewrite(graph: Captured) -> list[Assumed]:
@@ -52,9 +78,25 @@ def rewrite(graph: Captured) -> list[Assumed]:
 
 
 def _rewrite(norm: Norm, nodes: fx.Graph) -> None:
-    function = F.layer_norm if norm.is_centred else F.rms_norm
-    affine = (norm.weight, norm.bias) if norm.is_centred else (norm.weight,)
-    put_in_place(norm.output, nodes, function, (norm.x, (norm.width,), *affine, norm.epsilon))
+    if norm.is_over_the_last and all(map(_is_flat, _affine(norm))):
+        function = F.layer_norm if norm.is_centred else F.rms_norm
+        affine = (norm.weight, norm.bias) if norm.is_centred else (norm.weight,)
+        put_in_place(norm.output, nodes, function, (norm.x, (norm.width,), *affine, norm.epsilon))
+    else:
+        over = layer_norm_over if norm.is_centred else rms_norm_over
+        put_in_place(norm.output, nodes, over, (norm.x, norm.dim, norm.weight, norm.bias, norm.epsilon))
+
+
+def layer_norm_over(x: Tensor, dim: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """The library's LayerNorm over any dimension; weight and bias [E], in whatever shape."""
+    weight, bias = (None if each is None else each.flatten() for each in (weight, bias))
+    return F.layer_norm(x.movedim(dim, -1), x.shape[dim:dim + 1], weight, bias, eps).movedim(-1, dim)
+
+
+def rms_norm_over(x: Tensor, dim: int, weight: Tensor | None, bias: None, eps: float) -> Tensor:
+    """The same of RMSNorm, which has no bias."""
+    weight = None if weight is None else weight.flatten()
+    return F.rms_norm(x.movedim(dim, -1), x.shape[dim:dim + 1], weight, eps).movedim(-1, dim)
 
 
 def apply(plan: Plan) -> None:

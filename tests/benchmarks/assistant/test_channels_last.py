@@ -57,6 +57,40 @@ def test_where_there_is_nothing_to_gain_it_is_not_found():
     assert found_in(nn.Conv2d(3, 4, 1)) == []
 
 
+class Patches(nn.Module):
+    """A convolution, and matmuls behind it."""
+
+    def __init__(self, layers, groups):
+        super().__init__()
+        self.patches = nn.Conv2d(8, 8, 3, padding=1, groups=groups)
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
+
+    def forward(self, x):
+        return self.layers(self.patches(x).flatten(2))
+
+
+@unit
+@pytest.mark.parametrize("layers, groups, matters", [(1, 1, True), (400, 1, False), (30, 4, True)])
+def test_of_a_small_share_it_is_not_tried(layers, groups, matters):
+    """With groups it has 1 % of the FLOPs, and 2 % of the bytes."""
+    [found] = found_in(Patches(layers, groups), torch.randn(2, 8, 8, 8))
+    assert bool(found.why_not) != matters, found
+
+
+@pytest.mark.parametrize("flops, moved, matters", [(0.0099, 0.0, False), (0.01, 0.0, True), (0.0, 0.0099, False),
+                                                   (0.0, 0.01, True)])
+@unit
+def test_what_a_small_share_is(flops, moved, matters, monkeypatch):
+    program = read(nn.Conv2d(3, 4, 3), Inputs.of(X))
+    [call] = [call for call in program.trace.calls if call.products]
+    monkeypatch.setattr(type(program.trace), "flops", 1e6)
+    monkeypatch.setattr(type(program.trace), "bytes", 1e6)
+    monkeypatch.setattr(type(call), "flops", flops * 1e6)
+    call.bytes = moved * 1e6
+    [found] = channels_last.find(program)
+    assert bool(found.why_not) != matters
+
+
 @integration
 @pytest.mark.parametrize("training", [True, False])
 def test_it_is_the_same_function_and_the_model_stays_as_it_was(training):

@@ -1,4 +1,4 @@
-"""Attention by hand, in sixteen spellings: it is found, rewritten, the same function, and its advice can be pasted."""
+"""Attention by hand, in many spellings: it is found, rewritten, the same function, and its advice can be pasted."""
 import contextlib
 import inspect
 
