@@ -50,7 +50,8 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
     if verdict in TO_WRITE and added and added.left_out and added is _in_the_way(result.ladder):
         why = f"alone it gains, but all together are {number(added.left_out[0], '.2f')} times as fast with it"
         return Opportunity(technique.name, found, "no gain", why, gain[0], gain[1:], _error(judgement))
-    not_fired, remark = _kernels_show(result, technique, added if gain[1] < WORTH_IT else None)
+    gains_on_top = verdict in TO_WRITE and gain[1] < WORTH_IT
+    not_fired, remark = _kernels_show(result, technique, added if gains_on_top else None)
     if not_fired and verdict in TO_WRITE:
         why = f"it did not fire: {not_fired}; what was measured with it has another reason"
         return Opportunity(technique.name, found, "no gain", why, gain[0], gain[1:], _error(judgement))

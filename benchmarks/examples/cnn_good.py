@@ -69,7 +69,7 @@ class Classifier(nn.Module):
 def of_size(channels: int, blocks: int, classes: int, batch: int, size: int, device: str = "cpu"):
     """(model, inputs, loss) of that size, the same every time."""
     torch.manual_seed(0)
-    model = Classifier(channels, blocks, classes).to(device, memory_format=torch.channels_last)
+    model = Classifier(channels, blocks, classes).to(device).to(memory_format=torch.channels_last)
     images = torch.randn(batch, 3, size, size).to(device, memory_format=torch.channels_last)
     targets = torch.randint(classes, (batch,)).to(device)
 

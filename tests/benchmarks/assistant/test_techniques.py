@@ -20,7 +20,7 @@ from benchmarks.assistant.techniques import (
     sdpa,
     tf32,
 )
-from benchmarks.examples import gpt, gpt_good
+from benchmarks.examples import cnn, cnn_good, diffusion, diffusion_good, gpt, gpt_good
 from benchmarks.measure.calls import Inputs
 from benchmarks.study import validate
 from tests.helpers.pasting import all_pasted, pasted
@@ -61,6 +61,54 @@ def test_every_planted_fault_is_found_at_its_line(of_gpt):
         ("library-norm", line_of("torch.rsqrt"), "norm", 1),
         ("fused-qkv", line_of("q = self.query"), "blocks.*.attn", 3),
         ("graph-break", talk, "", 1), ("graph-break", item, "blocks.*", 3), ("host-sync", item, "blocks.*", 3)}
+
+
+SMALL = {cnn: {"channels": 16, "blocks": 2, "classes": 8, "batch": 8, "size": 32},
+         diffusion: {"width": 32, "heads": 2, "layers": 2, "batch": 2, "size": 8}}
+OF_THE_WHOLE = {"tf32", "autocast", "compile", "cuda-graph", "checkpointing", "fp8"}
+PLANTED = {
+    cnn: {("channels-last", None), ("sdpa", "weights = torch.bmm(q, k)"), ("library-norm", "u = x.mean"),
+          ("library-gelu", "return 0.5 * x"), ("library-silu", "return x * torch.sigmoid"),
+          ("graph-break", "log.debug"), ("graph-break", "if torch.isnan"), ("host-sync", "if torch.isnan"),
+          ("loop", "for image in x")},
+    diffusion: {("channels-last", None), ("sdpa", "scores = torch.einsum"), ("library-norm", "mean = x.mean"),
+                ("library-gelu", "h = 0.5 * h"), ("library-silu", "h = h * torch.sigmoid"),
+                ("library-silu", "time * torch.sigmoid"), ("fused-qkv", "q = self.to_q"),
+                ("graph-break", ".item()"), ("host-sync", ".item()")}}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("module", PLANTED, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_the_faults_of_images_are_found_at_their_lines(module):
+    model, inputs, _ = module.of_size(**SMALL[module])
+    program = read(model, Inputs.of(inputs))
+    found = {(technique.name, each.place.line if each.place else None) for technique in EVERY
+             for each in technique.find(program) if technique.name not in OF_THE_WHOLE}
+    assert found == {(name, line_of(words, module) if words else None) for name, words in PLANTED[module]}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("good, module", [(cnn_good, cnn), (diffusion_good, diffusion)], ids=["cnn", "diffusion"])
+def test_where_there_are_none_none_is_found(good, module):
+    model, inputs, _ = good.of_size(**SMALL[module])
+    program = read(model, Inputs.of(inputs))
+    assert [(technique.name, each) for technique in EVERY for each in technique.find(program)
+            if technique.name not in OF_THE_WHOLE and not each.why_not and each.place] == []
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("good, module", [(cnn_good, cnn), (diffusion_good, diffusion)], ids=["cnn", "diffusion"])
+def test_a_model_with_faults_is_the_one_without(good, module):
+    model, inputs, _ = module.of_size(**SMALL[module])
+    other, *_ = good.of_size(**SMALL[module])
+    values = model.state_dict()
+    if module is diffusion:
+        for block in range(SMALL[module]["layers"]):
+            name = f"blocks.{block}.attention.to_"
+            values[f"{name}qkv.weight"] = torch.cat([values.pop(f"{name}{each}.weight") for each in "qkv"])
+    own = other.state_dict()
+    other.load_state_dict({name: values[name if name in values else name.replace("head.", "head.fc.")] for name in own})
+    assert validate(other, model, inputs).passed
 
 
 @pytest.mark.integration

@@ -85,6 +85,31 @@ def test_what_did_not_fire_is_no_take(fired, verdict, why, studies_in_seconds):
     assert bool(one.advice) == (verdict == "take")
 
 
+class WaitingTwice(Waiting):
+    """Once where it may."""
+
+    def forward(self, x):
+        time.sleep(0.02)
+        return super().forward(x)
+
+
+@pytest.mark.integration
+def test_what_gains_nowhere_is_asked_alone_whether_it_fired(studies_in_seconds, monkeypatch):
+    """On top of torch.compile the library's kernels are fused into others: there a name says nothing."""
+    asked = {}
+
+    def shown(result, technique, added):
+        asked[technique.name] = added
+        return "", ""
+    monkeypatch.setattr(verdicts, "_kernels_show", shown)
+    quick = Technique("quick", "", lambda program: [Found(None, "", 1, "it waits")], at_once,
+                      lambda program, found: Advice("model.seconds = 0"))
+    still = Technique("still", "", lambda program: [Found(None, "", 1, "it is there")], lambda plan: None)
+    found = optimize(WaitingTwice(), (torch.randn(4, 8),), quick=True, techniques=[quick, still]).opportunities
+    assert {one.technique: one.verdict for one in found} == {"quick": "take", "still": "no gain"}
+    assert asked == {"quick": None, "still": None}
+
+
 @pytest.mark.unit
 def test_the_tensor_that_is_less_accurate_is_named():
     worse = Check(gradient_of("w"), "precision", True, True, 1e-2, 2e-6, "less accurate, as bfloat16 is", "bfloat16")

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks.examples import pairs
 from benchmarks.examples.pairs import LIBRARY, RIGHT, WRONG, Pair, fused, gelu, random, tensor
+from benchmarks.measure import hints
 from benchmarks.measure.bounds import Standard
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.checks import Judgement
@@ -602,6 +603,53 @@ def test_a_scale_is_hinted_at():
     failure = validate(lambda q, k, v: pairs.by_hand(q, k, v, scale=1.0), fused, (q, k, v)).failure
     assert "is the scale of 1/sqrt(D) missing?" in failure
     assert "2 times the reference's" in validate(lambda q, k, v: 2 * fused(q, k, v), fused, (q, k, v)).failure
+
+
+class Mixing(nn.Module):
+    """x -> x w, in each of several layers; with `turned` by the transposed weight."""
+
+    def __init__(self, layers: int, turned: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(layers))
+        self.turned = turned
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(x @ layer.weight if self.turned else layer(x))
+        return x
+
+
+@pytest.mark.unit
+def test_a_weight_that_is_turned_in_each_layer_is_hinted_at():
+    judgement = validate(Mixing(3, turned=True), Mixing(3), tensor(4, 8))
+    assert "layers.*.weight is the wrong way round: transpose it" in judgement.failure
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("names", [3, hints.MOST_TRIALS, 20])
+def test_no_more_than_a_few_weights_are_turned(names, monkeypatch):
+    """A forward of a large model is not for nothing."""
+    module = nn.Module()
+    for place in range(names):
+        setattr(module, f"weight_{'abcdefghijklmnopqrstuvwxyz'[place]}", nn.Parameter(torch.randn(8, 8)))
+    module.forward = lambda x: x
+    tried = []
+    monkeypatch.setattr(hints, "_first_output", lambda *_: tried.append(1) or torch.ones(4))
+    with torch.no_grad():
+        assert hints._transposed(module, module, torch.zeros(4), None) == ""
+    assert len(tried) == min(names, 8)
+
+
+@pytest.mark.unit
+def test_the_other_gelu_is_tried_only_where_the_reference_has_one(monkeypatch):
+    tried, right = [], hints._first_output
+    monkeypatch.setattr(hints, "_first_output", lambda call, inputs: tried.append(call) or right(call, inputs))
+    plain, wrong = nn.Linear(8, 8), nn.Linear(8, 8)
+    inputs = Inputs.of(tensor(4, 8))
+    with torch.no_grad():
+        assert hints._gelu(wrong, plain, plain(tensor(4, 8)), inputs) == ""
+    assert tried == [plain]
 
 
 # ------------------------------------------------------------------------------------------------------- the five steps
