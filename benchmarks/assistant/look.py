@@ -2,12 +2,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.assistant.predicting import Basis, Prediction
 from benchmarks.assistant.program import Program, read
 from benchmarks.assistant.repeating import graphs_named
 from benchmarks.assistant.sections import Said, Section, Shown, Table
 from benchmarks.assistant.spending import Spending, spending
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.technique import Found, Technique
+from benchmarks.assistant.workload import workload
 from benchmarks.measure.calls import Inputs, named_parameters
 from benchmarks.measure.modules import subject_of
 from common.block.config import dtype_name
@@ -30,6 +32,7 @@ class Looked(Shown):
     spending: Spending
     found: dict[Technique, list[Found]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)    # techniques that could not look, and why
+    predicted: dict[Technique, Prediction] = field(default_factory=dict)       # of all places where one applies
 
     def missing(self, technique: Technique) -> str:
         """Why that can't run here."""
@@ -80,6 +83,8 @@ class Looked(Shown):
         for technique, places in self.found.items():
             for found in places:
                 words = in_words(found, self.missing(technique))
+                if technique in self.predicted and found is places[-1]:
+                    words += f"; predicted: {self.predicted[technique]} times as fast"
                 lines.append((technique.name, f"{placed(found)}: {words}" if found.place else words))
         return Said("what could be done", lines or [("nothing", "was found that could be done")])
 
@@ -126,11 +131,31 @@ def look_at(name: str, task: Task, session: Session, techniques: Sequence[Techni
     program.others = list(task.others.values())
     program.iteration_ms, program.optimizer = spent.total_ms, None if inference else task.optimizer
     looked = Looked(name, program, mode, spent)
+    basis = _basis(program, spent, session)
     for technique in techniques:
         try:
             looked.found[technique] = list(technique.find(program))
+            if prediction := _predicted(technique, looked, basis):
+                looked.predicted[technique] = prediction
         except Exception as error:                     # the others find what they find
             fault = f"a fault of this suite: {in_a_line(error)}"
             looked.found[technique] = [Found(None, "", 1, technique.what, why_not=fault)]
             looked.faults.append(f"{technique.name}: {fault}")
     return looked
+
+
+def _predicted(technique: Technique, looked: Looked, basis: Basis) -> Prediction | None:
+    """What it should buy where it applies; None where it can't, or where nothing is predicted."""
+    places = [each for each in looked.found[technique] if not each.why_not]
+    return technique.predict(basis, places) if places and not looked.missing(technique) else None
+
+
+def _basis(program: Program, spent: Spending, session: Session) -> Basis:
+    """Rates are measured when they are first asked for."""
+    def rate(arithmetic: str) -> float:
+        return session.peaks.of(workload(program, lambda call: arithmetic)).flops[arithmetic]
+
+    def bandwidth() -> float:
+        known = session.peaks.known.bandwidth
+        return known or session.peaks.of(workload(program, lambda call: dtype_name(call.dtype))).bandwidth
+    return Basis(program, spent, rate, bandwidth)

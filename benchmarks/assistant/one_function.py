@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from benchmarks.assistant.activations import Activation, Function, activation_at, activations_in, roots
 from benchmarks.assistant.graph import Captured, Refused
 from benchmarks.assistant.one_call import in_one_call
+from benchmarks.assistant.predicting import Basis, Prediction, in_one_pass
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed, put_in_place
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique
@@ -41,7 +42,12 @@ def technique_of(name: str, words: str, functions: Sequence[Function]) -> Techni
         """Why none of the library's ran; "" where one did."""
         ran = any(function in kernel.lower() for kernel in seen.kernels for function in called)
         return "" if ran else f"no kernel of {' or '.join(sorted(called))} ran"
-    return Technique(name, words, find, apply, advice, fired=fired)
+    return Technique(name, words, find, apply, advice, fired=fired, predict=predict)
+
+
+def predict(basis: Basis, found: Sequence[Found]) -> Prediction | None:
+    """One pass in place of one an operation."""
+    return in_one_pass(basis, [each.region for each in found if each.region and not each.why_not])
 
 
 def in_words(by_hand: Activation) -> str:

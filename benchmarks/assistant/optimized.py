@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.assistant.combination import Combination, Interval, Measured
 from benchmarks.assistant.look import Looked, shapes_in_words, times
+from benchmarks.assistant.predicting import Prediction
 from benchmarks.assistant.sections import Code, Said, Section, Shown, Table
 from benchmarks.assistant.source import Place
 from benchmarks.assistant.technique import Advice, Found, Technique, plan_of
@@ -98,8 +99,8 @@ class Optimized(Shown):
         measured.append(("truth", self.truth))
         measured += [(mode, said) for mode in MODES if (said := self._as_it_is(mode))]
         parts: list[Callable[[], Section | None]] = [
-            lambda: self.looked.model(measured), self.looked.where, self._ranked, self._climbed, self._write_this,
-            self._written, self._reasons]
+            lambda: self.looked.model(measured), self.looked.where, self._ranked, self._predicted, self._climbed,
+            self._write_this, self._written, self._reasons]
         shown = [section for part in parts if (section := self._unless_it_breaks(part))]
         if failed := self.failures:
             shown.append(Said("what failed", [("", each) for each in failed]))
@@ -133,6 +134,18 @@ class Optimized(Shown):
             return ""
         limit = f", {percent:.0f} % of what this machine could do" if percent else ""
         return f"{figures(ms)} ms as it is{limit}"
+
+    @property
+    def predictions(self) -> dict[str, Prediction]:
+        """What each technique should buy alone, by its name: known before it ran."""
+        return {technique.name: each for technique, each in self.looked.predicted.items()}
+
+    def _predicted(self) -> Said | None:
+        """How many of the gains that were measured lie where they were predicted."""
+        gains = {one.technique: one.interval for one in self.opportunities if one.interval}
+        held = [self.predictions[name].holds(*ends) for name, ends in gains.items() if name in self.predictions]
+        words = f"{sum(held)} of {len(held)} gains that were measured alone lie where they were predicted"
+        return Said("", [("predicted", words)]) if held else None
 
     def gain_alone(self, technique: Technique) -> Interval | None:
         """How many times as fast it alone makes the model."""
@@ -203,8 +216,10 @@ class Optimized(Shown):
             where = one.found.place.name if one.found.place else "the call"
             gain = (one.speedup, *one.interval) if one.speedup and one.interval else None
             error = f"{one.error:.0e}" if one.error is not None else ""
-            rows.append([one.technique, where, times(one.count), interval(gain) if gain else "", error, one.verdict])
-        headers = ["opportunity", "where", "", f"alone, {self.mode}", "error", "verdict"]
+            predicted = self.predictions.get(one.technique)
+            rows.append([one.technique, where, times(one.count), str(predicted or ""), interval(gain) if gain else "",
+                         error, one.verdict])
+        headers = ["opportunity", "where", "", "predicted", f"alone, {self.mode}", "error", "verdict"]
         return Table("what it buys", headers, rows, keys=3) if rows else None
 
     def _climbed(self) -> Table | None:

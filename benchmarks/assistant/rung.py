@@ -1,16 +1,20 @@
 """The model with some techniques applied, as the judge and the clock take it."""
 import contextlib
 import copy
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.assistant.program import as_written
+from benchmarks.assistant.program import Program, as_written
 from benchmarks.assistant.rewriting import rewritten
+from benchmarks.assistant.source import innermost
 from benchmarks.assistant.technique import Found, Technique, plan_of
+from benchmarks.measure.keeping import kept
 from common.block.precision import float32_matmul_precision
+from common.outcome import in_a_line, is_out_of_memory
 from common.runtime import compiler
 
 
@@ -64,6 +68,23 @@ def _as_it_is(rung: Rung, *args: Any, **kwargs: Any) -> Any:
 
 
 _in_its_precision = float32_matmul_precision("high")(_as_it_is)
+
+
+def why_it_raises(program: Program, technique: Technique) -> str:
+    """What the model raises with a technique, and at which line; "" where its forward runs.
+
+    That is nobody's fault here: a view of what is laid out otherwise then, or two dtypes in one operator.
+    """
+    rung, inputs = Rung(program.model, [technique]), program.inputs.copies()
+    try:
+        with kept(program.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            inputs.call(rung)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        place = innermost("".join(traceback.format_tb(error.__traceback__)))
+        return f"{place.name if place else 'the model'} can't run so: {in_a_line(error)}"
+    return ""
 
 
 def _shared_copy(model: nn.Module) -> nn.Module:

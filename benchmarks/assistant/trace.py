@@ -56,6 +56,7 @@ class Call:
     through: frozenset[Place] = frozenset()                            # lines of libraries, between that line and it
     attends: Given | None = None           # of attention by torch's function
     blind: tuple[int, int] = (0, 0)        # rows of a softmax in which everything is masked, of how many
+    is_batched: bool = False               # of a softmax: over matrices, as scores of attention are
 
     @property
     def flops(self) -> float:
@@ -156,7 +157,9 @@ class Functions(TorchFunctionMode):
         attends = Given.of_call(args, kwargs or {}) if name == ATTENTION else None
         call = Call(name, place, self.inside[-1], through=through, attends=attends)
         if self.looks and name == "softmax":
-            call.blind = _blind_rows(args[0] if args else (kwargs or {}).get("input"))
+            scores = args[0] if args else (kwargs or {}).get("input")
+            call.blind = _blind_rows(scores)
+            call.is_batched = isinstance(scores, Tensor) and scores.ndim > 2
         self.recorded.calls.append(call)
         return self.called(func, args, kwargs or {})
 

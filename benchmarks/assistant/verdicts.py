@@ -9,7 +9,7 @@ from benchmarks.assistant.technique import Advice, Found, NotWritten, Technique
 from benchmarks.measure.checks import Judgement
 from benchmarks.measure.names import Kind
 from common.outcome import in_a_line
-from common.text import number
+from common.text import number, ratio
 
 
 def opportunities(result: Optimized) -> list[Opportunity]:
@@ -123,7 +123,11 @@ def _worth(judgement: Judgement | None, alone: Interval, added: Added | None) ->
         return kind, ""
     if added and added.gain and added.gain[1] >= WORTH_IT:
         before = " + ".join(each.name for each in added.combination.techniques[:-1])
-        return kind, f"not alone, but on top of {before}" if before else "not alone, but in the ladder's rounds"
+        if before:
+            return kind, f"not alone, but on top of {before}"
+        if alone[2] >= WORTH_IT:
+            return kind, "not alone, but in the ladder's rounds"
+        return "no gain", f"measured twice, the two differ: in the ladder's rounds it is {ratio(added.gain)}"
     return "no gain", ""
 
 

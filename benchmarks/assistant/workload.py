@@ -3,18 +3,17 @@
 Matmuls, convolutions and attention alone: what stands between them can ride on them, so it costs nothing here.
 """
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from benchmarks.assistant.graph import place_of
+from benchmarks.assistant.predicting import Arithmetic
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.technique import Plan
 from benchmarks.assistant.trace import Call, Product
 from common.block.config import dtype_name
 from common.block.workload import ATTENTION, MATMUL, Operation, Workload
-
-Arithmetic = Callable[[Call], str]                     # what a rung multiplies a call's operands in
 
 
 def workload(program: Program, arithmetic: Arithmetic) -> Workload:

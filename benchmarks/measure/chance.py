@@ -71,7 +71,7 @@ def same_twice(call: Callable, work: Work) -> bool:
 
 def keeps_state(call: Callable, work: Work) -> bool:
     """Whether a call depends on what one on other inputs left behind in attributes, lists or dicts."""
-    start, buffers_alone = Start(call, whole=True), Start(call)
+    start, buffers_alone = (Start(call, whole, work.written) for whole in (True, False))
     _outputs(call, buffers_alone, work, 0)                 # here are made what is made once
     state = State(call)
     _outputs(call, buffers_alone, work, 0)

@@ -46,6 +46,7 @@ from benchmarks.measure.referee import (
     gradients_too_far_apart,
     unguessable_seed,
 )
+from benchmarks.measure.state import only_written
 from benchmarks.measure.truth import (
     CONTRADICTS,
     Truth,
@@ -83,7 +84,8 @@ class Judge:
         self.candidate, self.truth, self.numerics, self.gate = candidate, truth, numerics, gate
         self.overwrites_output, self.asks_meaning = overwrites_output, meaning and gate is None
         self.asks_fresh = fresh and gate is None
-        self.parameters, self.buffers = named_parameters(candidate), named_buffers(candidate)
+        self.parameters = named_parameters(candidate)
+        self.buffers = named_buffers(candidate) | only_written(self.parameters, truth.work.written)
         self.partners = partners(truth.parameters, self.parameters, parameters or {})
         self.buffer_partners = partners(truth.buffers, self.buffers, {})
         self.dtype = working_dtype(candidate, truth.work.inputs)

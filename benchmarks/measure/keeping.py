@@ -74,14 +74,15 @@ def materialised(inputs: Inputs, *calls: Callable) -> None:
 
 
 @contextlib.contextmanager
-def parameters_kept(call: Callable, inputs: Inputs) -> Iterator[None]:
-    """Afterwards the parameters that it writes to, as an embedding with `max_norm` does, are as they were.
+def parameters_kept(call: Callable, inputs: Inputs) -> Iterator[list[str]]:
+    """Parameters that it writes to, as an embedding with `max_norm` does, are restored afterwards; gives their names.
 
     One call shows which those are: copies of all might not fit.
     """
     before = written_by(call, inputs)
+    written = {id(t) for t, _ in before}
     try:
-        yield
+        yield [name for name, t in named_parameters(call).items() if id(t) in written]
     finally:
         _put_back(before)
 
@@ -91,11 +92,16 @@ def written_by(call: Callable, inputs: Inputs) -> list[tuple[Tensor, Tensor]]:
 
     It runs uncompiled: Dynamo of torch 2.11 never compiles a function again that it met under such a watch and a break.
     """
-    watch, uncompiled = _BeforeItIsWritten(named_parameters(call).values()), torch.compiler.set_stance("force_eager")
+    parameters = list({id(t): t for t in named_parameters(call).values()}.values())
+    aliases = [(t, t.detach()) for t in parameters if t.layout == torch.strided]
+    watch, uncompiled = _BeforeItIsWritten(parameters), torch.compiler.set_stance("force_eager")
     with kept(call), torch.no_grad(), uncompiled, contextlib.suppress(Exception), watch:
         inputs.copies().call(call)                     # what it raises, it raises again where that is told
-    _put_back(watch.values)
-    return watch.values
+    seen = {id(t) for t, _ in watch.values}
+    moved = [(t, alias.clone()) for t, alias in aliases if t.data_ptr() != alias.data_ptr() and id(t) not in seen]
+    values = [*watch.values, *moved]                   # t.data = ... writes to no memory: it takes other
+    _put_back(values)
+    return values
 
 
 def _put_back(values: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -33,6 +33,7 @@ class Work:
     seed: int = 0
     forward_only: bool = False             # it will never train: no gradient is recorded, and none compared
     whole_state: bool = False              # a call depends on what earlier ones left in attributes, lists or dicts
+    written: frozenset[str] = frozenset()  # parameters that a call writes to, as those of an encoder that follows
 
     def __post_init__(self) -> None:
         if self.cotangents < 1:
@@ -44,7 +45,7 @@ class Work:
 
     def start_of(self, call: Callable) -> Start:
         """The state of a callable now, from which each run begins."""
-        return Start(call, self.whole_state)
+        return Start(call, self.whole_state, self.written)
 
 
 @dataclass

@@ -3,7 +3,7 @@ import contextlib
 import functools
 import random
 import types
-from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, MutableSet
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet
 from typing import Any
 
 import numpy as np
@@ -143,13 +143,14 @@ class State:
 class Start:
     """The state from which every run of a callable begins: its buffers, no gradients, the same random numbers.
 
-    With `whole`, all else that its calls may change, too: attributes, lists and dicts.
+    With `whole`, all else that its calls may change, too: attributes, lists and dicts. Parameters that its calls
+    write to, by the names of `written`, are as buffers here.
     """
 
-    def __init__(self, call: Callable, whole: bool = False):
+    def __init__(self, call: Callable, whole: bool = False, written: Collection[str] = ()):
         parameters = named_parameters(call)
         self.parameters = {name: parameters[name] for name in first_names(parameters).values()}     # a tied one once
-        self.buffers = named_buffers(call)
+        self.buffers = named_buffers(call) | only_written(parameters, written)
         self.before = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
         state = State(call)
         self._generators, self._state = state.generators, state if whole else None
@@ -163,6 +164,11 @@ class Start:
         for parameter in self.parameters.values():
             parameter.grad = None
         seed_all(seed, self._generators)
+
+
+def only_written(parameters: Mapping[str, Tensor], written: Collection[str]) -> dict[str, Tensor]:
+    """Those of these names."""
+    return {name: t for name, t in parameters.items() if name in written}
 
 
 def _put_back(t: Tensor, value: Tensor) -> None:

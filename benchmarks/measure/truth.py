@@ -18,10 +18,10 @@ from benchmarks.measure.calls import (
     takes_gradient,
 )
 from benchmarks.measure.copying import deep_copy
-from benchmarks.measure.keeping import kept, uncompiled_meanwhile, without_dropout
+from benchmarks.measure.keeping import kept, parameters_kept, uncompiled_meanwhile, without_dropout
 from benchmarks.measure.names import Kind, Named
 from benchmarks.measure.observing import Observation, Work, distance, norm, observe, rounding_in
-from benchmarks.measure.state import State
+from benchmarks.measure.state import State, only_written
 from common.block.config import dtype_name
 from common.block.precision import multiplying_float32_in
 from common.outcome import Failed, in_a_line, is_out_of_memory
@@ -49,8 +49,11 @@ class Truth:
         self.rounds_to: torch.dtype | None = None
         self._own: dict[str | None, Observation] = {}          # by what it multiplies in
         self._drawing: dict[tuple[str, ...], chance.Side] = {}
-        with kept(reference):
+        with parameters_kept(reference, work.inputs) as written, kept(reference):
             self.plain = self._as_given()
+        if written:
+            self.work = self.few = work = dataclasses.replace(work, written=frozenset(written))
+            self.buffers |= only_written(self.parameters, written)
         with kept(reference, self.plain), without_dropout(self.plain):
             if chance.keeps_state(self.plain, work):
                 self.work = self.few = dataclasses.replace(work, whole_state=True)

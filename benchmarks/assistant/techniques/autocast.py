@@ -1,8 +1,14 @@
 """Matmuls in BF16 under autocast: tensor cores, and half of the bytes. The parameters stay in FP32."""
+import dataclasses
+from collections.abc import Sequence
+
 import torch
 
+from benchmarks.assistant.predicting import Basis, Prediction
 from benchmarks.assistant.program import Program
+from benchmarks.assistant.rung import why_it_raises
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
+from benchmarks.assistant.workload import arithmetic_of
 from common.block.evidence import Evidence
 from common.block.traits import amp_default
 
@@ -20,7 +26,10 @@ def matmuls_in_float32(program: Program, how: str) -> list[Found]:
 
 def find(program: Program) -> list[Found]:
     """All FP32 matmuls at once."""
-    return matmuls_in_float32(program, "without autocast")
+    found = matmuls_in_float32(program, "without autocast")
+    if missing(program.inputs.device):
+        return found
+    return [dataclasses.replace(each, why_not=why_it_raises(program, TECHNIQUE)) for each in found]
 
 
 def missing(device: torch.device) -> str:
@@ -52,4 +61,13 @@ def fired(program: Program, before: Evidence, seen: Evidence) -> str:
     return "no 16-bit matmul ran" if on_gpu and not seen.kinds["16-bit matmul"] else ""
 
 
-TECHNIQUE = Technique("autocast", "FP32 matmuls -> BF16 under autocast", find, apply, advice, missing, fired)
+def predict(basis: Basis, found: Sequence[Found]) -> Prediction:
+    """Matmuls at the rate of 16 bits; each weight is read in FP32, and written in half of that."""
+    plan, device = Plan(), basis.program.inputs.device
+    apply(plan)
+    weights = sum(t.nbytes for t in basis.program.model.parameters() if t.ndim > 1)
+    return basis.with_arithmetic(arithmetic_of(Plan(), device), arithmetic_of(plan, device), 1.5 * weights)
+
+
+TECHNIQUE = Technique("autocast", "FP32 matmuls -> BF16 under autocast", find, apply, advice, missing, fired,
+                      predict=predict)

@@ -3,6 +3,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.assistant.program import Program
+from benchmarks.assistant.rung import why_it_raises
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from common.block.evidence import Evidence
 
@@ -22,7 +23,8 @@ def find(program: Program) -> list[Found]:
     matters = max(share, bytes_moved / program.trace.bytes) >= LEAST           # one by channels has few FLOPs
     count = "1 convolution" if len(convolutions) == 1 else f"{len(convolutions)} convolutions"
     reason = f"{count} on NCHW tensors: {100 * share:.0f} % of all FLOPs"
-    return [Found(None, "", 1, reason, "" if matters else "so small a share has nothing to gain")]
+    why_not = why_it_raises(program, TECHNIQUE) if matters else "so small a share has nothing to gain"
+    return [Found(None, "", 1, reason, why_not)]
 
 
 def _is_nchw(weight: Tensor) -> bool:

@@ -1,12 +1,14 @@
 """Linear layers on one input become one: a larger matmul, and the input is read once."""
 import ast
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 from torch.nn import functional as F
 
 from benchmarks.assistant.graph import Captured, place_of
+from benchmarks.assistant.predicting import Basis, Prediction, bytes_of
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.projections import ProjectionGroup, path_of, projections_in
 from benchmarks.assistant.rewriting import Assumed
@@ -108,4 +110,13 @@ def _matmuls(seen: Evidence) -> int:
     return sum(count for kind, count in seen.kinds.items() if "matmul" in kind)
 
 
-TECHNIQUE = Technique("fused-qkv", "linear layers on one input -> one", find, apply, advice, fired=fired)
+def predict(basis: Basis, found: Sequence[Found]) -> Prediction:
+    """The input is read once, in the forward and for the weights' gradients; at the least that was for nothing."""
+    groups = [(each.region, each.count) for each in found if isinstance(each.region, ProjectionGroup)]
+    times = 1 if basis.program.is_inference else 2
+    moved = sum(times * count * (len(group.nodes) - 1) * bytes_of(group.x) for group, count in groups)
+    return basis.saves(1e3 * moved / basis.bandwidth(), 0.0)
+
+
+TECHNIQUE = Technique("fused-qkv", "linear layers on one input -> one", find, apply, advice, fired=fired,
+                      predict=predict)

@@ -10,6 +10,7 @@ from benchmarks.assistant.attention_reading import grouped
 from benchmarks.assistant.graph import Captured, Refused, shape_of
 from benchmarks.assistant.norms import Norm, norm_at, roots
 from benchmarks.assistant.one_call import in_one_call
+from benchmarks.assistant.predicting import Basis, Prediction, in_one_pass
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed, put_in_place
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique
@@ -109,4 +110,10 @@ def fired(program: Program, before: Evidence, seen: Evidence) -> str:
     return "" if any("norm" in name.lower() for name in seen.kernels) else "no kernel of a norm ran"
 
 
-TECHNIQUE = Technique("library-norm", "norms by hand -> F.layer_norm, F.rms_norm", find, apply, advice, fired=fired)
+def predict(basis: Basis, found: Sequence[Found]) -> Prediction | None:
+    """One pass in place of one an operation."""
+    return in_one_pass(basis, [each.region for each in found if each.region and not each.why_not])
+
+
+TECHNIQUE = Technique("library-norm", "norms by hand -> F.layer_norm, F.rms_norm", find, apply, advice, fired=fired,
+                      predict=predict)

@@ -1,4 +1,5 @@
 """Attention by hand becomes scaled_dot_product_attention: one fused kernel, and no scores in memory."""
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,17 @@ from benchmarks.assistant.attention import Attention, softmaxes
 from benchmarks.assistant.attention_rewriting import rewrite_attention
 from benchmarks.assistant.fusing import Given, fused_or_why_not, softmax_left
 from benchmarks.assistant.graph import Captured, Refusal, place_of, with_stars
+from benchmarks.assistant.predicting import Basis, Prediction
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed
 from benchmarks.assistant.source import Place
+from benchmarks.assistant.spending import BY_HAND
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique
+from benchmarks.assistant.workload import arithmetic_of
 from common.block.evidence import FUSED_ATTENTION, Evidence
 
+WITH_BACKWARD = 3.5                        # times the FLOPs of a forward: fused, its backward computes the scores anew
+SLOWEST = 0.25                             # of the rate of a large matmul
 LARGEST = 2**31                            # bytes of scores that the search for a kernel may write
 
 
@@ -51,7 +57,8 @@ def _called_already(program: Program) -> list[Found]:
 def _not_captured(program: Program) -> list[Found]:
     """Where a softmax runs that is in no graph: Dynamo ran that function as it is."""
     captured = {place_of(softmax) for graph in program.graphs for softmax in softmaxes(graph)}
-    calls = [call for call in program.trace.calls if call.name == "softmax" and call.place not in captured]
+    calls = [call for call in program.trace.calls
+             if call.name == "softmax" and call.is_batched and call.place not in captured]
     breaks = ", ".join(str(each.place.name) for each in program.breaks if each.place and each.skips)
     why = "Dynamo runs this function as it is, so its graph can't be changed"
     return [Found(place, with_stars([call.module for call in calls if call.place == place]),
@@ -128,5 +135,22 @@ def _fused_or_why_not(given: Given, program: Program) -> tuple[str, str]:
     return fused_or_why_not(given.without_gradients() if program.is_inference else given)
 
 
+def predict(basis: Basis, found: Sequence[Found]) -> Prediction | None:
+    """Its matmuls alone are left, causal half of them, at the best to a fourth of the rate of a large one."""
+    attentions = [each.region for each in found if isinstance(each.region, Attention) and each.place]
+    arithmetic = arithmetic_of(Plan(), basis.program.inputs.device)
+    places, seconds = [each.place for each in attentions if each.place], 0.0
+    for attention in attentions:
+        lines = {place_of(attention.scores), place_of(attention.output)}
+        calls = [call for call in basis.program.trace.calls if call.place in lines and call.is_matmul]
+        share = 0.5 if attention.is_causal else 1.0
+        seconds += share * sum(call.flops / basis.rate(arithmetic(call)) for call in calls)
+    if not seconds:
+        return None
+    best = 1e3 * seconds * (1.0 if basis.program.is_inference else WITH_BACKWARD)
+    by_hand = basis.ms_of({BY_HAND}, places)
+    return basis.saves(by_hand - best, by_hand - best / SLOWEST)
+
+
 TECHNIQUE = Technique("sdpa", "attention by hand -> scaled_dot_product_attention", find, apply, advice, fired=fired,
-                      seen_alone=seen_alone)
+                      predict=predict, seen_alone=seen_alone)

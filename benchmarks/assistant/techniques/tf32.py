@@ -1,9 +1,13 @@
 """FP32 matmuls on tensor cores: they read the first 10 bits of each mantissa, and add up in FP32."""
+from collections.abc import Sequence
+
 import torch
 
+from benchmarks.assistant.predicting import Basis, Prediction
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from benchmarks.assistant.techniques.autocast import matmuls_in_float32
+from benchmarks.assistant.workload import arithmetic_of
 from common.block.evidence import Evidence
 
 
@@ -38,4 +42,12 @@ def fired(program: Program, before: Evidence, seen: Evidence) -> str:
     return "" if seen.kinds["TF32 matmul"] else "no TF32 matmul ran"
 
 
-TECHNIQUE = Technique("tf32", "FP32 matmuls -> TF32 on tensor cores", find, apply, advice, missing, fired)
+def predict(basis: Basis, found: Sequence[Found]) -> Prediction:
+    """Matmuls at the rate of TF32."""
+    plan, device = Plan(), basis.program.inputs.device
+    apply(plan)
+    return basis.with_arithmetic(arithmetic_of(Plan(), device), arithmetic_of(plan, device))
+
+
+TECHNIQUE = Technique("tf32", "FP32 matmuls -> TF32 on tensor cores", find, apply, advice, missing, fired,
+                      predict=predict)

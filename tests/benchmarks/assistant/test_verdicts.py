@@ -35,6 +35,17 @@ def test_a_gain_counts_from_its_lower_end(low, verdict):
     assert verdicts._worth(Judgement([RIGHT], "FP64"), gain(low), None)[0] == verdict
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize("high, others, verdict, why", [
+    (1.019, 0, "no gain", "measured twice, the two differ: in the ladder's rounds it is 1.10 [1.05, 1.15]"),
+    (1.021, 0, "take", "not alone, but in the ladder's rounds"), (0.7, 1, "take", "not alone, but on top of t0")])
+def test_what_is_slower_alone_and_faster_in_the_next_rounds_is_not_taken(high, others, verdict, why):
+    """The first of the ladder is the same rung as alone: noise between two measurements is no gain."""
+    techniques = tuple(Technique(f"t{place}", "", lambda program: ()) for place in range(others + 1))
+    added = Added(techniques[-1], Combination(techniques), (1.1, 1.05, 1.15))
+    assert verdicts._worth(Judgement([RIGHT], "FP64"), (0.65, 0.6, high), added) == (verdict, why)
+
+
 def ladder(*times: float | None) -> list[Added]:
     """Of so many techniques: how many times as fast all are as all but this one, at most."""
     made = []

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks.examples.pairs import tensor
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.judge import validate
-from benchmarks.measure.keeping import written_by
+from benchmarks.measure.keeping import parameters_kept, written_by
 from benchmarks.measure.modules import compare
 from benchmarks.measure.state import State
 
@@ -259,6 +259,62 @@ def test_a_parameter_that_a_call_writes_to_is_as_it_was(make, given):
     for module in (reference, candidate):
         for t, value in zip(module.parameters(), before, strict=True):
             assert torch.equal(t, value)
+
+
+class Follows(nn.Module):
+    """An encoder whose parameters follow those of another with a momentum, as MoCo, BYOL and DINO have it."""
+
+    def __init__(self, momentum=0.9, moves=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.online, self.target = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.target.requires_grad_(False)
+        self.momentum, self.moves = momentum, moves
+
+    def forward(self, x):
+        with torch.no_grad():
+            for own, other in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                if self.moves:
+                    own.data = own.data * self.momentum + other.data * (1 - self.momentum)
+                else:
+                    own.data.mul_(self.momentum).add_(other.data, alpha=1 - self.momentum)
+            follows = self.target(x)
+        return self.online(x) - follows
+
+
+class StandsStill(Follows):
+    """It gives the same, and leaves its target as it was."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            weight, bias = (own * self.momentum + other * (1 - self.momentum) for own, other
+                            in zip(self.target.parameters(), self.online.parameters(), strict=True))
+            follows = nn.functional.linear(x, weight, bias)
+        return self.online(x) - follows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moves", [True, False])
+def test_an_encoder_that_follows_another_is_right(moves, dtype):
+    x = torch.randn(3, 6, dtype=dtype)
+    judgement = validate(Follows(moves=moves).to(dtype), Follows().to(dtype), x)
+    assert judgement.passed and not judgement.notes, judgement
+    assert "buffer target.weight" in {check.of.words for check in judgement}
+
+
+@pytest.mark.parametrize("wrong, off", [(Follows(0.8), "output"), (StandsStill(), "buffer target.weight")])
+def test_one_that_follows_otherwise_is_wrong(wrong, off):
+    judgement = validate(wrong, Follows(), torch.randn(3, 6))
+    assert off in {check.of.words for check in judgement if not check.passed}, judgement
+
+
+def test_what_takes_other_memory_is_restored():
+    model = Follows()
+    before = {name: t.detach().clone() for name, t in model.named_parameters()}
+    with parameters_kept(model, Inputs.of(torch.randn(3, 6))) as written:
+        assert written == ["target.weight", "target.bias"]
+        model(torch.randn(3, 6))
+    assert all(torch.equal(t, before[name]) for name, t in model.named_parameters())
 
 
 def test_what_a_call_writes_to_is_found_before_it_is_written():

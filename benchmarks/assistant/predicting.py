@@ -1,0 +1,155 @@
+"""What a technique should buy, before it runs: from where the time goes, what a graph says, and this machine's rates.
+
+A prediction is a range. One end is what the technique can buy at most: all that it takes away costs nothing any more,
+and what it puts there runs at the machine's best rate. The other end is half of that. Nothing is fitted to what was
+measured.
+"""
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from benchmarks.assistant.graph import Captured, Region
+from benchmarks.assistant.normal import name_of
+from benchmarks.assistant.program import Program
+from benchmarks.assistant.source import Place
+from benchmarks.assistant.spending import ATTENTION, CONVOLUTION, MATMUL, PASSES, Spending
+from benchmarks.assistant.trace import Call
+from common.text import number
+
+# What a compiler can't fuse into its neighbours: it multiplies, or moves no number.
+PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d",
+                      "conv_transpose2d", "scaled_dot_product_attention", "embedding"})
+VIEWS = frozenset({"view", "reshape", "transpose", "permute", "getitem", "unsqueeze", "squeeze", "expand", "chunk",
+                   "split", "flatten", "unflatten", "size", "select", "movedim", "mT", "t", "detach", "unbind"})
+
+
+Arithmetic = Callable[[Call], str]                     # what a call's operands are multiplied in
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Milliseconds of an iteration with one technique alone, between two ends; what it took as it was."""
+    least_ms: float
+    most_ms: float
+    before_ms: float
+
+    @property
+    def gain(self) -> tuple[float, float]:
+        """How many times as fast, between two ends."""
+        return self.before_ms / self.most_ms, self.before_ms / self.least_ms
+
+    def holds(self, low: float, high: float) -> bool:
+        """Whether a measured gain, by its interval, may lie within; to a hundredth, which is what is shown."""
+        least, most = self.gain
+        return low <= most + 0.005 and high >= least - 0.005
+
+    def __str__(self) -> str:
+        least, most = (number(gain, ".2f") for gain in self.gain)
+        return least if least == most else f"{least} to {most}"
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What predictions go by."""
+    program: Program
+    spending: Spending
+    rate: Callable[[str], float]               # FLOP/s of matmuls in that arithmetic, on this machine
+    bandwidth: Callable[[], float]             # bytes/s that are read and written
+
+    def saves(self, ms: float, at_least: float | None = None) -> Prediction:
+        """Where so many milliseconds are saved at most, and half of that at least unless it is said; both may be
+        negative.
+        """
+        total = self.spending.total_ms
+        other = ms / 2 if at_least is None else at_least
+        least, most = sorted(max(total - saved, 0.01 * total) for saved in (ms, other))
+        return Prediction(least, most, total)
+
+    def with_arithmetic(self, before: Arithmetic, after: Arithmetic, bytes_cast: float = 0.0) -> Prediction:
+        """Where matmuls are in another arithmetic, and so much is cast in an iteration. At most all else has half of
+        its bytes, too, where an element of that arithmetic has.
+        """
+        calls = [call for call in self.program.trace.calls if call.is_matmul and call.dtype is not None]
+        seconds = [sum(call.flops / self.rate(arithmetic(call)) for call in calls) for arithmetic in (before, after)]
+        saved = self.ms_of({MATMUL, CONVOLUTION, ATTENTION}) * (1 - seconds[1] / seconds[0])
+        casts = 1e3 * bytes_cast / self.bandwidth()
+        return self.saves(saved + (self.ms_of({PASSES}) / 2 if bytes_cast else 0.0), saved / 2 - casts)
+
+    def ms_of(self, kinds: Collection[str], places: Iterable[Place] | None = None) -> float:
+        """Of these kinds of work; at these lines alone, where some are given."""
+        within = None if places is None else list(places)
+        return sum(each.ms for each in self.spending.spent if each.kind in kinds
+                   and (within is None or (each.place is not None and _is_at(each.place, within))))
+
+
+def _is_at(line: Place, places: Sequence[Place]) -> bool:
+    return any(place.file == line.file and place.line <= line.line <= max(place.line, place.last) for place in places)
+
+
+def in_one_pass(basis: Basis, regions: Sequence[Region]) -> Prediction | None:
+    """Where each of these becomes one kernel that reads what they are given, and writes their result."""
+    places = [region.place for region in regions if region.place]
+    if not places:
+        return None
+    ratios = [_share_of_one_pass(region) for region in regions]
+    share = sum(ratios) / len(ratios)
+    return basis.saves((1 - share) * basis.ms_of({PASSES}, places))
+
+
+def _share_of_one_pass(region: Region) -> float:
+    """Bytes that one kernel moves, of those that its operations move one by one."""
+    inside = set(region.nodes)
+    one_by_one = sum(bytes_moved(node) for node in region.nodes)
+    given = {each for node in region.nodes for each in node.all_input_nodes if each not in inside}
+    return min(1.0, (sum(map(bytes_of, given)) + bytes_of(region.nodes[-1])) / max(one_by_one, 1))
+
+
+def share_of_fused(graphs: Sequence[Captured]) -> float:
+    """Bytes that are still moved where each chain of passes over memory is fused, of those moved one by one.
+
+    A tensor that only passes read is not written; one that a product reads is.
+    """
+    one_by_one = fused = 0.0
+    for graph in graphs:
+        passes = {node for node in graph.nodes if _is_pass(node)}
+        for node in passes:
+            one_by_one += len(graph.calls) * bytes_moved(node)
+            if any(user not in passes for user in _readers(node)):
+                fused += len(graph.calls) * bytes_of(node)
+        given = {each for node in passes for each in map(_source, node.all_input_nodes) if each not in passes}
+        fused += len(graph.calls) * sum(map(bytes_of, given))
+    return min(1.0, fused / one_by_one) if one_by_one else 1.0
+
+
+def _is_pass(node: fx.Node) -> bool:
+    return node.op.startswith("call_") and name_of(node) not in PRODUCTS | VIEWS and bytes_of(node) > 0
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a view is a view of."""
+    while node.op.startswith("call_") and name_of(node) in VIEWS and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Who reads it, through views."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        found += _readers(user) if user.op.startswith("call_") and name_of(user) in VIEWS else [user]
+    return found
+
+
+def bytes_moved(node: fx.Node) -> int:
+    """That an operation reads and writes by itself; a view moves none."""
+    if name_of(node) in VIEWS:
+        return 0
+    return bytes_of(node) + sum(map(bytes_of, node.all_input_nodes))
+
+
+def bytes_of(node: fx.Node) -> int:
+    """Of the tensor that a node gives."""
+    value = node.meta.get("example_value")
+    return math.prod(value.shape) * value.element_size() if isinstance(value, Tensor) else 0
