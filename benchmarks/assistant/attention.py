@@ -106,6 +106,7 @@ class Attention(Region):
     dropout: tuple[float, bool]              # rate, and whether it is in training
     cap: float | None = None                 # before the masks scores become cap * tanh(scale * q k^T)
     leading: tuple[int, ...] = ()            # of the scores: batch and heads, split where they are anywhere
+    temperatures: tuple[tuple[fx.Node, int], ...] = ()       # tensors that the scores are multiplied by, and the power
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -148,6 +149,12 @@ class Attention(Region):
         return rate if training else 0.0
 
 
+def missing_dimensions(attention: Attention, whole: int) -> int:
+    """How many its mask lacks: the function wants two, and a fused kernel on a CPU two or all that queries have."""
+    own = attention.dimensions_of_the_mask
+    return (2 if own <= 2 else whole) - own
+
+
 def softmaxes(graph: Captured) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op.startswith("call_") and name_of(node) in SOFTMAX]
 
@@ -177,14 +184,14 @@ def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
     chain = scores, *reversed(up.chain), softmax, *down, output
     masks = [*up.masks, *_added_by_the_matmul(scores, up)]
     between = *up.chain, *down
-    if (up.is_transposed or order) and any(name_of(node) in VIEWS for node in between):
+    if (up.is_transposed or order or up.temperatures) and any(name_of(node) in VIEWS for node in between):
         raise Refused("its scores are viewed in another shape, and transposed")
     leading = _leading(softmax, between)
-    if any(len(node.users) != 1 for node in chain[:-1]):
+    if any(set(node.users) - set(chain) for node in chain[:-1]):
         raise Refused("its scores are used more than once")
     refuse_mixed_gradients(graph, chain)
     return Attention(graph, chain, softmax, scores, output, query, key, value, order, up.scale * _own_scale(scores),
-                     masks, dropout, up.cap, leading)
+                     masks, dropout, up.cap, leading, tuple(up.temperatures))
 
 
 def _leading(softmax: fx.Node, between: tuple[fx.Node, ...]) -> tuple[int, ...]:
@@ -224,6 +231,7 @@ class _Upwards:
         self.chain: list[fx.Node] = []
         self.is_transposed = False               # the product is that of keys and queries
         self.cap: float | None = None
+        self.temperatures: list[tuple[fx.Node, int]] = []
 
     def walk(self, node: Any) -> fx.Node | None:
         """The matmul; None, with the reason in `why`, where something else comes first."""
@@ -252,11 +260,21 @@ class _Upwards:
         return self._scaled(node.args[0], node.args[1], -1)
 
     def _scaled(self, scores: Any, factor: Any, power: int) -> Any:
+        if self._is_a_temperature(factor):
+            self.temperatures.append((factor, power))
+            return scores
         if not isinstance(factor, (int, float)):
             self.why = "its scores are multiplied by a tensor"
             return None
         self.scale *= factor ** power
         return scores
+
+    def _is_a_temperature(self, factor: Any) -> bool:
+        """Whether all scores of a head are multiplied by the same number of that tensor: then its queries can be."""
+        if not isinstance(factor, fx.Node) or "example_value" not in factor.meta or self.is_transposed:
+            return False
+        shape = shape_of(factor)
+        return len(shape) <= len(self.shape) and all(size == 1 for size in shape[-2:])
 
     def _view(self, node: fx.Node) -> Any:
         before = shape_of(node.args[0])
@@ -269,6 +287,9 @@ class _Upwards:
     _reshape = _view
 
     def _tanh(self, node: fx.Node) -> Any:
+        if self.temperatures:
+            self.why = "its scores go through a tanh, and are multiplied by a tensor"
+            return None
         if self.cap is not None:
             self.why = "its scores go through a tanh twice"
             return None
@@ -280,6 +301,10 @@ class _Upwards:
         return self._with_a_mask(node, scores, other, 1.0)
 
     def _sub(self, node: fx.Node) -> Any:
+        scores, other = node.args[0], node.args[1]
+        if row_maximum := _row_maximum(other, scores):         # a softmax takes no notice of it
+            self.chain += row_maximum
+            return scores
         scores, other = self._scores_and(node)
         return self._with_a_mask(node, scores, other, -1.0)
 
@@ -310,6 +335,9 @@ class _Upwards:
         if self.cap is not None:
             self.why = "its mask is put on before the tanh of its soft cap"
             return None
+        if self.temperatures:
+            self.why = "its mask is put on before they are multiplied by a tensor"
+            return None
         self.masks.append(replace(mask, leading=self.shape[:-2]))
         return scores
 
@@ -339,6 +367,22 @@ class _Upwards:
             if leads(second):
                 return second, first
         return (first, second) if isinstance(first, fx.Node) else (second, first)
+
+
+def _row_maximum(node: Any, scores: Any) -> list[fx.Node]:
+    """The operations that give the largest of each row of the scores, the last first; none for another value."""
+    chain: list[fx.Node] = []
+    while isinstance(node, fx.Node) and node.op.startswith("call_"):
+        chain.append(node)
+        name = name_of(node)
+        if name in ("amax", "max"):
+            is_of_rows = argument(node, 1, "dim") in (-1, len(shape_of(scores)) - 1)
+            is_kept = argument(node, 2, "keepdim", False)
+            return chain if is_of_rows and is_kept and node.args[0] is scores else []
+        if name != "detach" and not (name == "getitem" and node.args[1] == 0):
+            return []
+        node = node.args[0]
+    return []
 
 
 def _args(node: fx.Node) -> tuple[Any, ...]:

@@ -116,7 +116,10 @@ class Reader:
     def _operation(self, node: ast.BinOp) -> Scores | None:
         if isinstance(node.op, ast.MatMult):
             return self._product(node, node.left, node.right)
-        left, right = self.value(node.left), self.value(node.right)
+        left = self.value(node.left)
+        if left and isinstance(node.op, ast.Sub) and self._is_row_maximum(node.right, left):
+            return left
+        right = self.value(node.right)
         scores, other = (left, node.right) if left and not left.value else (right, node.left)
         if scores is None or scores.value:
             return None
@@ -124,6 +127,19 @@ class Reader:
         if not name or (scores is not left and name in ("div", "sub")):
             raise NotWritten(f"its scores go through {ast.unparse(node)}")
         return self._by_name(name, scores, other)
+
+    def _is_row_maximum(self, node: ast.expr, scores: Scores) -> bool:
+        """Whether it is the largest of each row of these scores, which a softmax takes no notice of."""
+        if isinstance(node, ast.Attribute) and node.attr == "values":
+            return self._is_row_maximum(node.value, scores)
+        if isinstance(node, ast.Subscript) and ast.unparse(node.slice) == "0":
+            return self._is_row_maximum(node.value, scores)
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return False
+        if called(node) == "detach" and not node.args:
+            return self._is_row_maximum(node.func.value, scores)
+        of = node.args[0] if is_of_module(node) and node.args else node.func.value
+        return called(node) in ("amax", "max") and self.value(of) == scores
 
     def _multiplied(self, scores: Scores, scale: str) -> Scores:
         if scores.is_softmax:

@@ -38,6 +38,9 @@ def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
             assumed.append(_assumed(mask, by_values, graph, shape[-1]))
     with nodes.inserting_before(attention.output):
         operands = [operand.put_into(nodes) for operand in attention.operands]
+        for tensor, power in attention.temperatures:
+            function = torch.mul if power > 0 else torch.div
+            operands[0] = nodes.call_function(function, (operands[0], tensor))
         if attention.is_viewed:
             operands = [nodes.call_method("reshape", (t, *wanted))
                         for t, wanted in zip(operands, attention.operand_shapes, strict=True)]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.assistant.attention import Attention
+from benchmarks.assistant.attention import Attention, missing_dimensions
 from benchmarks.assistant.attention_reading import Fill, Reader, Scores, as_operand, grouped, permuted, transposed
 from benchmarks.assistant.graph import place_of, shape_of
 from benchmarks.assistant.program import Program
@@ -338,32 +338,46 @@ class _Writer:
         if self.all_causal:
             options.append("is_causal=True")
         elif found.fills:
-            options.append(f"attn_mask={self._of_two_dimensions(found, mask)}")
+            options.append(f"attn_mask={self._of_enough_dimensions(found, mask)}")
         if found.dropout:
             options.append(f"dropout_p={found.dropout}")
         if scale := self._scale(found):
             options.append(f"scale={scale}")
+        query = self._with_temperatures(query, found)
         operands = [self._dense(words, each.needs_a_copy) for words, each
                     in zip((query, key, found.value), self.attention.operands, strict=True)]
         call = f"F.scaled_dot_product_attention({', '.join([*operands, *options])})"
         return permuted(call, self.reader.order)
 
+    def _with_temperatures(self, query: str, found: Scores) -> str:
+        """The queries, multiplied by what the scores were. Raises NotWritten where numbers are among that."""
+        count = len(self.attention.temperatures)
+        if not count:
+            return query
+        if count != len(found.scales):
+            raise NotWritten("its scores are multiplied by a tensor, and by a number")
+        return f"({grouped(query)}{''.join(found.scales)})"
+
     @staticmethod
     def _dense(operand: str, needs_a_copy: bool) -> str:
         return f"{grouped(operand)}.contiguous()" if needs_a_copy else operand
 
-    def _of_two_dimensions(self, found: Scores, mask: str) -> str:
-        """A mask of fewer, in words, as the function takes it. Raises NotWritten where it may be None."""
-        missing = 2 - self.attention.dimensions_of_the_mask
+    def _of_enough_dimensions(self, found: Scores, mask: str) -> str:
+        """A mask of fewer, in words, as the fused kernels take it. Raises NotWritten where it may be None."""
+        missing = missing_dimensions(self.attention, len(self.attention.shape))
         if missing <= 0 or not self.attention.masks:           # of what was not given nothing is known
             return mask
         if any(fill.test for fill in found.fills) or len(found.fills) != len(self.attention.masks):
+            if self.attention.dimensions_of_the_mask >= 2:     # it is right, and on a CPU slower
+                return mask
             raise NotWritten("its mask has fewer than two dimensions, and may be left out")
         return f"{grouped(mask)}[{', '.join(['None'] * missing)}]"
 
     def _scale(self, found: Scores) -> str:
         """"" where it is the one by default."""
         attention = self.attention
+        if attention.temperatures:
+            return repr(attention.scale)
         width = shape_of(attention.query.node)[-1] if attention.query.order is None else 0
         if width and math.isclose(attention.scale, width ** -0.5, rel_tol=1e-6):
             return ""

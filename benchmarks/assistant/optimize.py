@@ -118,8 +118,9 @@ def _task(model: nn.Module | Callable[[], Any], inputs: Any, loss: Callable | No
     task = task if device is None else task.on(torch.device(device))
     materialised(task.given, task.model)
     with _callable():
+        task = task.as_it_can_run()
         task.check_calls()
-        return task.as_it_can_run()
+        return task
 
 
 @contextlib.contextmanager
@@ -161,6 +162,8 @@ class _Assistant:
         session, task = self.session, self.task
         session.say(Phase.CHECKING, "the model")
         self.work = task.work(cotangents=1, seed=session.seed, forward_only=self.inference)
+        if not self.inference:
+            task.refuse_shapes_by_values()
         with _callable():
             self.truth = Truth(task.model, self.work, session.say)
             self.other_truths = {words: Truth(task.model, replace(self.work, inputs=inputs, loss=None), session.say)

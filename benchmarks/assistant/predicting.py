@@ -40,10 +40,10 @@ class Prediction:
         """How many times as fast, between two ends."""
         return self.before_ms / self.most_ms, self.before_ms / self.least_ms
 
-    def holds(self, low: float, high: float) -> bool:
-        """Whether a measured gain, by its interval, may lie within; to a hundredth, which is what is shown."""
+    def holds(self, gain: float) -> bool:
+        """Whether a measured gain lies within; to a hundredth, which is what is shown."""
         least, most = self.gain
-        return low <= most + 0.005 and high >= least - 0.005
+        return least - 0.005 <= gain <= most + 0.005
 
     def __str__(self) -> str:
         least, most = (number(gain, ".2f") for gain in self.gain)

@@ -12,6 +12,7 @@ from benchmarks.assistant.program import Program, as_written
 from benchmarks.assistant.rewriting import rewritten
 from benchmarks.assistant.source import innermost
 from benchmarks.assistant.technique import Found, Technique, plan_of
+from benchmarks.measure.copying import shared_copy
 from benchmarks.measure.keeping import kept
 from common.block.precision import float32_matmul_precision
 from common.outcome import in_a_line, is_out_of_memory
@@ -34,7 +35,7 @@ class Rung(nn.Module):
         if self.plan.passes and compiler.holds_compiled(model):        # Dynamo takes the compiled parts as written
             self.plan.compiles = True
         model = as_written(model)
-        self._over(_shared_copy(model) if self.plan.changes else model)
+        self._over(shared_copy(model) if self.plan.changes else model)
 
     def _over(self, model: nn.Module) -> None:
         self.module = model
@@ -75,19 +76,12 @@ def why_it_raises(program: Program, technique: Technique) -> str:
 
     That is nobody's fault here: a view of what is laid out otherwise then, or two dtypes in one operator.
     """
-    rung, inputs = Rung(program.model, [technique]), program.inputs.copies()
     try:
         with kept(program.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            inputs.call(rung)
+            program.inputs.copies().call(Rung(program.model, [technique]))
     except Exception as error:
         if is_out_of_memory(error):
             raise
         place = innermost("".join(traceback.format_tb(error.__traceback__)))
         return f"{place.name if place else 'the model'} can't run so: {in_a_line(error)}"
     return ""
-
-
-def _shared_copy(model: nn.Module) -> nn.Module:
-    """Other modules with the same parameters and buffers: ties, hooks and what is frozen stay."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(t): t for t in tensors})

@@ -32,6 +32,7 @@ class Task:
     loss: Loss | None = None
     optimizer: torch.optim.Optimizer | None = None
     has_constant_inputs: bool = False      # the model can't run on inputs that take a gradient
+    needs_gradients: bool = False          # nor without gradients: it computes some itself
 
     @classmethod
     def of(cls, built: Any) -> "Task":
@@ -54,6 +55,9 @@ class Task:
         for inputs in (self.given, *self.others.values()):
             if inputs.dtype not in (*FLOATING, None):
                 raise UserError(f"inputs in {dtype_name(inputs.dtype)}: give float64, float32, float16 or bfloat16")
+            for name, t in inputs.named().items():
+                if t.layout != torch.strided:
+                    raise UserError(f"{name} is of layout {t.layout}: give dense inputs, and that one as a buffer")
         if len(self.devices) > 1:
             devices = ", ".join(sorted(map(str, self.devices)))
             raise UserError(f"model and inputs are on {devices}: move them to one device")
@@ -102,17 +106,40 @@ class Task:
         if leaves_state:
             refuse_growing(self.model, inputs)
 
-    def as_it_can_run(self) -> "Task":
-        """The same, with constant inputs where the model runs on such alone: it may set requires_grad itself."""
-        if self.given.dtype is None:                           # whole numbers take none
-            return self
-        constant = replace(self, has_constant_inputs=True)
-        return constant if not self._can_run() and constant._can_run() else self
-
-    def _can_run(self) -> bool:
-        """Whether a forward with gradients does. What does not fit may do so elsewhere."""
+    def refuse_shapes_by_values(self) -> None:
+        """Raises UserError where the shape of an output that takes a gradient depends on the values of the inputs: each
+        timed call has others, and a gradient that is given has one shape. A loss has none.
+        """
+        if self.loss is not None:
+            return
         try:
             with kept(self.model):
+                shapes = [{name: tuple(t.shape) for name, t in outputs_of(given.copies().call(self.model)).items()
+                           if t.requires_grad} for given in (self.given, self.given.rolled())]
+        except Exception:                                      # others may be none that it takes
+            return
+        for name in shapes[0].keys() & shapes[1].keys():
+            first, second = (shape[name] for shape in shapes)
+            if first != second:
+                raise UserError(f"the {name} is of shape {first}, and of {second} for other values of the inputs: give "
+                                "a loss, which makes one number of it, or take --inference")
+
+    def as_it_can_run(self) -> "Task":
+        """The same, with constant inputs where the model runs on such alone: it may set requires_grad itself.
+
+        Where it runs with gradients alone, as one that computes a derivative of its output does, it always has them.
+        """
+        task = self
+        if self.given.dtype is not None and not self._can_run():           # whole numbers take none
+            constant = replace(self, has_constant_inputs=True)
+            task = constant if constant._can_run() else self
+        with_gradients = replace(task, needs_gradients=True)
+        return with_gradients if not task._can_run(False) and with_gradients._can_run(False) else task
+
+    def _can_run(self, gradients: bool = True) -> bool:
+        """Whether a forward does. What does not fit may do so elsewhere."""
+        try:
+            with kept(self.model), torch.set_grad_enabled(gradients):
                 self.given.copies().call(self.model)
         except Exception as error:
             return is_out_of_memory(error)
@@ -139,7 +166,8 @@ class Task:
     def _inputs(self, given: Any) -> Inputs:
         """One call's. Raises UserError where they hold no tensor."""
         try:
-            return replace(Inputs.of(given), are_constant=self.has_constant_inputs)
+            return replace(Inputs.of(given), are_constant=self.has_constant_inputs,
+                           need_gradients=self.needs_gradients)
         except ValueError as error:
             raise UserError(str(error)) from None
 

@@ -1,4 +1,5 @@
 """What a person passes, taken apart: inputs and outputs of any structure, and the tensors behind any callable."""
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -26,6 +27,7 @@ class Inputs:
     args: tuple = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     are_constant: bool = False             # no gradient flows into them
+    need_gradients: bool = False           # the module computes some itself: it can't be called under no_grad
 
     @classmethod
     def of(cls, given: Any) -> "Inputs":
@@ -116,7 +118,8 @@ class Inputs:
 
     def call(self, module: Callable) -> Any:
         """module(*args, **kwargs)."""
-        return module(*self.args, **self.kwargs)
+        with torch.enable_grad() if self.need_gradients else contextlib.nullcontext():
+            return module(*self.args, **self.kwargs)
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -22,6 +22,18 @@ def deep_copy(call: Callable, dtype: torch.dtype | None = None) -> Callable:
     return _Copies(dtype).of(call)
 
 
+def shared_copy(module: nn.Module) -> nn.Module:
+    """Other modules with the same parameters and buffers: ties, hooks and what is frozen stay.
+
+    Raises whatever a module's deepcopy raises.
+    """
+    copies = _Copies(None)
+    copies.memo |= {id(t): t for t in (*module.parameters(), *module.buffers())}
+    copied = copies.of(module)
+    assert isinstance(copied, nn.Module)
+    return copied
+
+
 class _Copies:
     """Everything that was copied so far, so that what was shared is shared again."""
 
@@ -67,7 +79,10 @@ class _Copies:
         """Functions that were set on it, as a `forward` of its own, refer to the copy too."""
         if id(module) in self.memo:                      # inside one that was copied
             return self.memo[id(module)]
-        for generator in State(module).generators:          # torch's own can't be copied
+        state = State(module)
+        for result in state.results:                        # kept for others, as by a hook: only leaves can be copied
+            self.memo.setdefault(id(result), result.detach().clone())
+        for generator in state.generators:                  # nor can torch's own
             if isinstance(generator, torch.Generator):
                 self.memo.setdefault(id(generator), torch.Generator(generator.device).set_state(generator.get_state()))
         copied = converted(copy.deepcopy(module, self.memo), self.dtype)
@@ -76,6 +91,10 @@ class _Copies:
             for name, value in list(vars(inner).items()):
                 if isinstance(value, types.FunctionType) and uncompiled(value) is value:      # the others are made anew
                     setattr(inner, name, self.of(value))
+                elif name.endswith("_hooks"):
+                    for key, hook in (value or {}).items():
+                        if isinstance(hook, types.FunctionType):       # methods were copied with what they belong to
+                            value[key] = self.of(hook)
         return copied
 
     def _function(self, function: types.FunctionType) -> Callable:

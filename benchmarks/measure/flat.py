@@ -13,7 +13,7 @@ class Flat:
     """A call on tensors alone, that returns tensors alone: of whatever structure a module takes and gives."""
 
     def __init__(self, module: Callable, inputs: Inputs, loss: Loss | None, wanted: Sequence[str]):
-        self.module, self.loss, self.wanted = module, loss, wanted
+        self.module, self.loss, self.wanted, self.need_gradients = module, loss, wanted, inputs.need_gradients
         leaves, self.structure = pytree.tree_flatten((inputs.args, dict(inputs.kwargs)))
         self.rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -23,7 +23,7 @@ class Flat:
         for place, t in zip(self.places, tensors, strict=True):
             leaves[place] = t
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-        returned = self.module(*args, **kwargs)
+        returned = Inputs(args, kwargs, need_gradients=self.need_gradients).call(self.module)
         if self.loss:
             return [self.loss(returned)]
         outputs = outputs_of(returned)

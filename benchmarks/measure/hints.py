@@ -13,7 +13,7 @@ from benchmarks.measure.calls import Inputs, modules_of, named_parameters, outpu
 from benchmarks.measure.checks import Check
 from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.keeping import without_dropout
-from benchmarks.measure.observing import exact_attention
+from benchmarks.measure.observing import exact_in
 from benchmarks.measure.state import Start
 
 CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}       # of a norm: two tensors that fit
@@ -30,7 +30,7 @@ def hint(candidate: Callable, truth: Any, checks: Sequence[Check]) -> str:
     with contextlib.suppress(Exception), torch.no_grad():
         if any(check.question == "meaning" for check in failed) and truth.has_meaning:
             copy, reference = deep_copy(candidate, torch.float64), deep_copy(truth.plain, torch.float64)
-            with without_dropout(copy), without_dropout(reference), exact_attention(torch.float64):
+            with without_dropout(copy), without_dropout(reference), exact_in(torch.float64):
                 return _from_trials(copy, reference, Inputs(*_in_fp64(truth.few.inputs)))
         return _from_trials(candidate, truth.plain, truth.work.inputs) if failed else ""
     return ""

@@ -102,7 +102,7 @@ def subject_of(module: Callable, work: Work, gates: tuple[float, float], referee
     flat, outputs = flat_of(module, work)
     taking = [name for name, output in outputs.items() if output.requires_grad]
     plain = list(outputs) == ["output"] and not work.loss and not inputs.kwargs
-    direct = plain and all(isinstance(value, Tensor) for value in inputs.args)
+    direct = plain and not inputs.need_gradients and all(isinstance(value, Tensor) for value in inputs.args)
     call = module if direct else flat
     given = [cotangent(outputs[name], place, 0, work.seed) for place, name in enumerate(taking)]
     if work.loss:

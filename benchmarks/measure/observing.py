@@ -1,7 +1,7 @@
 """One look at what a callable gives: outputs, gradients, buffers, and what it did to inputs and earlier outputs."""
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,7 +85,7 @@ def observe(call: Callable, work: Work, dtype: torch.dtype | None = None, overwr
     for number in range(1 if work.loss else work.cotangents):
         start.begin(work.seed)
         _call_before(call, work, dtype)
-        with torch.set_grad_enabled(not work.forward_only), without_dropout(call), exact_attention(dtype):
+        with torch.set_grad_enabled(not work.forward_only), without_dropout(call), exact_in(dtype):
             inputs = work.inputs.copies(dtype)
             returned = inputs.call(call)
             outputs = outputs_of(returned)
@@ -106,7 +106,7 @@ def observe(call: Callable, work: Work, dtype: torch.dtype | None = None, overwr
     if alone:
         start.begin(work.seed)
         _call_before(call, work, dtype)
-        with torch.no_grad(), without_dropout(call, functions=draws), exact_attention(dtype):
+        with torch.no_grad(), without_dropout(call, functions=draws), exact_in(dtype):
             own = *start.parameters.values(), *start.buffers.values()
             _look_without_gradients(call, work, dtype, seen, overwrites_output, own)
     start.begin(work.seed)
@@ -116,13 +116,25 @@ def observe(call: Callable, work: Work, dtype: torch.dtype | None = None, overwr
 def _call_before(call: Callable, work: Work, dtype: torch.dtype | None) -> None:
     """Where calls depend on earlier ones: one on other inputs. What carries no state then gives something else."""
     if work.whole_state:
-        with torch.no_grad(), without_dropout(call), exact_attention(dtype):
+        with torch.no_grad(), without_dropout(call), exact_in(dtype):
             work.inputs.rolled().copies(dtype).call(call)
 
 
-def exact_attention(dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
-    """In FP64 attention is its formula: torch's fused one is wrong there on a CPU where the mask is FP32."""
-    return sdpa_kernel(SDPBackend.MATH) if dtype == torch.float64 else contextlib.nullcontext()
+@contextlib.contextmanager
+def exact_in(dtype: torch.dtype | None) -> Iterator[None]:
+    """In FP64 attention is its formula: torch's fused one is wrong there on a CPU where the mask is FP32. What a call
+    makes without saying in which dtype, as a first state of zeros, is in FP64 then.
+    """
+    if dtype != torch.float64:
+        yield
+        return
+    own = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.set_default_dtype(own)
 
 
 def _look_without_gradients(call: Callable, work: Work, dtype: torch.dtype | None, seen: Observation,
@@ -178,7 +190,8 @@ def cotangent(output: Tensor, place: int, number: int, seed: int) -> Tensor:
 
 
 def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, generator=generator, device=like.device).bfloat16()
+    normal = torch.randn(like.shape, generator=generator, device=like.device, dtype=torch.float32)
+    return normal.bfloat16()                                           # of FP64 they would be others
 
 
 def backward(call: Callable, inputs: Inputs, work: Work, number: int = 0) -> dict[str, Tensor]:
@@ -280,7 +293,7 @@ def rounding_in(call: Callable, work: Work) -> torch.dtype | None:
     start = work.start_of(call)
     start.begin(work.seed)
     with (torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(not work.forward_only),
-          without_dropout(call), exact_attention(torch.float64)):
+          without_dropout(call), exact_in(torch.float64)):
         with seen:
             returned = inputs.call(call)
             loss = work.loss(returned) if work.loss else None

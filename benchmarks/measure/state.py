@@ -27,6 +27,7 @@ class State:
 
     def __init__(self, *calls: Callable):
         self.generators: list[Generator] = []
+        self.results: list[Tensor] = []                  # of earlier calls, with the graph that they came from
         self._undo: list[Callable[[], object]] = []
         self._is_as_it_was: list[Callable[[], bool]] = []
         self._seen: dict[int, Any] = {}                  # kept alive, so that an id stays what it stands for
@@ -57,6 +58,8 @@ class State:
 
     def _keep(self, value: Any) -> None:
         if isinstance(value, Tensor):
+            if not value.is_leaf:
+                self.results.append(value)
             self._keep_tensor(value)
         elif isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
             self.generators.append(value)

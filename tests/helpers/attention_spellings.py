@@ -197,9 +197,64 @@ class EinsumValuesFirst(Attention):
         return torch.einsum("bhjd,bhij->bhid", v, weights)
 
 
+class LessItsLargest(Attention):
+    """As lucidrains' code has it: no softmax takes notice."""
+
+    def attend(self, q, k, v):
+        sim = torch.einsum("b h i d, b h j d -> b h i j", q, k) * self.scale
+        sim = sim - sim.amax(dim=-1, keepdim=True).detach()
+        return torch.einsum("b h i j, b h j d -> b h i d", sim.softmax(dim=-1), v)
+
+
+class LessItsMaximum(Attention):
+    def attend(self, q, k, v):
+        scores = q @ k.mT * self.scale + self.minus
+        scores = scores - torch.max(scores, -1, keepdim=True)[0]
+        return F.softmax(scores, -1) @ v
+
+
+class Alibi(Attention):
+    """Its bias has three dimensions, one slope a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("slopes", 2.0 ** -torch.arange(1.0, HEADS + 1).view(HEADS, 1, 1))
+
+    def attend(self, q, k, v):
+        places = torch.arange(q.size(-2), device=q.device)
+        bias = self.slopes * (places[None, :] - places[:, None])
+        scores = q @ k.mT * self.scale + bias
+        return scores.softmax(-1) @ v
+
+
+class Cosine(Attention):
+    """Swin Transformer V2's: a temperature is learned for each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.randn(HEADS, 1, 1))
+
+    def attend(self, q, k, v):
+        attn = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+        logit_scale = torch.clamp(self.logit_scale, max=math.log(100.0)).exp()
+        attn = attn * logit_scale
+        attn = attn + self.minus
+        return attn.softmax(dim=-1) @ v
+
+
+class DividedByATemperature(Attention):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.5))
+
+    def attend(self, q, k, v):
+        return F.softmax(q @ k.mT / self.temperature, dim=-1) @ v
+
+
 RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereBlocked, Unmasked, OtherScale,
          LocalWindow, Slopes, InFloat32, GroupedHeads, Einsum, EinsumAcross, Batched, InPlace,
-         ValuesFirst, Pixels, EinsumValuesFirst)
+         ValuesFirst, Pixels, EinsumValuesFirst, LessItsLargest, LessItsMaximum, Alibi,
+         Cosine, DividedByATemperature)
 
 
 # ------------------------------------------------------------------------------------- what can't be rewritten, and why
@@ -250,6 +305,34 @@ class ValuesByColumns(Attention):
         return (v.mT @ weights).mT
 
 
+class MaskedBeforeItsTemperature(Attention):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(HEADS, 1, 1))
+
+    def attend(self, q, k, v):
+        scores = (q @ k.mT + self.minus) * self.temperature
+        return scores.softmax(-1) @ v
+
+
+class OneForEachKey(Attention):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.rand(LENGTH))
+
+    def attend(self, q, k, v):
+        return (q @ k.mT * self.weights).softmax(-1) @ v
+
+
+class LessAnothersLargest(Attention):
+    """Over the queries: that changes each key by another number."""
+
+    def attend(self, q, k, v):
+        scores = q @ k.mT * self.scale
+        scores = scores - scores.amax(dim=-2, keepdim=True)
+        return scores.softmax(-1) @ v
+
+
 class TransposedBeforeEinsum(Attention):
     def attend(self, q, k, v):
         weights = (q @ k.mT * self.scale).softmax(-1)
@@ -257,6 +340,8 @@ class TransposedBeforeEinsum(Attention):
 
 
 REFUSED = {OverQueries: "its weights are transposed", ValuesByColumns: "the second factor",
-           TransposedBeforeEinsum: "multiplied by einsum",
+           TransposedBeforeEinsum: "multiplied by einsum", LessAnothersLargest: "more than once",
+           MaskedBeforeItsTemperature: "put on before they are multiplied by a tensor",
+           OneForEachKey: "multiplied by a tensor",
            ReturnsWeights: "more than once", OverHeads: "dimension 1", Gated: "stands mul",
            Capped: "see flex-attention", PartlyWithoutGradients: "without gradients"}

@@ -30,7 +30,8 @@ def find(program: Program) -> list[Found]:
         if not any(side % MULTIPLE for side in sides) or layer.flops < SHARE * program.trace.flops:
             continue
         padded = [side + -side % PADDED for side in sides]
-        odd = [f"{side:,} {name}" for side, name in zip(sides, ("inputs", "outputs"), strict=True) if side % MULTIPLE]
+        odd = [f"{side:,} {name}{'s' * (side > 1)}" for side, name in zip(sides, ("input", "output"), strict=True)
+               if side % MULTIPLE]
         share = f"{100 * layer.flops / program.trace.flops:.0f} % of all FLOPs"
         reason, why_not = f"{' and '.join(odd)}, which {MULTIPLE} does not divide: {share}", ""
         if not missing(program.inputs.device):

@@ -7,7 +7,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from benchmarks.assistant import attention_source
-from benchmarks.assistant.attention import Attention, softmaxes
+from benchmarks.assistant.attention import Attention, missing_dimensions, softmaxes
 from benchmarks.assistant.attention_rewriting import rewrite_attention
 from benchmarks.assistant.fusing import Given, fused_or_why_not, softmax_left
 from benchmarks.assistant.graph import Captured, Refusal, place_of, with_stars
@@ -99,7 +99,7 @@ def _can_take(attention: Attention) -> bool:
 
 
 def _call(attention: Attention, operands: list[Any], mask: fx.Node | None, nodes: fx.Graph) -> fx.Node:
-    for _ in range(attention.dimensions_of_the_mask, 2 if mask is not None else 0):
+    for _ in range(missing_dimensions(attention, 4) if mask is not None else 0):
         mask = nodes.call_method("unsqueeze", (mask, 0))
     options: dict[str, Any] = {"attn_mask": mask, "dropout_p": attention.dropout_p, "is_causal": attention.is_causal,
                                "scale": attention.scale}

@@ -5,7 +5,7 @@ from torch import nn
 
 from benchmarks.assistant import optimize
 from benchmarks.assistant.task import Task
-from benchmarks.assistant.techniques import compiled
+from benchmarks.assistant.techniques import autocast, channels_last, compiled
 from benchmarks.measure.names import Kind
 
 
@@ -40,6 +40,52 @@ def test_inputs_are_constant_where_the_model_runs_on_such_alone(model, is_consta
     for inputs in (task.given, *task.others.values(), task.given.first(2), task.given.off_by_a_rounding(0)):
         [x] = inputs.copies().named().values()
         assert x.requires_grad != is_constant
+
+
+class Derivative(nn.Module):
+    """Of its own output by its input, as a network that solves an equation has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        value = self.layers(x)
+        derivative, = torch.autograd.grad(value.sum(), x, create_graph=True)
+        return value + derivative.sum(-1, keepdim=True)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_model_that_computes_gradients_itself_always_has_them(inference, studies_in_seconds):
+    task = Task(Derivative(), given()).as_it_can_run()
+    assert task.needs_gradients and task.given.copies().need_gradients
+    assert not Task(nn.Linear(8, 8), given()).as_it_can_run().needs_gradients
+    found = optimize(Derivative(), given(), techniques=[autocast.TECHNIQUE], quick=True, inference=inference)
+    assert not found.failures
+    assert found.judgements["autocast"].passed and found.truth.startswith("FP64")
+
+
+class KeepsResults(nn.Module):
+    """A hook keeps what a layer gave, with its graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.seen = nn.Conv2d(3, 8, 3), {}
+        self.conv.register_forward_hook(lambda module, given, output: self.seen.__setitem__("conv", output))
+
+    def forward(self, x):
+        self.conv(x)
+        return self.seen["conv"].mean((2, 3))
+
+
+@pytest.mark.integration
+def test_a_model_that_keeps_results_with_their_graph_is_copied(studies_in_seconds):
+    model, x = KeepsResults(), torch.randn(2, 3, 8, 8)
+    model(x)
+    found = optimize(model, (x,), techniques=[channels_last.TECHNIQUE], quick=True)
+    assert not found.failures and found.judgements["channels-last"].passed
 
 
 @pytest.mark.unit

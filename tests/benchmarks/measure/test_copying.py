@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.measure.calls import held_by, modules_of, named_parameters
-from benchmarks.measure.copying import deep_copy
+from benchmarks.measure.copying import deep_copy, shared_copy
 
 pytestmark = pytest.mark.unit
 WEIGHT = torch.eye(3).requires_grad_()
@@ -109,3 +109,40 @@ def test_every_module_in_lists_and_dicts_is_seen():
     layers = {"a": first, "b": [second]}
     held = held_by(lambda x: layers["a"](x))
     assert held["layers.a"] is first and first in modules_of(lambda x: layers["a"](x))
+
+
+class Keeps(nn.Module):
+    """Hooks that are closures over it keep what its layers were given and gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 4), {}
+        self.layer.register_forward_hook(lambda module, given, output: self.seen.__setitem__("gave", output))
+        self.layer.register_forward_pre_hook(self.keep)
+
+    def keep(self, module, given):
+        self.seen["given"] = given[0]
+
+    def forward(self, x):
+        self.layer(x)
+        return self.seen["gave"] + self.seen["given"]
+
+
+@pytest.mark.parametrize("copied", [lambda model: deep_copy(model, torch.float64), shared_copy])
+def test_hooks_of_a_copy_keep_what_they_see_in_the_copy(copied):
+    model = Keeps()
+    x = torch.randn(2, 4)
+    expected, seen = model(x), dict(model.seen)                # with its graph, which no deepcopy takes
+    other = copied(model)
+    given = x.to(other.layer.weight.dtype) * 2
+    assert torch.equal(other(given), other.layer(given) + given)
+    assert all(model.seen[name] is t for name, t in seen.items()) and torch.equal(model(x), expected)
+
+
+def test_a_shared_copy_has_the_same_parameters_and_buffers():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.append(model[0])
+    other = shared_copy(model)
+    assert other is not model and other[0] is not model[0] and other[2] is other[0]
+    assert all(other.get_parameter(name) is t for name, t in model.named_parameters())
+    assert all(other.get_buffer(name) is t for name, t in model.named_buffers())

@@ -17,7 +17,7 @@ from benchmarks.measure.calls import Inputs
 from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import Judge, validate
 from benchmarks.measure.names import output
-from benchmarks.measure.observing import Work
+from benchmarks.measure.observing import Work, exact_in
 from benchmarks.measure.truth import Truth
 from common import BlockConfig, parameters, steps
 
@@ -603,6 +603,39 @@ def test_a_scale_is_hinted_at():
     failure = validate(lambda q, k, v: pairs.by_hand(q, k, v, scale=1.0), fused, (q, k, v)).failure
     assert "is the scale of 1/sqrt(D) missing?" in failure
     assert "2 times the reference's" in validate(lambda q, k, v: 2 * fused(q, k, v), fused, (q, k, v)).failure
+
+
+class FromZeros(nn.Module):
+    """Its first state is made in whatever dtype is the default, as most recurrent models have it."""
+
+    def __init__(self, first: float = 0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.first = nn.GRUCell(6, 8), first
+
+    def forward(self, x):
+        state = torch.zeros(x.size(0), 8) + self.first
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return state
+
+
+@pytest.mark.unit
+def test_a_state_in_the_default_dtype_is_in_fp64_where_all_else_is():
+    judgement = validate(FromZeros(), FromZeros(), tensor(3, 5, 6))
+    assert judgement.passed and judgement.has_oracle and judgement.truth == "FP64"
+    assert not validate(FromZeros(1e-6), FromZeros(), tensor(3, 5, 6)).passed
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.unit
+def test_the_default_dtype_is_restored_after_an_error():
+    with pytest.raises(ZeroDivisionError), exact_in(torch.float64):
+        assert torch.zeros(1).dtype == torch.float64
+        1 / 0                                                                  # noqa: B018
+    assert torch.get_default_dtype() == torch.float32
+    with exact_in(torch.float32), exact_in(None):
+        assert torch.zeros(1).dtype == torch.float32
 
 
 class Mixing(nn.Module):

@@ -59,12 +59,17 @@ def test_where_products_may_be_in_tf32_a_kink_is_as_wide_as_its_rounding(allowed
     assert (off > 0) == reached
 
 
+def in_fp32(value) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("call, expected", [
-    (lambda x: torch.tensor(0.1) * x, torch.float32), (lambda x: torch.tensor(0.5) * x, None),
-    (lambda x: torch.sqrt(torch.tensor(2.0 / torch.pi)) * x, torch.float32), (lambda x: 0.1 * x, None),
-    (lambda x: torch.tensor(0.1, dtype=torch.float64) * x, None), (lambda x: x + torch.tensor([0.1]), torch.float32)])
+    (lambda x: in_fp32(0.1) * x, torch.float32), (lambda x: in_fp32(0.5) * x, None),
+    (lambda x: torch.sqrt(in_fp32(2.0 / torch.pi)) * x, torch.float32), (lambda x: 0.1 * x, None),
+    (lambda x: torch.tensor(0.1) * x, None), (lambda x: x + torch.tensor([0.1]), None),
+    (lambda x: torch.tensor(0.1, dtype=torch.float64) * x, None), (lambda x: x + in_fp32([0.1]), torch.float32)])
 def test_a_number_that_was_rounded_to_fp32_counts(call, expected):
-    """LLMs-from-scratch's GELU has one: F.gelu in its place was judged another function."""
+    """Without a dtype it is in FP64 where all else is."""
     assert rounding_in(call, Work(Inputs.of(torch.randn(3, 4)))) == expected
 
 
