@@ -3,6 +3,7 @@
 `Study` holds all of it: the question (the module's docstring), the cases, the table's columns, the chart.
 """
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,11 +88,24 @@ def run_here(study: Study, chosen: Options) -> int:
     """Measure every group in this process, and show it; the exit status."""
     with exclusive.alone(chosen.device, study.name):
         session = open_session(study, chosen)
-        for group in study.groups(chosen):
-            session.measure(group)
-            if study.compiles_anew:
-                torch.compiler.reset()
+        try:
+            for group in study.groups(chosen):
+                session.measure(group)
+                if study.compiles_anew:
+                    torch.compiler.reset()
+        except KeyboardInterrupt:
+            _show_what_is_done(study, session)
+            raise
         return show(study, chosen, session)
+
+
+def _show_what_is_done(study: Study, session: Session) -> None:
+    """The tables of the groups that were finished, where there are some."""
+    session.progress.clear()
+    timed = any(row.timing for entry in session.entries for row in entry.result.rows.values())
+    with contextlib.suppress(LookupError, ValueError, TypeError):          # a table may need what was not reached
+        if timed:
+            tell(study.report(session.lines))
 
 
 def show(study: Study, chosen: Options, session: Session, lines: list[Record] | None = None) -> int:

@@ -235,6 +235,19 @@ def test_a_study_runs_group_by_group_and_shows_all_of_it(run_made_up, tmp_path, 
 
 
 @integration
+@pytest.mark.parametrize("finished", [0, 1])
+def test_ctrl_c_shows_the_groups_that_are_finished(finished, run_made_up, tmp_path):
+    def groups(chosen):
+        for _ in range(finished):
+            yield Group([step_case(steps.load(0), chosen.config, chosen.device)])
+        raise KeyboardInterrupt
+    status, out, err = run_made_up(a_study(groups=groups), "--json", tmp_path / "out")
+    assert status == 130 and "made up: interrupted" in err
+    lines = read(tmp_path / "out") if finished else []
+    assert out.strip() == (tables.text([tables.CASE, tables.MS], lines) if finished else "")
+
+
+@integration
 def test_a_case_that_fails_fails_the_study(run_made_up):
     def groups(chosen):
         return [Group([Case("a case", lambda setting, result: 1 / 0, chosen.config)])]
