@@ -1,5 +1,6 @@
 """What becomes of the scores of an attention by hand, read from a person's statements: expression by expression."""
 import ast
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -288,6 +289,11 @@ class Reader:
         changed = ast.unparse(_WithoutScores(self.names).visit(parsed))
         is_same = as_written and "\n" not in as_written and changed == ast.unparse(node)
         return as_written if as_written and is_same else changed
+
+    def without_scores(self, statement: ast.stmt) -> ast.stmt:
+        """A statement that asks the scores for no more than their dtype or device. Raises NotWritten where it does."""
+        changed: ast.stmt = _WithoutScores(self.names).visit(copy.deepcopy(statement))
+        return changed
 
     def factor(self, node: ast.expr) -> str:
         """The same, as a factor."""

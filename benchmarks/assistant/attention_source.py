@@ -5,6 +5,7 @@ scores, whichever branch ran. Statements that something else needs stay where th
 mask on becomes a statement that makes that mask, under the same condition.
 """
 import ast
+import contextlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -81,6 +82,7 @@ class _Writer:
         self.score_mod, *self.score_names = (self._free(name) for name in SCORE_MOD)
         self.kept: list[ast.stmt] = []                         # what stays, before the output's statement
         self.removed: dict[ast.stmt, int] = {}                 # and what does not, with how many masks it puts on
+        self.changed: dict[ast.stmt, str] = {}                 # what stays, and asked the scores for their dtype
 
     def _free(self, name: str) -> str:
         """That name, or one like it, which nothing in the function has: a caller's own mask may be called so."""
@@ -130,7 +132,17 @@ class _Writer:
                 self.removed[statement] = len(scores.fills) - self._fills_until_now()
                 return
             self.reader.names.pop(name, None)                  # it is something else now
-        self.kept.append(statement)
+        self.kept.append(self._without_scores(statement))
+
+    def _without_scores(self, statement: ast.stmt) -> ast.stmt:
+        """The same, where it asks the scores for no more than their dtype or device; else as it is."""
+        if not loaded(statement, None) & set(self.reader.names):
+            return statement
+        with contextlib.suppress(NotWritten):
+            changed = self.reader.without_scores(statement)
+            self.changed[statement] = ast.unparse(changed)
+            return changed
+        return statement
 
     def _fills_until_now(self) -> int:
         return sum(self.removed.values())
@@ -151,9 +163,11 @@ class _Writer:
             name, value = target_of(each) or ("", None)
             scores = self.reader.names.get(name)
             if scores is None or value is None:
-                if loaded(each, None) & set(self.reader.names) or not isinstance(each, ast.Assign):
+                if not isinstance(each, ast.Assign):
                     raise NotWritten("its scores depend on a condition that does something else, too")
-                before += lines_of(each, text_of(self.file).split("\n"))
+                asks = loaded(each, None) & set(self.reader.names)
+                as_it_is = lines_of(each, text_of(self.file).split("\n"))
+                before += [ast.unparse(self.reader.without_scores(each))] if asks else as_it_is
                 continue
             new = self._under(test, scores, self.reader.value(value), tuple(before))
             self.reader.names[name] = new
@@ -212,7 +226,7 @@ class _Writer:
         inline, saved = self._mask_inline(found), self._saved(found)
         masks = _Masks(self.mask, all(fill.only_blocks for fill in found.fills))
         fills = iter(found.fills)
-        instead: dict[ast.stmt, list[str]] = {}
+        instead: dict[ast.stmt, list[str]] = {statement: [words] for statement, words in self.changed.items()}
         for statement, count in self.removed.items():
             put_on = list(itertools.islice(fills, count))
             instead[statement] = [] if inline else masks.lines(put_on)

@@ -229,10 +229,34 @@ class ByBatchedMatmuls(Attention):
         return torch.bmm(F.softmax(scores, dim=-1), v).unflatten(0, heads)
 
 
-WRITTEN = (OfOneDimension, HiddenKeys, CausalAlone, CausalAsAnArgument, MaskCutUnderTheCondition,
-           NamesThatTheCallHas, ByEinsum, ByEinsumAcross, ByBatchedMatmuls, BiasOnTheLeft, TwoInOneStatement,
-           TwoFillsInAChain, OptionalMask, CausalAndOptional, OptionalThenAdded, AddedBeforeItIsScaled,
-           DropoutAsAnArgument, DropoutOfAFunction, InPlace, QueryChanges, NamesAreUsedAgain)
+class OfStableDiffusion(Attention):
+    """Its mask is changed in place, under a condition, by a number of the scores' dtype."""
+
+    def attend(self, q, k, v, padding):
+        sim = torch.einsum("b h i d, b h j d -> b h i j", q, k) * 0.35
+        if padding is not None:
+            mask = padding.reshape(padding.shape[0], -1)
+            max_neg_value = -torch.finfo(sim.dtype).max
+            mask = mask[:, None, None].repeat(1, HEADS, 1, 1)
+            sim.masked_fill_(mask, max_neg_value)
+        attn = sim.softmax(dim=-1)
+        out = torch.einsum("b h i j, b h j d -> b h i d", attn, v)
+        return out
+
+
+class LeastOfItsDtype(Attention):
+    def attend(self, q, k, v, padding):
+        scores = q @ k.mT / math.sqrt(q.size(-1))
+        least = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(self.future[:q.size(-2), :q.size(-2)], least)
+        weights = scores.softmax(-1)
+        return weights @ v
+
+
+WRITTEN = (OfStableDiffusion, LeastOfItsDtype, OfOneDimension, HiddenKeys, CausalAlone, CausalAsAnArgument,
+           MaskCutUnderTheCondition, NamesThatTheCallHas, ByEinsum, ByEinsumAcross, ByBatchedMatmuls, BiasOnTheLeft,
+           TwoInOneStatement, TwoFillsInAChain, OptionalMask, CausalAndOptional, OptionalThenAdded,
+           AddedBeforeItIsScaled, DropoutAsAnArgument, DropoutOfAFunction, InPlace, QueryChanges, NamesAreUsedAgain)
 
 
 class Swapped(Attention):
