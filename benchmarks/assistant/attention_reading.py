@@ -133,7 +133,8 @@ class Reader:
         """Whether it is the largest of each row of these scores, which a softmax takes no notice of."""
         if isinstance(node, ast.Attribute) and node.attr == "values":
             return self._is_row_maximum(node.value, scores)
-        if isinstance(node, ast.Subscript) and ast.unparse(node.slice) == "0":
+        is_first = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and not node.slice.value
+        if isinstance(node, ast.Subscript) and is_first:       # of max along a dimension, behind which are the places
             return self._is_row_maximum(node.value, scores)
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             return False

@@ -39,6 +39,7 @@ from common.measure.session import Session
 from common.measure.subject import Subject, on_a_copy
 from common.outcome import UserError, in_a_line, is_out_of_memory
 from common.phases import Phase
+from common.report.record import PREDICTED, record
 from common.report.record_file import RecordFile
 from common.report.result import Compilation, Result
 from common.runtime.iteration import BOTH, FORWARD, MODES
@@ -251,8 +252,17 @@ class _Assistant:
                 subject.workload = workload(self.program, arithmetic_of(Plan(), setting.device))
                 result.matmul = subject.workload.matmul
                 return subject
+            if phase == ALONE:
+                self._record_prediction(combination, result)
             return self._rung(combination, setting, result, is_cold=phase == ALONE)
         return self._case_of(combination.name, prepare, phase)
+
+    def _record_prediction(self, combination: Combination, result: Result) -> None:
+        """Before it runs."""
+        predicted = self.result.predictions.get(combination.name)
+        if predicted:
+            ends = [predicted.least_ms, predicted.most_ms]
+            self.session.write([record(result, PREDICTED, "ms", ends, self.result.mode, before=predicted.before_ms)])
 
     def _case_of(self, name: str, prepare: Callable[[Setting, Result], Subject], phase: str) -> Case:
         work = work_in_words(self.task.model, self.task.given)

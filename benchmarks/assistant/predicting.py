@@ -16,6 +16,7 @@ from benchmarks.assistant.program import Program
 from benchmarks.assistant.source import Place
 from benchmarks.assistant.spending import ATTENTION, CONVOLUTION, MATMUL, PASSES, Spending
 from benchmarks.assistant.trace import Call
+from benchmarks.records.read import lies_within
 from common.text import number
 
 # What a compiler can't fuse into its neighbours: it multiplies, or moves no number.
@@ -41,9 +42,8 @@ class Prediction:
         return self.before_ms / self.most_ms, self.before_ms / self.least_ms
 
     def holds(self, gain: float) -> bool:
-        """Whether a measured gain lies within; to a hundredth, which is what is shown."""
-        least, most = self.gain
-        return least - 0.005 <= gain <= most + 0.005
+        """Whether a measured gain lies within."""
+        return lies_within(gain, self.gain)
 
     def __str__(self) -> str:
         least, most = (number(gain, ".2f") for gain in self.gain)

@@ -310,6 +310,12 @@ def paired(a: Run | None, b: Run | None, mode: str, launch: str | None = None) -
     return rounds.paired_ratio(numerator, denominator)
 
 
+def lies_within(gain: float, ends: tuple[float, float]) -> bool:
+    """Whether a gain lies between the two ends of what was predicted; to a hundredth, which is what is shown."""
+    least, most = ends
+    return least - 0.005 <= gain <= most + 0.005
+
+
 def verdict(low: float, high: float) -> str:
     """SAME where the interval holds 1 and stays within 5 % of it, UNSURE where it holds 1 and does not."""
     if not low <= 1 <= high:

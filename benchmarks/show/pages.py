@@ -17,7 +17,19 @@ from benchmarks.records import RESULTS, compare
 from benchmarks.records.files import compress_large, file_of, files, stem_of
 from benchmarks.records.gains import gain
 from benchmarks.records.provenance import commits, provenance, unproven
-from benchmarks.records.read import BadRecords, Run, latest, metric, paired, read, shape
+from benchmarks.records.read import (
+    BadRecords,
+    Run,
+    extra,
+    latest,
+    lies_within,
+    metric,
+    paired,
+    read,
+    runs,
+    shape,
+    values,
+)
 from benchmarks.show import charts
 from benchmarks.show.charts import Charts
 from benchmarks.show.tables import NO_ANSWER, joules
@@ -25,7 +37,7 @@ from common import steps
 from common.command_line import Parser, early_ends
 from common.outcome import EXIT
 from common.report.metrics import PEAK_MEMORY, SHARE
-from common.report.record import Record
+from common.report.record import PREDICTED, Record
 from common.runtime.iteration import BOTH, LAUNCHES, MODES
 from common.runtime.peaks import BURST, SUSTAINED
 from common.text import NOT_AVAILABLE, figures, markdown, number, ratio
@@ -100,7 +112,8 @@ def parts_of(studies: Sequence[Question]) -> dict[str, Callable[[], str]]:
     """Name -> what makes its Markdown, of every part there is."""
     parts: dict[str, Callable[[], str]] = {
         "summary": summary, "compare": comparisons, "card": card, "attribution": attribution, "assistant": assistant,
-        "assistant twice": assistant_twice, "assistant written": assistant_written}
+        "assistant twice": assistant_twice, "assistant written": assistant_written,
+        "assistant predicted": assistant_predicted}
     for before, after in zip(steps.ALL, steps.ALL[1:], strict=False):
         parts[f"diff {before.number} {after.number}"] = lambda a=before, b=after: diff(a, b)    # type: ignore[misc]
     for preset in ("te-tutorial", "gpt2"):
@@ -323,6 +336,37 @@ def assistant_twice() -> str:
         alike = sum(one == other for one, other in pairs)
         rows.append([f"{name}.py", str(len(pairs)), str(alike)])
     return markdown(rows, ["example", "pairs of rungs that both runs tell apart", "in the same order"])
+
+
+def assistant_predicted() -> str:
+    """What was predicted of each technique in every recorded run of the assistant, and what it bought alone."""
+    rows, held = [], 0
+    for path in sorted(RESULTS.glob("*/assistant-*.jsonl*")):
+        alone = {run.case["name"]: run for run in runs(read(path)) if run.variant.get("measured") == "alone"}
+        for name, run in alone.items():
+            mode, ends = _predicted(run)
+            gain = paired(alone.get("as it is"), run, mode, LAUNCHES[0])
+            if ends and gain:
+                inside = lies_within(gain[0], ends)
+                held += inside
+                model = stem_of(path).name.removeprefix("assistant-")
+                where = f"{path.parent.name}, {model}"
+                rows.append([where, name, f"{ends[0]:.2f} to {ends[1]:.2f}", ratio(gain), "yes" if inside else "no"])
+    if not rows:
+        return "Predictions beside measured gains: not recorded."
+    table = markdown(rows, ["machine, model", "technique", "predicted", "alone", "within"])
+    return f"{table}\n\n{held} of {len(rows)} gains lie where they were predicted."
+
+
+def _predicted(run: Run) -> tuple[str, tuple[float, float] | None]:
+    """(the pass, how many times as fast between two ends), where that was predicted of it."""
+    for mode in MODES:
+        line = run.find(mode, PREDICTED)
+        if line:
+            least, most = values(line)
+            before = extra(line)["before"]
+            return mode, (before / most, before / least)
+    return BOTH, None
 
 
 def _told_apart(run_of: Mapping[str, Run], a: str, b: str) -> tuple[float, float, float] | None:

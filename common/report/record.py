@@ -31,6 +31,7 @@ LIBRARIES = ("torch", "cuda", "cudnn", "triton", "transformer_engine", "numpy", 
 Record = dict[str, Any]
 
 NOT_A_BLOCK = "not a block"             # the shape in a record of no work, such as a peak
+PREDICTED = "predicted latency"         # of a case before it ran: between two ends
 OF_AN_ERROR = " error"                  # behind what it is of: "branch error"
 
 

@@ -21,6 +21,8 @@ from benchmarks.assistant.techniques import (
 )
 from benchmarks.examples import gpt
 from benchmarks.measure.calls import Inputs
+from benchmarks.show import pages
+from common.report.record_file import RecordFile
 from tests.helpers import activation_spellings, attention_spellings
 
 unit = pytest.mark.unit
@@ -177,6 +179,24 @@ def test_a_look_predicts_and_the_report_says_how_many_held(studies_in_seconds):
     result = optimize(model, inputs, quick=True, techniques=(sdpa.TECHNIQUE, library_norm.TECHNIQUE))
     assert "predicted" in str(result) and "of 2 gains that were measured alone lie where they were predicted" in str(
         result).replace("\n", " ")
+
+
+@pytest.mark.integration
+def test_the_page_holds_what_was_predicted_beside_what_was_measured(studies_in_seconds, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    assert pages.assistant_predicted() == "Predictions beside measured gains: not recorded."
+    (tmp_path / "cpu").mkdir()
+    path = tmp_path / "cpu" / "assistant-norm.jsonl"
+    norm = nn.Sequential(gpt.LayerNorm(64), nn.Linear(64, 64))
+    result = optimize(norm, (torch.randn(32, 64),), quick=True, file=RecordFile(str(path)),
+                      techniques=(library_norm.TECHNIQUE, fused_qkv.TECHNIQUE))
+    predicted, [one] = result.predictions["library-norm"], result.opportunities
+    *_, row, _, count = pages.assistant_predicted().splitlines()
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    least, most = predicted.gain
+    assert cells[:3] == ["cpu, norm", "library-norm", f"{least:.2f} to {most:.2f}"]
+    assert cells[3].startswith(f"{one.speedup:.2f} [") and cells[4] == ("yes" if predicted.holds(one.speedup) else "no")
+    assert count == f"{int(predicted.holds(one.speedup))} of 1 gains lie where they were predicted."
 
 
 @pytest.mark.integration
