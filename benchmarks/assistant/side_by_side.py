@@ -1,8 +1,16 @@
 """Two works that a finding turns on, timed in the same rounds while a model is read."""
-import torch
+import time
+from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor
+
+from benchmarks.assistant.program import Program
+from benchmarks.measure.calls import Inputs
+from benchmarks.measure.modules import subject_of
+from benchmarks.measure.observing import Work
 from common.runtime import rounds, timing
-from common.runtime.iteration import Iteration
+from common.runtime.iteration import BOTH, FORWARD, Iteration
 
 Ratio = tuple[float, float, float]         # how many times as fast, and its 95 % interval
 WORTH_IT = 1.02                            # of the lower end of that
@@ -23,6 +31,22 @@ def milliseconds(before: Iteration, after: Iteration, device: torch.device) -> t
     samples = rounds.interleaved({name: work.run for name, work in works.items()}, clock, ROUNDS,
                                  {name: work.between for name, work in works.items()})
     return samples["before"][0], samples["after"][0]
+
+
+def compiled_work(call: Callable, program: Program, every: Sequence[Inputs]) -> tuple[Iteration, float]:
+    """(an iteration on all of these inputs in turn, the seconds of its first: `call` is compiled in that)."""
+    mode = FORWARD if program.is_inference or not program.trace.trains else BOTH
+    began = time.perf_counter()
+    each = [subject_of(call, Work(inputs, cotangents=1, forward_only=program.is_inference), (0.0, 0.0)).iteration(mode)
+            for inputs in every]
+
+    def run() -> list[Tensor]:
+        for iteration in each:
+            iteration.run()
+            iteration.between()
+        return []
+    run()
+    return Iteration(run, each[0].between, [], {}), time.perf_counter() - began
 
 
 def pays(gain: Ratio) -> bool:

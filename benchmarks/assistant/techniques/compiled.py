@@ -1,14 +1,19 @@
 """torch.compile: Inductor fuses what stands between the matmuls, and fewer kernels are launched."""
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 
 from benchmarks.assistant.predicting import Basis, Prediction, share_of_fused
-from benchmarks.assistant.program import Program
+from benchmarks.assistant.program import Program, fresh_dynamo
+from benchmarks.assistant.side_by_side import compiled_work, times_as_fast
 from benchmarks.assistant.spending import PASSES
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
+from benchmarks.measure.copying import shared_copy
+from benchmarks.measure.keeping import kept, parameters_kept
 from common.block.evidence import Evidence
 from common.runtime import compiler
+from common.runtime.compiler import holds_compiled
 
 CODE = "model = torch.compile(model)"
 
@@ -59,5 +64,22 @@ def predict(basis: Basis, found: Sequence[Found]) -> Prediction:
     return basis.saves(saved + basis.spending.idle_ms, saved / 2)
 
 
+def seen_alone(program: Program) -> list[tuple[str, str]]:
+    """Each of the repeated layers compiled by itself, which is once for all of them, beside the whole model."""
+    if not program.layers or program.not_captured or missing(program.inputs.device) or holds_compiled(program.model):
+        return []
+    by_layer = shared_copy(program.model)
+    layers = dataclasses.replace(program, model=by_layer).layers
+    with kept(program.model), fresh_dynamo(), parameters_kept(program.model, program.inputs):
+        whole, seconds = compiled_work(torch.compile(program.model), program, [program.inputs])
+        for layer in layers:
+            layer.compile()
+        by_itself, seconds_by_layer = compiled_work(by_layer, program, [program.inputs])
+        gain = times_as_fast(whole, by_itself, program.inputs.device)
+    words = (f"the first call takes {seconds_by_layer:.0f} s, of the whole model {seconds:.0f} s; then it is "
+             f"{gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}] times as fast as that")
+    return [(f"each of {len(layers)} {type(layers[0]).__name__} compiled by itself", words)]
+
+
 TECHNIQUE = Technique("compile", "eager -> torch.compile", find, apply, advice, missing, fired, remark,
-                      predict=predict)
+                      predict=predict, seen_alone=seen_alone)

@@ -3,7 +3,6 @@
 `build()` returns a list of inputs for that. Graphs are counted without Inductor, which is what takes the time; `--why
 dynamic` compiles and times both. A person decides.
 """
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,16 +11,13 @@ from torch import Tensor
 from torch._dynamo.utils import get_compilation_metrics
 
 from benchmarks.assistant.program import Program, fresh_dynamo
-from benchmarks.assistant.side_by_side import times_as_fast
+from benchmarks.assistant.side_by_side import compiled_work, times_as_fast
 from benchmarks.assistant.technique import Found, Technique
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.keeping import kept
-from benchmarks.measure.modules import subject_of
-from benchmarks.measure.observing import Work
 from common.outcome import in_a_line
 from common.runtime import compiler
 from common.runtime.compiler import guard_in, holds_compiled
-from common.runtime.iteration import BOTH, FORWARD, Iteration
 
 BACKEND = "inductor"                       # that is timed
 CODE = "torch.compile(model, dynamic=True)"
@@ -78,30 +74,14 @@ def seen_alone(program: Program) -> list[tuple[str, str]]:
     works, firsts = [], []
     with kept(program.model), fresh_dynamo():
         for is_dynamic in (None, True):
-            work, seconds = _work_of(program, is_dynamic)
+            call = torch.compile(program.model, backend=BACKEND, dynamic=is_dynamic)
+            work, seconds = compiled_work(call, program, [program.inputs, *program.others])
             works.append(work)
             firsts.append(f"{seconds:.0f} s")
         gain = times_as_fast(works[0], works[1], program.inputs.device)
     words = (f"first calls take {firsts[0]}, with dynamic=True {firsts[1]}; then all inputs together are "
              f"{gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}] times as fast")
     return [("dynamic=True", words)]
-
-
-def _work_of(program: Program, is_dynamic: bool | None) -> tuple[Iteration, float]:
-    """(an iteration on all inputs in turn, the seconds of its first)."""
-    call = torch.compile(program.model, backend=BACKEND, dynamic=is_dynamic)
-    mode = FORWARD if program.is_inference or not program.trace.trains else BOTH
-    began = time.perf_counter()
-    each = [subject_of(call, Work(inputs, cotangents=1, forward_only=program.is_inference), (0.0, 0.0)).iteration(mode)
-            for inputs in (program.inputs, *program.others)]
-
-    def run() -> list[Tensor]:
-        for iteration in each:
-            iteration.run()
-            iteration.between()
-        return []
-    run()
-    return Iteration(run, each[0].between, [], {}), time.perf_counter() - began
 
 
 def _shapes(inputs: Inputs) -> tuple:

@@ -1,4 +1,5 @@
 """The techniques of a whole model, graph breaks and waits: found with their lines, applied where a machine can."""
+import functools
 import inspect
 import logging
 
@@ -23,6 +24,7 @@ from benchmarks.assistant.techniques import (
 from benchmarks.examples import cnn, cnn_good, diffusion, diffusion_good, gpt, gpt_good
 from benchmarks.measure.calls import Inputs
 from benchmarks.study import validate
+from common.runtime import compiler
 from tests.helpers.pasting import all_pasted, pasted
 
 CPU, X = torch.device("cpu"), torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -178,6 +180,41 @@ def test_what_dynamo_can_not_run_is_said(monkeypatch):
     monkeypatch.setattr(torch, "compile", refuses)
     (found,) = compiled.find(program_of(nn.Linear(8, 8)))
     assert found.why_not == "Dynamo can't run it: RuntimeError: not this one"
+
+
+class Layers(nn.Module):
+    """Layers of one class, in a list."""
+
+    def __init__(self, count=3):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("inference", [False, True])
+def test_layers_are_compiled_by_themselves_beside_the_whole_model(inference, monkeypatch, fresh_dynamo):
+    """In a copy: the model stays as it was."""
+    monkeypatch.setattr(compiled.compiler, "missing", lambda device: None)
+    graphs, own = [], nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self: (graphs.append(self), own(self, backend="eager")))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    model = Layers()
+    program = program_of(model)
+    program.is_inference = inference
+    [(what, words)] = compiled.seen_alone(program)
+    assert what == "each of 3 Linear compiled by itself" and words.startswith("the first call takes ")
+    assert len(graphs) == 3 and not set(graphs) & set(model.modules())
+    assert not any(compiler.is_compiled(module) for module in model.modules())
+
+
+@pytest.mark.unit
+def test_where_no_layer_repeats_the_whole_model_alone_is_compiled():
+    assert compiled.seen_alone(program_of(nn.Linear(8, 8))) == []
 
 
 class Breaking(nn.Module):
