@@ -37,7 +37,16 @@ def explain(technique: Technique, looked: Looked, task: Task, session: Session) 
     """Apply one technique, run an iteration as it is and one with it, and look at their kernels."""
     found = looked.found[technique]
     applied = _applied(technique, looked, found, task, session)
-    return Why(technique, looked, found, applied, technique.seen_alone(looked.program))
+    return Why(technique, looked, found, applied, _seen_alone(technique, looked))
+
+
+def _seen_alone(technique: Technique, looked: Looked) -> Sequence[tuple[str, str]]:
+    try:
+        return technique.seen_alone(looked.program)
+    except UserError:
+        raise
+    except Exception as error:                                     # whatever a compiler or a model raises
+        return [("the call", f"it could not be timed: {in_a_line(error)}")]
 
 
 def _applied(technique: Technique, looked: Looked, found: list[Found], task: Task, session: Session) -> str:

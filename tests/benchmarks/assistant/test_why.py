@@ -1,4 +1,6 @@
 """Why a technique does not apply or did not fire: what people ask for most, in one line each."""
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -67,6 +69,15 @@ def test_what_fails_when_it_is_applied_is_said(monkeypatch):
         raise RuntimeError("no code for this")
     monkeypatch.setattr("benchmarks.assistant.rewriting.compile_fx", broken)
     assert "it was applied, and failed: " in why("compile", nn.Sequential(nn.Linear(32, 32), nn.GELU()), (X,)).applied
+
+
+@pytest.mark.unit
+def test_what_fails_when_it_is_timed_alone_is_said():
+    def broken(program):
+        raise RuntimeError("no code for this")
+    technique = replace(EVERY[0], name="broken", seen_alone=broken)
+    said = why("broken", nn.Linear(32, 32), (X,), techniques=[technique])
+    assert said.seen_alone == [("the call", "it could not be timed: RuntimeError: no code for this")]
 
 
 @pytest.mark.unit
