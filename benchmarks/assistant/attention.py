@@ -135,8 +135,11 @@ class Attention(Region):
 
     @property
     def dimensions_of_the_mask(self) -> int:
-        """Of all masks together; the fused function wants two or more."""
-        return max((len(shape_of(mask.tensor)) for mask in self.masks), default=0)
+        """Of all masks together, as the fused function gets them."""
+        def count(mask: Mask) -> int:
+            splits = self.is_viewed and mask.splits(self.leading)
+            return len(shape_of(mask.tensor)) + int(splits)
+        return max(map(count, self.masks), default=0)
 
     @cached_property
     def is_causal(self) -> bool:

@@ -1,5 +1,4 @@
 """What `optimize` found, and how it is shown."""
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -125,19 +124,8 @@ class Optimized(Shown):
         """What should have ended well, and did not; what the judge refused did."""
         results = [*self.alone.results.items(), *self.together.results.items(), *self.pieces.results.items()]
         broken = {f"{name}: {result.reason}": None for name, result in results
-                  if result.status == "failed" and name not in self._switches()
-                  and (name not in self.judgements or self.judgements[name].passed)}
+                  if result.status == "failed" and (name not in self.judgements or self.judgements[name].passed)}
         return [*self.looked.faults, *self.faults, *broken]
-
-    def _switches(self) -> set[str]:
-        """The techniques that are torch's own, as torch.compile: where a model can't run so, no part of this failed."""
-        names = set()
-        for technique in self.looked.found:
-            with contextlib.suppress(Exception):               # one whose own code breaks is none
-                plan = plan_of((technique,), found=self.found) if technique.apply else None
-                if plan and plan.is_a_switch:
-                    names.add(technique.name)
-        return names
 
     def _as_it_is(self, mode: str) -> str:
         """The time of the model as it is."""

@@ -72,12 +72,6 @@ class Plan:
     in_fp8: tuple[str, ...] = ()                                       # paths of the modules that multiply in FP8
     found: Mapping[str, Sequence[Found]] = field(default_factory=dict)         # by the name of a technique
 
-    @property
-    def is_a_switch(self) -> bool:
-        """Whether it only tells torch to do something, and changes neither a graph nor a module."""
-        return not self.passes and not self.changes
-
-
 @dataclass(frozen=True)
 class Technique:
     """One optimization."""
