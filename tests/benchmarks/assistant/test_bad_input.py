@@ -38,8 +38,8 @@ def build():
     (ONE.format("return self.linear(x.mul_(2))"), ["changes input 0 in place"]),
     (ONE.format("self.calls += 1\n        return self.linear(x)[:self.calls % 3]"),
      ["of shape (1, 8), and of (2, 8) in the next call"]),
-    (ONE.format("return self.linear(x[x[:, 0] > x[:, 1]])").replace("torch.randn(4, 8)", "torch.eye(8)"),
-     ["of shape (1, 8), and of (0, 8) for other values of the inputs: give a loss"]),
+    (ONE.format("return self.linear(x[x[:, 0] < x[:, 1]])").replace("randn(4, 8)", "arange(32.0).view(4, 8)"),
+     ["of shape (4, 8), and of (0, 8) for other values of the inputs: give a loss"]),
     ("import torch\ndef build():\n    x = torch.eye(2).to_sparse()\n    return torch.nn.Linear(2, 2), (x,)",
      ["input 0 is of layout torch.sparse_coo: give dense inputs, and that one as a buffer"]),
 ])
