@@ -47,7 +47,7 @@ def technique_of(name: str, words: str, functions: Sequence[Function]) -> Techni
 
 def predict(basis: Basis, found: Sequence[Found]) -> Prediction | None:
     """One pass in place of one an operation."""
-    return in_one_pass(basis, [each.region for each in found if each.region and not each.why_not])
+    return in_one_pass(basis, [each.region for each in found if each.region])
 
 
 def in_words(by_hand: Activation) -> str:

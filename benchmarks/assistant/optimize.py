@@ -87,7 +87,7 @@ def look(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: str 
     """Read a model and say where its time goes, and where each technique could apply; takes what `optimize` takes."""
     task = _task(model, inputs, loss, device)
     session = Session("assistant", next(iter(task.devices)), 1, seed)
-    with kept(task.model), _callable():
+    with kept(task.model), parameters_kept(task.model, task.given), _callable():
         looked = look_at(name or type(task.model).__name__, task, session, techniques, inference)
     session.progress.finish()
     return looked
@@ -105,7 +105,7 @@ def why(technique: str, model: nn.Module | Callable[[], Any], inputs: Any = None
         raise ValueError(f"{technique}: give one of {', '.join(each.name for each in techniques)}")
     task = _task(model, inputs, loss, device)
     session = Session("assistant", next(iter(task.devices)), 1, seed)
-    with kept(task.model), _callable():
+    with kept(task.model), parameters_kept(task.model, task.given), _callable():
         looked = look_at(name or type(task.model).__name__, task, session, wanted, inference)
         said = explain(wanted[0], looked, task, session)
     session.progress.finish()
@@ -118,7 +118,7 @@ def _task(model: nn.Module | Callable[[], Any], inputs: Any, loss: Callable | No
     task = Task.of(model() if not isinstance(model, nn.Module) else (model, inputs, loss))
     task = task if device is None else task.on(torch.device(device))
     materialised(task.given, task.model)
-    with _callable():
+    with _callable(), parameters_kept(task.model, task.given):
         task = task.as_it_can_run()
         task.check_calls()
         return task

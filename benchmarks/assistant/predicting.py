@@ -1,10 +1,9 @@
 """What a technique should buy, before it runs: from where the time goes, what a graph says, and this machine's rates.
 
-A prediction is a range. One end is what the technique can buy at most: all that it takes away costs nothing any more,
-and what it puts there runs at the machine's best rate. The other end is half of that. Nothing is fitted to what was
-measured.
+A prediction is a range. One end is what the technique can buy at most: what it takes away costs nothing any more, and
+what it puts there runs at the machine's best rate. The other end is cautious: each technique says how, and most take
+half of the saving. Nothing is fitted to what was measured.
 """
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -59,8 +58,8 @@ class Basis:
     bandwidth: Callable[[], float]             # bytes/s that are read and written
 
     def saves(self, ms: float, at_least: float | None = None) -> Prediction:
-        """Where so many milliseconds are saved at most, and half of that at least unless it is said; both may be
-        negative.
+        """Where `ms` milliseconds are saved at most, and `at_least` at the least: by default half of that. Where either
+        is negative the technique costs time.
         """
         total = self.spending.total_ms
         other = ms / 2 if at_least is None else at_least
@@ -68,8 +67,8 @@ class Basis:
         return Prediction(least, most, total)
 
     def with_arithmetic(self, before: Arithmetic, after: Arithmetic, bytes_cast: float = 0.0) -> Prediction:
-        """Where matmuls are in another arithmetic, and so much is cast in an iteration. At most all else has half of
-        its bytes, too, where an element of that arithmetic has.
+        """Where matmuls are in another arithmetic, and casts move `bytes_cast` in an iteration. Where there are casts,
+        passes over memory may move half of their bytes, too: that counts into the most that is saved.
         """
         calls = [call for call in self.program.trace.calls if call.is_matmul and call.dtype is not None]
         seconds = [sum(call.flops / self.rate(arithmetic(call)) for call in calls) for arithmetic in (before, after)]
@@ -81,11 +80,7 @@ class Basis:
         """Of these kinds of work; at these lines alone, where some are given."""
         within = None if places is None else list(places)
         return sum(each.ms for each in self.spending.spent if each.kind in kinds
-                   and (within is None or (each.place is not None and _is_at(each.place, within))))
-
-
-def _is_at(line: Place, places: Sequence[Place]) -> bool:
-    return any(place.file == line.file and place.line <= line.line <= max(place.line, place.last) for place in places)
+                   and (within is None or (each.place and any(place.holds(each.place) for place in within))))
 
 
 def in_one_pass(basis: Basis, regions: Sequence[Region]) -> Prediction | None:
@@ -152,4 +147,4 @@ def bytes_moved(node: fx.Node) -> int:
 def bytes_of(node: fx.Node) -> int:
     """Of the tensor that a node gives."""
     value = node.meta.get("example_value")
-    return math.prod(value.shape) * value.element_size() if isinstance(value, Tensor) else 0
+    return value.nbytes if isinstance(value, Tensor) else 0

@@ -53,6 +53,10 @@ class Place:
         """Without the folder: "my_gpt.py:30-36"."""
         return os.path.basename(str(self))
 
+    def holds(self, line: "Place") -> bool:
+        """Whether that line is one of its own."""
+        return self.file == line.file and self.line <= line.line <= max(self.line, self.last)
+
     def to(self, other: "Place") -> "Place":
         """From this line to that one, of the same function; itself where that is in another."""
         if (self.file, self.function) != (other.file, other.function):

@@ -151,8 +151,7 @@ def _line(call: Call, by_hand: list[Place]) -> Place | None:
     """Its line; all lines of an attention by hand are one."""
     if call.place is None:
         return None
-    around = [each for each in by_hand
-              if each.file == call.place.file and each.line <= call.place.line <= max(each.line, each.last)]
+    around = [each for each in by_hand if each.holds(call.place)]
     return around[0] if around else call.place
 
 

@@ -79,7 +79,7 @@ def of_size(channels: int, blocks: int, classes: int, batch: int, size: int, dev
 
 
 def build():
-    """Of a size for a GPU; on a CPU one that two cores run in half a second."""
+    """Of a size for a GPU; on a CPU one that two cores run in less than a second."""
     if torch.cuda.is_available():
         return of_size(channels=256, blocks=12, classes=1000, batch=64, size=128, device="cuda")
     return of_size(channels=64, blocks=4, classes=100, batch=8, size=96)

@@ -1,4 +1,4 @@
-"""A diffusion transformer as people write one from the paper: it is right, and slow in nine ways.
+"""A diffusion transformer as people write one from the paper: it is right, and slow in every way that is planted here.
 
     python -m benchmarks assistant benchmarks/examples/diffusion.py:build
 """
@@ -113,7 +113,7 @@ def of_size(width: int, heads: int, layers: int, batch: int, size: int, device: 
 
 
 def build():
-    """DiT-B/2 on latents of 32 x 32 on a GPU; on a CPU one that two cores run in half a second."""
+    """DiT-B/2 on latents of 32 x 32 on a GPU; on a CPU one that two cores run in less than a second."""
     if torch.cuda.is_available():
         return of_size(width=768, heads=12, layers=12, batch=32, size=32, device="cuda")
     return of_size(width=192, heads=3, layers=6, batch=2, size=32)

@@ -233,7 +233,8 @@ class Judge:
         pairs = [(their, parameters[our]) for their, our in self.partners.items()
                  if parameters[our].shape == self.parameters[their].shape]
         buffers = self._buffers_that_change()
-        no_values = truth.has_dropout or truth.draws or truth.work.whole_state or not truth.same_twice
+        moves_on = truth.work.whole_state or bool(truth.work.written)          # with each timed call
+        no_values = truth.has_dropout or truth.draws or moves_on or not truth.same_twice
         draws = no_values or self._has_state_of_its_own(len(buffers))
         gate = self.gate or 0.0
         allowed_of_gradients = max(self.allowed_between, TIMES_OF_A_GRADIENT * gate)
@@ -243,7 +244,8 @@ class Judge:
         """(the candidate's, the reference's) of each that a call of the reference changes."""
         ours = named_buffers(self.truth.plain)
         return [(self.buffers[their], ours[our]) for their, our in self.buffer_partners.items()
-                if our in self.truth.exact.changed_buffers and ours[our].shape == self.buffers[their].shape]
+                if our in self.truth.exact.changed_buffers and our in ours
+                and ours[our].shape == self.buffers[their].shape]
 
     def _has_state_of_its_own(self, known: int) -> bool:
         """Whether results depend on earlier calls through buffers that are no pair: then values can't be compared."""

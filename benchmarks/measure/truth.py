@@ -66,6 +66,8 @@ class Truth:
             self._find()
             self._own_of_few = self.own_on_few() if self.is_few else None
         self.values = {name: t.detach() for name, t in named_parameters(self.plain).items()}
+        self._written = only_written(named_parameters(self.plain), self.work.written)
+        self.values |= {name: t.detach().clone() for name, t in self._written.items()}
         for name, buffer in named_buffers(self.plain).items():           # constants may be kept in any way
             if name in self.exact.changed_buffers or name.rpartition(".")[2].startswith("running_"):
                 self.values[name] = buffer.detach().clone()
@@ -74,6 +76,9 @@ class Truth:
         """Give the reference back the state of when it was looked at: calls since then may have changed it."""
         if self._state is not None:
             self._state.restore()
+        with torch.no_grad():
+            for name, t in self._written.items():
+                t.copy_(self.values[name])
 
     @property
     def is_few(self) -> bool:

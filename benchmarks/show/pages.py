@@ -344,9 +344,12 @@ def assistant_predicted() -> str:
     for path in sorted(RESULTS.glob("*/assistant-*.jsonl*")):
         alone = {run.case["name"]: run for run in runs(read(path)) if run.variant.get("measured") == "alone"}
         for name, run in alone.items():
-            mode, ends = _predicted(run)
+            predicted = _predicted(run)
+            if predicted is None:
+                continue
+            mode, ends = predicted
             gain = paired(alone.get("as it is"), run, mode, LAUNCHES[0])
-            if ends and gain:
+            if gain:
                 inside = lies_within(gain[0], ends)
                 held += inside
                 model = stem_of(path).name.removeprefix("assistant-")
@@ -358,15 +361,15 @@ def assistant_predicted() -> str:
     return f"{table}\n\n{held} of {len(rows)} gains lie where they were predicted."
 
 
-def _predicted(run: Run) -> tuple[str, tuple[float, float] | None]:
-    """(the pass, how many times as fast between two ends), where that was predicted of it."""
+def _predicted(run: Run) -> tuple[str, tuple[float, float]] | None:
+    """(the pass, how many times as fast between two ends); None where nothing was predicted of it."""
     for mode in MODES:
         line = run.find(mode, PREDICTED)
         if line:
             least, most = values(line)
             before = extra(line)["before"]
             return mode, (before / most, before / least)
-    return BOTH, None
+    return None
 
 
 def _told_apart(run_of: Mapping[str, Run], a: str, b: str) -> tuple[float, float, float] | None:

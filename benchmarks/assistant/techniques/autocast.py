@@ -62,7 +62,7 @@ def fired(program: Program, before: Evidence, seen: Evidence) -> str:
 
 
 def predict(basis: Basis, found: Sequence[Found]) -> Prediction:
-    """Matmuls at the rate of 16 bits; each weight is read in FP32, and written in half of that."""
+    """Matmuls at the rate of 16 bits; each weight is read in FP32 and written in 16 bits."""
     plan, device = Plan(), basis.program.inputs.device
     apply(plan)
     weights = sum(t.nbytes for t in basis.program.model.parameters() if t.ndim > 1)

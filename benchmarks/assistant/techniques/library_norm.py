@@ -112,7 +112,7 @@ def fired(program: Program, before: Evidence, seen: Evidence) -> str:
 
 def predict(basis: Basis, found: Sequence[Found]) -> Prediction | None:
     """One pass in place of one an operation."""
-    return in_one_pass(basis, [each.region for each in found if each.region and not each.why_not])
+    return in_one_pass(basis, [each.region for each in found if each.region])
 
 
 TECHNIQUE = Technique("library-norm", "norms by hand -> F.layer_norm, F.rms_norm", find, apply, advice, fired=fired,

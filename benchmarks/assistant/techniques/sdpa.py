@@ -78,8 +78,8 @@ def _blind_in_words(attention: Attention, program: Program) -> str:
     first = attention.place
     if first is None:
         return ""
-    here = [call.blind for call in program.trace.calls if call.name == "softmax" and call.place
-            and call.place.file == first.file and first.line <= call.place.line <= max(first.line, first.last)]
+    here = [call.blind for call in program.trace.calls
+            if call.name == "softmax" and call.place and first.holds(call.place)]
     blind, rows = max(here, default=(0, 0))
     return f"; {blind:,} of {rows:,} queries see no key, where the two may differ" if blind else ""
 

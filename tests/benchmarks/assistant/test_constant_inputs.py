@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.assistant import optimize
+from benchmarks.assistant import look, optimize, why
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.techniques import autocast, channels_last, compiled
 from benchmarks.measure.names import Kind
@@ -65,6 +65,40 @@ def test_a_model_that_computes_gradients_itself_always_has_them(inference, studi
     found = optimize(Derivative(), given(), techniques=[autocast.TECHNIQUE], quick=True, inference=inference)
     assert not found.failures
     assert found.judgements["autocast"].passed and found.truth.startswith("FP64")
+
+
+class Follows(nn.Module):
+    """A target follows the online layer with a momentum, in place or in other memory."""
+
+    def __init__(self, moves):
+        super().__init__()
+        self.online, self.target, self.moves = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), moves
+
+    def forward(self, x):
+        with torch.no_grad():
+            for own, other in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                followed = own.data * 0.9 + other.data * 0.1
+                if self.moves:
+                    own.data = followed
+                else:
+                    own.data.copy_(followed)
+            follows = self.target(x)
+        return self.online(x) - follows
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("moves", [True, False])
+@pytest.mark.parametrize("called", [
+    lambda model: optimize(model, given(), techniques=[autocast.TECHNIQUE], quick=True),
+    lambda model: look(model, given()), lambda model: why("autocast", model, given())], ids=["optimize", "look", "why"])
+def test_a_model_whose_calls_write_to_its_parameters_is_measured_and_restored(called, moves, studies_in_seconds):
+    model = Follows(moves)
+    before = {name: t.detach().clone() for name, t in model.named_parameters()}
+    found = called(model)
+    assert all(torch.equal(t, before[name]) for name, t in model.named_parameters())
+    if hasattr(found, "judgements"):
+        [one] = found.opportunities
+        assert not found.failures and one.speedup and found.judgements["autocast"].passed
 
 
 class KeepsResults(nn.Module):
