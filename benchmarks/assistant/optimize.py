@@ -252,15 +252,13 @@ class _Assistant:
                 subject.workload = workload(self.program, arithmetic_of(Plan(), setting.device))
                 result.matmul = subject.workload.matmul
                 return subject
-            if phase == ALONE:
-                self._record_prediction(combination, result)
             return self._rung(combination, setting, result, is_cold=phase == ALONE)
         return self._case_of(combination.name, prepare, phase)
 
-    def _record_prediction(self, combination: Combination, result: Result) -> None:
-        """Before it runs."""
-        predicted = self.result.predictions.get(combination.name)
-        if predicted:
+    def _record_prediction(self, result: Result) -> None:
+        """Of a technique alone, before it runs; what it computes in is known."""
+        predicted = self.result.predictions.get(result.name)
+        if predicted and result.variant["measured"] == ALONE:
             ends = [predicted.least_ms, predicted.most_ms]
             self.session.write([record(result, PREDICTED, "ms", ends, self.result.mode, before=predicted.before_ms)])
 
@@ -283,6 +281,7 @@ class _Assistant:
         """
         own = workload(self.program, arithmetic_of(plan, setting.device))
         result.matmul, result.runs_under = own.matmul, dtype_name(plan.autocast) if plan.autocast else ""
+        self._record_prediction(result)
         setting.say(Phase.CHECKING)
         judge = Judge(module, self.truth, plan.numerics, overwrites_output=overwrites_output)
         self.judgements[result.name] = judge.judge()
