@@ -61,10 +61,10 @@ class Measured:
         return row.median if row else None
 
     def why_not(self, of: Combination, mode: str) -> str:
-        """Why it was not timed, in words."""
+        """Why it could not be timed, in words; "" where it was, and where the run ended before."""
         result = self.results.get(of.name)
         if result is None:
-            return "it was not reached"
+            return ""
         if result.status != "ok":
             return f"{result.status}: {result.reason}"
         row = result.rows.get((mode, of.launch))

@@ -21,7 +21,7 @@ from common.runtime.compiler import holds_compiled
 from common.runtime.iteration import MODES
 from common.text import NOT_AVAILABLE, figures, number, only, ratio
 
-VERDICTS = ("take", "different numerics", "by hand", "no gain", "unsafe", "not here")
+VERDICTS = ("take", "different numerics", "by hand", "no gain", "unsafe", "not here", "not reached")
 TO_WRITE = VERDICTS[:3]                                # after these there is something to write
 AS_IT_IS = Combination()
 

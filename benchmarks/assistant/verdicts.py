@@ -42,7 +42,8 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
         return Opportunity(technique.name, found, "unsafe", judgement.failure)
     gain = result.gain_alone(technique)
     if gain is None:
-        return Opportunity(technique.name, found, "not here", result.alone.why_not(rung, result.mode))
+        reason = result.alone.why_not(rung, result.mode)
+        return Opportunity(technique.name, found, "not here" if reason else "not reached", reason)
     added = next((each for each in result.ladder if each.technique is technique), None)
     verdict, why = _worth(judgement, gain, added)
     if verdict in TO_WRITE and (clash := result.clashes.get(technique.name)):

@@ -48,6 +48,7 @@ TIMES_MOVED = 2                            # what a rounding of the inputs does 
 TIMES_ROUNDING, TIMES_THE_REFERENCE = 2, 4 # of an output: candidate and reference both round
 NOT_PLAIN = ", which may compute when it is looked at: return plain tensors"
 LEFT_BUSY = 2e-4                           # seconds that a device may go on behind the stream that is timed
+LEFT_SHARE = 0.02                          # of the call's own time, too: no verdict rests on less
 
 # -------------------------------------------------------------------------------------------------- what is global
 
@@ -310,6 +311,21 @@ def _by_graph(mode: str) -> str:
     return f"{mode} by graph"
 
 
+def left_busy(call: float, wait: float, idle_wait: float) -> bool:
+    """Whether a device still worked, when waiting for it took `wait` seconds behind a call of `call` seconds.
+
+    `idle_wait` is what the same takes while nothing runs: an energy counter that is read beside it holds the driver's
+    lock, and each wait for the device with it.
+    """
+    return wait - idle_wait > max(LEFT_BUSY, LEFT_SHARE * call)
+
+
+def _seconds_of(wait: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    wait()
+    return time.perf_counter() - began
+
+
 def _threads() -> set[threading.Thread]:
     """Python's own; autograd's, which run a hook at times, are no such."""
     return {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
@@ -329,6 +345,7 @@ class _Watch:
         self.is_due = False                                    # whether the next call is looked at
         self.suspected = 0                                     # looks that found another gradient
         self.busy = 0                                          # looks in a row at which the device still went on
+        self.began = 0.0                                       # when the call that is looked at could begin
         self.threads: set[threading.Thread] = set()
 
     def prepare(self, is_due: bool = False) -> None:
@@ -342,6 +359,7 @@ class _Watch:
             self.referee.waiting = self
             self.given, self.threads = [t.detach().clone() for t in self.inputs], _threads()
             self.state = [mine.detach().clone() for mine, _ in self.referee.buffers]
+        self.began = time.perf_counter()
 
     def look(self) -> None:
         """At the call before, if it is its turn: an early one, some that nothing tells beforehand, the last."""
@@ -413,13 +431,14 @@ class _Watch:
 
     def _goes_on(self, device: torch.device) -> bool:
         """Whether the device is busy for longer than the stream that is timed, at so many looks in a row."""
-        if device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-            began = time.perf_counter()
-            torch.cuda.synchronize()
-            self.busy = self.busy + 1 if time.perf_counter() - began > LEFT_BUSY else 0
-            if 0 < self.busy < THRICE:
-                self._look_again()
+        if device.type != "cuda":
+            return False
+        torch.cuda.current_stream().synchronize()
+        call = time.perf_counter() - self.began
+        waits = [_seconds_of(torch.cuda.synchronize) for _ in range(1 + THRICE)]
+        self.busy = self.busy + 1 if left_busy(call, waits[0], max(waits[1:])) else 0
+        if 0 < self.busy < THRICE:
+            self._look_again()
         return self.busy >= THRICE
 
     def _look_again(self) -> None:

@@ -50,12 +50,15 @@ def unproven(run: Run) -> list[str]:
 EVERYWHERE = ("torch", "cuda", "cudnn", "triton")
 
 
+OF_THE_RUN = ("wall time", "peak")     # metrics of no case: written last, with the shape of the command line
+
+
 def provenance(lines: list[Record]) -> str:
     """One sentence: the machine, the versions and the commit of a set of records."""
     known = {name for line in lines for name in versions(line)}
     software = ", ".join(f"{name} {_versions_of(name, lines)}" for name in EVERYWHERE if name in known)
     engines = sorted({versions(line)["transformer_engine"] for line in lines if "transformer_engine" in versions(line)})
-    shapes = list(dict.fromkeys(shape(line) for line in lines if metric(line) != "wall time"))
+    shapes = list(dict.fromkeys(shape(line) for line in lines if metric(line) not in OF_THE_RUN))
     shapes = [each for each in shapes if each != NOT_A_BLOCK] or shapes
     sizes = shapes[0] if len(shapes) == 1 else f"{len(shapes) or 'no'} shapes"
     driver = runner(lines[0])["extra_info"].get("driver")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records.provenance import provenance
+from benchmarks.records.provenance import OF_THE_RUN, provenance
 from common.report.record import Record
 
 VERSION = 2                            # of the drawings: raise it when one looks different, and all are drawn anew
@@ -37,8 +37,7 @@ def plt():
 
 def digest(lines: list[Record]) -> str:
     """Names a set of records and the version of the drawings; it changes when one of them does."""
-    written_once_drawn = ("wall time", "peak")
-    lines = [line for line in lines if line["metric"]["name"] not in written_once_drawn]
+    lines = [line for line in lines if line["metric"]["name"] not in OF_THE_RUN]
     return hashlib.sha256(f"{VERSION}{json.dumps(lines, sort_keys=True)}".encode()).hexdigest()[:16]
 
 

@@ -213,20 +213,16 @@ def recorded_speed() -> str:
     """The tables of layers, blocks and the map, machine by machine, and below them what their columns mean."""
     paragraphs: list[str] = []
     words: list[str] = []
-    is_trained_on_a_gpu = False
     for path in files(RESULTS, "*/recipes-*"):
         lines = read(path)
         found = runs(lines)
-        trained = [run for run in found if run.variant["data"] == tables.TRAINING]
-        is_trained_on_a_gpu |= any(run.lines[0]["runners"][0]["type"] == "cuda" for run in trained)
         tables_of_it = speed.tables_of(found, WIDTH)
         shown = "\n\n".join([*tables_of_it.measured, *tables_of_it.gained, *tables_of_it.mapped])
         if shown:
             paragraphs += [provenance(lines), f"```\n{shown}\n```", *speed.in_words(found)]
             words += tables_of_it.words
-    without = [] if is_trained_on_a_gpu else ["Training by recipe on a GPU: not recorded."]
     paragraphs = paragraphs or ["Layers, blocks and the map: not recorded."]
-    return "\n\n".join([*paragraphs, *dict.fromkeys(words), *without])
+    return "\n\n".join([*paragraphs, *dict.fromkeys(words)])
 
 
 register(Study("recipes", __doc__, lambda options: [], text=tables.text, charts=tables.charts, answer=tables.answer,

@@ -111,6 +111,18 @@ def test_a_model_without_parameters_is_taken(studies_in_seconds):
 
 
 @pytest.mark.integration
+def test_what_ctrl_c_did_not_let_be_timed_was_not_reached(assistant, monkeypatch):
+    """No verdict says of a technique that it can't run here, or that it gains nothing."""
+    def interrupted(self, group, keep=False):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(Session, "measure", interrupted)
+    status, out, err = assistant(ONE.format("return self.linear(x).sin()"), "--only", "autocast", "--only", "compile")
+    assert status == 130, err
+    for technique in ("autocast", "compile"):
+        assert re.search(rf"^{technique} +the call .* not reached$", out, re.MULTILINE), out
+
+
+@pytest.mark.integration
 def test_ctrl_c_keeps_what_is_done(assistant, monkeypatch, tmp_path):
     """Here in the midst of the ladder: what each technique gains alone is there."""
     measure = Session.measure

@@ -142,7 +142,7 @@ def said(proofs, gain=None, status="", added=None, timed=True, alone=None):
     (({ADVICE: ""}, (1.5, 1.4, 1.6), "", None, True, (0.98, 0.97, 0.999)), "no gain", "alone in its place, it is 0.98"),
     (({ADVICE: ""}, None, "failed: it is wrong"), "by hand", "as it is written: failed: it is wrong"),
     (({ADVICE: "in eval mode: off"},), "by hand", "its code was tried and is left out: in eval mode: off"),
-    (({ADVICE: ""}, None, "it was not reached", None, False), "take", ""),
+    (({ADVICE: ""}, None, "", None, False), "take", ""),
     (({},), "take", "")])
 def test_what_was_tried_decides(given, verdict, why):
     one = said(*given)

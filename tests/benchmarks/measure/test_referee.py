@@ -44,6 +44,15 @@ def test_every_cheat_has_its_words_and_there_are_enough():
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("call, wait, idle_wait, went_on", [
+    (1e-3, 2.5e-4, 1e-5, True), (1e-3, 1.9e-4, 1e-5, False),           # 0.2 ms, where the call is short
+    (1.0, 0.025, 1e-5, True), (1.0, 0.015, 1e-5, False),               # 2 % of the call, where it is long
+    (1e-3, 9e-4, 8e-4, False)])                                        # the wait itself is slow
+def test_a_device_went_on_where_waiting_for_it_took_longer_than_when_it_is_idle(call, wait, idle_wait, went_on):
+    assert referee.left_busy(call, wait, idle_wait) is went_on
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("name", ["everybody's precision lowered", "the host's clock replaced", "allclose replaced",
                                   "equality of tensors replaced"])
 def test_what_a_cheat_changed_for_all_is_put_back(name):

@@ -59,7 +59,7 @@ def test_provenance_names_machine_versions_and_commit():
     assert provenance(lines) == ("a CPU, B2 S64 E64 H4 D16 F256; torch 2.9, Transformer Engine none; "
                                  "commit not recorded.")
     whole = Result("", PRESETS["gpt2"], "float32", FACTS, study="sweep")
-    lines.append(record(whole, "wall time", "s", [1.0], "run"))
+    lines += [record(whole, "wall time", "s", [1.0], "run"), record(whole, "peak", "TFLOP/s", [1.0], "run")]
     assert ", B2 S64 E64 H4 D16 F256; " in provenance(lines)                      # that of what was measured
 
 
