@@ -274,7 +274,7 @@ class _Assistant:
         return self._judged_subject(rung, rung.plan, result, setting)
 
     def _judged_subject(self, module: nn.Module, plan: Plan, result: Result, setting: Setting,
-                        overwrites_output: bool = False) -> Subject:
+                        overwrites_output: bool = False, is_proven: bool = False) -> Subject:
         """The model changed in some way, as it is timed, once it has passed the judge. Raises Failed where it did not.
 
         `plan` says what it computes in.
@@ -283,7 +283,7 @@ class _Assistant:
         result.matmul, result.runs_under = own.matmul, dtype_name(plan.autocast) if plan.autocast else ""
         self._record_prediction(result)
         setting.say(Phase.CHECKING)
-        judge = Judge(module, self.truth, plan.numerics, overwrites_output=overwrites_output)
+        judge = Judge(module, self.truth, plan.numerics, overwrites_output=overwrites_output, is_proven=is_proven)
         self.judgements[result.name] = judge.judge()
         self._judge_on_others(module, plan, self.judgements[result.name], overwrites_output)
         record_checks(self.judgements[result.name], result, GRADIENTS)
@@ -380,7 +380,8 @@ class _Assistant:
                 for name, advices in {as_written(each.name): together, **alone}.items():
                     try:
                         written, _ = stack.enter_context(written_out(self.source, advices, self.session.device))
-                        wanted.append(self._written_case(written, Combination((each,)), name, PIECES))
+                        is_proven = len(advices) == 1                      # by the prover: this very code
+                        wanted.append(self._written_case(written, Combination((each,)), name, PIECES, is_proven))
                     except (UserError, OSError) as error:
                         self.result.proofs |= dict.fromkeys(advices, f"{name}: {str(error).splitlines()[0]}")
             self._measure([Combination()], PIECES, self.result.pieces, wanted)
@@ -405,11 +406,12 @@ class _Assistant:
         result.written = WrittenOut(measured.ms(promised, mode), measured.ms(done, mode), gain, why_not,
                                     list(dict.fromkeys(by_hand)), left_out)
 
-    def _written_case(self, written: AsWritten, promised: Combination, name: str, phase: str) -> Case:
+    def _written_case(self, written: AsWritten, promised: Combination, name: str, phase: str, is_proven: bool = False
+                      ) -> Case:
         """It may round as the techniques that it spells out do."""
         def prepare(setting: Setting, result: Result) -> Subject:
             return self._judged_subject(written, plan_of(promised.changing, found=self.result.found), result, setting,
-                                        overwrites_output=promised.launch == "graph")
+                                        overwrites_output=promised.launch == "graph", is_proven=is_proven)
         return self._case_of(name, prepare, phase)
 
     def _payback(self) -> str:

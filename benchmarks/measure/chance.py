@@ -34,6 +34,7 @@ OF_FP32 = 1e-5                             # rounding of a dtype in which random
 MORE_OFTEN, FEW = 2, 0.02                  # than the reference's may draws coincide, and so many of them besides
 _OUTPUT = Named(Kind.OUTPUT, "output with dropout")
 _GRADIENTS = Named(Kind.PARAMETER_GRADIENT, "gradients with dropout")
+NO_DRAW = 1e-6                             # of an output's norm, by which another seed moves it at most
 _SAME = 1e-3                               # of an output's norm: atomics of a GPU, in 16 bits
 EXPLAINED = 10                             # times what a GPU's sums in no fixed order explain, two calls are apart
 _THEIRS, _OURS = 1000, 500_000             # where the seeds of candidate and reference begin
@@ -56,9 +57,10 @@ def draws(call: Callable, work: Work) -> bool:
     """Whether another seed gives other outputs."""
     start = work.start_of(call)
     first = _outputs(call, start, work, 0)
-    other, again = (_apart(first, _outputs(call, start, work, seed)) for seed in (1, 0))
+    other = _apart(first, _outputs(call, start, work, 1))
+    again = _apart(first, _outputs(call, start, work, 0)) if other > NO_DRAW else 0.0
     start.begin(0)
-    return other > max(1e-6, 3 * again)
+    return other > max(NO_DRAW, 3 * again)
 
 
 def same_twice(call: Callable, work: Work) -> bool:
@@ -146,16 +148,18 @@ def _some(t: Tensor, tensors: int) -> Tensor:
     return flat.double()
 
 
-def checks(candidate: Side, reference: Side, reference_draws: bool, work: Work, has_gradients: bool,
+def checks(candidate: Side, reference: Side, drawing: tuple[bool, bool], work: Work, has_gradients: bool,
            rounding: Rounding, say: Callable[..., None]) -> list[Check]:
-    """Whether both draw from one distribution, dropout as they have it; none where neither draws."""
+    """Whether both draw from one distribution, dropout as they have it; none where neither draws.
+
+    `drawing`: whether the candidate does, and whether the reference does.
+    """
+    if not any(drawing):
+        return []
+    if not all(drawing):
+        reason = "its outputs are random, the reference's are not" if drawing[0] else "its dropout is gone"
+        return [Check(_OUTPUT, "chance", False, True, float("nan"), float("nan"), reason)]
     with kept(candidate.call, reference.call):
-        drawing = draws(candidate.call, work), reference_draws
-        if not any(drawing):
-            return []
-        if not all(drawing):
-            reason = "its outputs are random, the reference's are not" if drawing[0] else "its dropout is gone"
-            return [Check(_OUTPUT, "chance", False, True, float("nan"), float("nan"), reason)]
         say(Phase.CHECKING, "dropout")
         found = _compared(_OUTPUT, candidate, reference, work, False, rounding)
         if has_gradients and all(check.passed for check in found):

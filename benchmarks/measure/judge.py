@@ -79,10 +79,12 @@ class Judge:
 
     def __init__(self, candidate: Callable, truth: Truth, numerics: str | None = None,
                  parameters: Mapping[str, str] | None = None, overwrites_output: bool = False,
-                 gate: float | None = None, meaning: bool = True, fresh: bool = True):
+                 gate: float | None = None, meaning: bool = True, fresh: bool = True, is_proven: bool = False):
+        """`is_proven`: what its code means was judged before, on other inputs."""
         check_numerics(numerics)
         self.candidate, self.truth, self.numerics, self.gate = candidate, truth, numerics, gate
-        self.overwrites_output, self.asks_meaning = overwrites_output, meaning and gate is None
+        self.overwrites_output = overwrites_output
+        self.asks_meaning = meaning and gate is None and not is_proven
         self.asks_fresh = fresh and gate is None
         self.parameters = named_parameters(candidate)
         self.buffers = named_buffers(candidate) | only_written(self.parameters, truth.work.written)
@@ -91,7 +93,7 @@ class Judge:
         self.dtype = working_dtype(candidate, truth.work.inputs)
         self.checks: list[Check] = []
         self.notes: list[str] = []
-        self.meaning_told = self.no_fp64_told = False
+        self.meaning_told, self.no_fp64_told = is_proven and truth.has_meaning, False
         self.draws = True                      # whether it draws random numbers
 
     def judge(self) -> Judgement:
@@ -266,8 +268,9 @@ class Judge:
         pairs = {our: their for our, their in self._pairs().items()
                  if truth.parameters[our].shape == self.parameters[their].shape}
         theirs = chance.Side(self.candidate, [self.parameters[their] for their in pairs.values()])
-        self.checks += chance.checks(theirs, truth.drawing(tuple(pairs)),
-                                     truth.has_dropout, truth.work, bool(truth.exact.takes_gradient),
+        drawing = self.draws, truth.has_dropout
+        self.checks += chance.checks(theirs, truth.drawing(tuple(pairs)), drawing,
+                                     truth.work, bool(truth.exact.takes_gradient),
                                      bounds.rounding_between(self.dtype, self.numerics), truth.say)
 
     def _pairs(self) -> dict[str, str]:
@@ -355,14 +358,15 @@ class Judge:
     def _seen_in(self, dtype: torch.dtype) -> tuple[torch.dtype | None, Observation]:
         """(what a copy of the candidate in that dtype rounds to on its way, what it gives).
 
-        Compiled modules run as they were written: precision is that of the object itself.
+        Compiled modules run as they were written. Precision is that of the object itself, and so is whether a later
+        call writes over its outputs.
         """
         copy, few = deep_copy(self.candidate, dtype), self.truth.few
         with uncompiled_meanwhile(copy), loaded(named_parameters(copy) | named_buffers(copy), self._values()):
             rounds_to = rounding_in(copy, few) if dtype == FP64 else None
             if rounds_to not in (None, FP32):
                 return rounds_to, Observation({})
-            return rounds_to, observe(copy, few, dtype, self.overwrites_output, draws=self.draws)
+            return rounds_to, observe(copy, few, dtype, overwrites_output=True, draws=self.draws)
 
     def _compare_meaning(self, seen: Observation, own: Observation, dtype: torch.dtype, fp32_inside: bool) -> None:
         """Values of its own, folded or split from the reference's, were rounded to its dtype when they were made."""
@@ -458,7 +462,7 @@ class Judge:
         if truth.draws and not unreliable:
             unreliable = DRAWS_OTHERS
         numerics = self.numerics if question == "precision" else None
-        norms = norms_of_all(self._held_against(question))
+        norms = truth.norms_of_exact if question == "meaning" else truth.norms_of_whole
         return Standard(question, dtype, *norms, fp32_inside, numerics, self.gate, self.meaning_told, unreliable,
                         self._lower, truth.off_by if question == "precision" else lambda of: 0.0)
 

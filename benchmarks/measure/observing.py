@@ -315,11 +315,15 @@ def rounding_in(call: Callable, work: Work) -> torch.dtype | None:
 
 def norm(tensors: Sequence[Tensor]) -> float:
     """The L2 norm of a tensor, as the root mean square over several cotangents. What is infinite counts as zero."""
-    total = 0.0
-    for t in tensors:
-        for part in _parts(t):
-            total += float(_wide(part).nan_to_num(0.0, 0.0, 0.0).square().sum())
+    total = sum(_sum_of_squares(part) for t in tensors for part in _parts(t))
     return math.sqrt(total / len(tensors)) if tensors else 0.0
+
+
+def _sum_of_squares(t: Tensor) -> float:
+    """In FP64. What is infinite or NaN counts as zero: it is looked for where the sum tells that there is some."""
+    t = _wide(t)
+    total = float(torch.linalg.vector_norm(t)) ** 2
+    return total if math.isfinite(total) else float(t.nan_to_num(0.0, 0.0, 0.0).square().sum())
 
 
 def distance(values: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
@@ -328,11 +332,17 @@ def distance(values: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     for whole_value, whole_truth in zip(values, exact, strict=False):
         for value, truth in zip(_parts(whole_value), _parts(whole_truth), strict=True):
             value, truth = _wide(value).to(truth.device), _wide(truth)
-            same = (value == truth) | (value.isnan() & truth.isnan())
-            if not ((value.isfinite() & truth.isfinite()) | same).all():
-                return math.inf
-            total += float(torch.where(same, 0.0, value - truth).square().sum())
+            squares = float(torch.linalg.vector_norm(value - truth)) ** 2
+            total += squares if math.isfinite(squares) else _sum_where_some_are_not_finite(value, truth)
     return math.sqrt(total / len(exact)) if exact else 0.0
+
+
+def _sum_where_some_are_not_finite(value: Tensor, truth: Tensor) -> float:
+    """The squares of a difference in FP64, in which an element is infinite or NaN."""
+    same = (value == truth) | (value.isnan() & truth.isnan())
+    if not ((value.isfinite() & truth.isfinite()) | same).all():
+        return math.inf
+    return float(torch.where(same, 0.0, value - truth).square().sum())
 
 
 def largest_difference(values: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

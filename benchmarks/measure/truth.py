@@ -1,6 +1,7 @@
 """What a reference means: its outputs and gradients in FP64, or in the best dtype that it runs in."""
 import contextlib
 import dataclasses
+import functools
 import gc
 import math
 from collections.abc import Callable, Iterator
@@ -90,12 +91,22 @@ class Truth:
         """What the whole batch is held against."""
         return self.own(None) if self.is_few else self.exact
 
-    @property
+    @functools.cached_property
     def own_error(self) -> float:
         """How far its outputs are from FP64, as a share of their norm."""
         own = self._own_of_few or self.own(None)
         apart = furthest_output(own, self.exact)
         return apart if math.isfinite(apart) else 0.0
+
+    @functools.cached_property
+    def norms_of_exact(self) -> tuple[float, float]:
+        """(of all outputs, of all gradients) of what a meaning is held against."""
+        return norms_of_all(self.exact)
+
+    @functools.cached_property
+    def norms_of_whole(self) -> tuple[float, float]:
+        """(of all outputs, of all gradients) of what a precision is held against."""
+        return norms_of_all(self.whole) if self.is_few else self.norms_of_exact
 
     def own_on(self, work: Work, numerics: str | None) -> Observation:
         """What it gives on other inputs, multiplying in what was declared."""
@@ -171,7 +182,7 @@ class Truth:
             self.few = self.work if samples == total else self.work.first(samples)
             try:
                 self.rounds_to = rounding_in(copy, self.few) if dtype == FP64 else None
-                self.exact = self._observed(copy, self.few, dtype)
+                self.exact = observe(copy, self.few, dtype, overwrites_output=True, draws=self.has_dropout)
                 break
             except Exception as error:
                 fewer = samples // 2

@@ -276,11 +276,10 @@ def median_interval(samples: list[float]) -> tuple[float, float]:
 def enqueue_ms(iteration: Callable, between: Callable, budget_s: float = 0.5) -> float:
     """Median host time to enqueue one iteration on an idle GPU, in ms: what the GPU waits for where it is faster.
 
-    Three iterations run before. Then ten are timed, or as many, at least three, as begin within `budget_s`.
+    One runs before. Then ten are timed, or as many, at least three, as begin within `budget_s`.
     """
-    for _ in range(3):
-        between()
-        iteration()
+    between()
+    iteration()
     torch.cuda.synchronize()
     times: list[float] = []
     began = time.perf_counter()

@@ -104,6 +104,12 @@ def test_each_of_several_pieces_is_timed_alone_too(project, studies_in_seconds, 
     assert {name for name in result.pieces.results if "as written" in name} == {
         "library-norm, as written", "library-norm, as written at both.py:11 alone",
         "library-norm, as written at both.py:16 alone"}
+    asked = {name: {check.question for check in result.judgements[name]}
+             for name in result.pieces.results if "as written" in name}
+    assert asked == {                                      # what each piece means alone, the prover has told
+        "library-norm, as written": {"meaning", "precision"},
+        "library-norm, as written at both.py:11 alone": {"precision"},
+        "library-norm, as written at both.py:16 alone": {"precision"}}
 
 
 @pytest.mark.integration

@@ -174,6 +174,17 @@ def test_a_model_in_eval_draws_nothing():
     assert chance.draws(module, Work(Inputs.of(tensor(8, 16))))
 
 
+@pytest.mark.parametrize("noise, calls, draws", [(0.0, 2, False), (1e-7, 2, False), (1e-5, 3, True)])
+def test_what_another_seed_leaves_alone_is_not_called_a_third_time(noise, calls, draws):
+    seen = []
+
+    def call(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x * (1 + noise * torch.randn(x.shape, dtype=x.dtype))
+    assert chance.draws(call, Work(Inputs.of(tensor(8, 16, dtype=torch.float64)))) == draws
+    assert len(seen) == calls
+
+
 class Attending(nn.Module):
     """Attention with dropout on its weights. Softmax leaves a key bias without effect: its gradient is all rounding."""
 

@@ -47,6 +47,26 @@ def test_a_reference_near_a_kink_says_how_far_its_own_gradients_may_be_off():
     assert distance(truth.furthest(None).gradients[name], exact) == pytest.approx(norm(exact))
 
 
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("value, truth, apart", [
+    ([3.0, 4.0], [0.0, 0.0], 5.0), ([INF, 4.0], [INF, 1.0], 3.0), ([NAN, 4.0], [NAN, 1.0], 3.0),
+    ([INF, 0.0], [-INF, 0.0], INF), ([INF, 0.0], [1.0, 0.0], INF), ([NAN, 0.0], [1.0, 0.0], INF),
+    ([1.0, 0.0], [NAN, 0.0], INF), ([3 + 4j, 0.0], [0.0, 0.0], 5.0), ([2**40, 0], [0, 0], 2.0**40),
+    ([True, True], [True, False], 1.0)])
+def test_what_is_not_finite_on_both_sides_alike_is_no_distance(value, truth, apart):
+    kind = torch.complex64 if isinstance(value[0], complex) else None
+    given = torch.tensor(value, dtype=kind), torch.tensor(truth, dtype=kind)
+    assert distance([given[0]], [given[1]]) == pytest.approx(apart)
+
+
+@pytest.mark.parametrize("values, size", [([3.0, 4.0], 5.0), ([3.0, NAN, 4.0], 5.0), ([3.0, -INF], 3.0),
+                                          ([3 + 4j], 5.0), ([3, 4], 5.0), ([], 0.0)])
+def test_the_norm_of_what_is_not_finite_is_that_of_the_rest(values, size):
+    assert norm([torch.tensor(values)]) == pytest.approx(size)
+
+
 @pytest.mark.parametrize("allowed, numerics, reached", [(True, None, False), (False, "tf32", True),
                                                         (False, None, False)])
 def test_where_products_may_be_in_tf32_a_kink_is_as_wide_as_its_rounding(allowed, numerics, reached, monkeypatch):

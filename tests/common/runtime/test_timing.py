@@ -460,14 +460,14 @@ def test_enqueueing_is_timed_on_an_idle_gpu(host, waits):
     """Waited for before each: where its queue is full, the host's time would be the GPU's."""
     assert timing.enqueue_ms(host.does("run", 2), host.does("between", 5)) == 2.0
     warm, timed = ["between", "run"], ["between", "wait", "run"]
-    assert host.calls == [*3 * warm, "wait", *10 * timed, "wait"]
+    assert host.calls == [*warm, "wait", *10 * timed, "wait"]
 
 
 @pytest.mark.parametrize("run_ms, times", [(2, 10), (100, 5), (400, 3), (9000, 3)])
 def test_slow_enqueueing_is_timed_fewer_times(run_ms, times, host, waits):
     """As often as begins within half a second, three times at the least."""
     assert timing.enqueue_ms(host.does("run", run_ms), timing.nothing) == run_ms
-    assert host.calls.count("run") == 3 + times
+    assert host.calls.count("run") == 1 + times
 
 
 @pytest.mark.parametrize("other", [1.008, 0.992])
