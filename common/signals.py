@@ -8,9 +8,12 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+AGAIN_SECONDS = 1e-3                   # until a dropped signal comes once more: what dropped it is over by then
 WORDS = {signal.SIGINT: "\n{name}: interrupted", signal.SIGTERM: "{name}: terminated", signal.SIGHUP: "{name}: hung up"}
 
 
@@ -65,6 +68,32 @@ def end_in_order() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) in (signal.SIG_DFL, _end_at_once):
             signal.signal(number, _raise)
+    if not isinstance(sys.unraisablehook, _Again):
+        sys.unraisablehook = _Again(sys.unraisablehook)
+
+
+class _Again:
+    """Sends a signal once more whose exception Python drops, as it does in a finalizer.
+
+    Behind a backward that is often the first Python code to run: without this most of Ctrl-C would be lost there.
+    """
+
+    def __init__(self, otherwise: Callable[[Any], object]):
+        self.otherwise = otherwise
+
+    def __call__(self, dropped: Any) -> None:
+        number = _number_of(dropped.exc_value)
+        if number is None:
+            self.otherwise(dropped)
+        else:                                              # by another thread: in here it would be dropped again
+            threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number)).start()
+
+
+def _number_of(error: BaseException | None) -> int | None:
+    """The signal that raised it; None where none did."""
+    if isinstance(error, Terminated):
+        return error.number
+    return signal.SIGINT if isinstance(error, KeyboardInterrupt) else None
 
 
 def _watch() -> None:

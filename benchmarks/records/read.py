@@ -316,6 +316,12 @@ def lies_within(gain: float, ends: tuple[float, float]) -> bool:
     return least - 0.005 <= gain <= most + 0.005
 
 
+def miss(gain: float, ends: tuple[float, float]) -> float:
+    """How far a gain is from the nearer of two ends, as a share of that end."""
+    least, most = ends
+    return 1 - gain / least if gain < least else max(0.0, gain / most - 1)
+
+
 def verdict(low: float, high: float) -> str:
     """SAME where the interval holds 1 and stays within 5 % of it, UNSURE where it holds 1 and does not."""
     if not low <= 1 <= high:

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -98,3 +99,28 @@ def test_a_signal_that_somebody_handles_or_ignores_stays_so(usual_signals, monke
     signals._watch()
     signals.end_in_order()
     assert signal.getsignal(signal.SIGTERM) is handler and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+@unit
+@by_signal
+def test_a_signal_that_comes_in_a_finalizer_is_not_lost(number, usual_signals, monkeypatch):
+    """Python drops what is raised there. Behind a backward autograd's callbacks are deleted before any code of ours."""
+    passed_on = []
+    monkeypatch.setattr(sys, "unraisablehook", passed_on.append)
+    monkeypatch.setattr(signals, "command", lambda: "a_script.py")
+    signals._watch()
+    signals.end_in_order()
+    signals.end_in_order()
+
+    class Finalized:
+        def __init__(self, last):
+            self.last = last
+
+        def __del__(self):
+            self.last()
+    Finalized(lambda: 1 / 0)
+    assert [type(dropped.exc_value) for dropped in passed_on] == [ZeroDivisionError]
+    with pytest.raises((KeyboardInterrupt, signals.Terminated)):
+        Finalized(lambda: signal.raise_signal(number))
+        time.sleep(60)
+    assert len(passed_on) == 1

@@ -21,6 +21,7 @@ from benchmarks.assistant.techniques import (
 )
 from benchmarks.examples import gpt
 from benchmarks.measure.calls import Inputs
+from benchmarks.records.read import miss
 from benchmarks.show import pages
 from common.report.record_file import RecordFile
 from tests.helpers import activation_spellings, attention_spellings
@@ -195,8 +196,16 @@ def test_the_page_holds_what_was_predicted_beside_what_was_measured(studies_in_s
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     least, most = predicted.gain
     assert cells[:3] == ["cpu, norm", "library-norm", f"{least:.2f} to {most:.2f}"]
-    assert cells[3].startswith(f"{one.speedup:.2f} [") and cells[4] == ("yes" if predicted.holds(one.speedup) else "no")
-    assert count == f"{int(predicted.holds(one.speedup))} of 1 gains lie where they were predicted."
+    off = 0.0 if predicted.holds(one.speedup) else miss(one.speedup, predicted.gain)
+    assert cells[3].startswith(f"{one.speedup:.2f} [") and cells[4] == f"{100 * off:.0f} %"
+    assert count == (f"{int(predicted.holds(one.speedup))} of 1 gains lie where they were predicted, "
+                     f"{int(off <= pages.NEAR)} within 15 % of it.")
+
+
+@unit
+@pytest.mark.parametrize("gain, off", [(1.3, 0.0), (1.0, 0.2), (1.68, 0.05), (1.25, 0.0), (1.6, 0.0)])
+def test_a_gain_misses_by_its_distance_from_the_nearer_end(gain, off):
+    assert miss(gain, (1.25, 1.6)) == pytest.approx(off)
 
 
 @pytest.mark.integration

@@ -147,8 +147,8 @@ def test_a_block_by_torch_is_compiled_whole():
 @integration
 def test_each_block_passes_its_check_on_a_gpu(study_main, tmp_path):
     path = tmp_path / "records.jsonl"
-    status, out, _ = study_main("recipes", "--part", "blocks", "--batch-size", "4", "--seq-len", "128", "--hidden-size",
-                                "256", "--num-heads", "2", "--rounds", "6", "--json", str(path))
+    status, out, _ = study_main("recipes", "--device", "cuda", "--part", "blocks", "--batch-size", "4", "--seq-len",
+                                "128", "--hidden-size", "256", "--num-heads", "2", "--rounds", "6", "--json", str(path))
     assert status == 0, out
     allowed = scaled.why_not(RECIPES["FP8 block 128"], torch.device("cuda")) == ""
     found = {(run.case["name"], run.variant["by"]): run.status for run in runs(read(path))}
