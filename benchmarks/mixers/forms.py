@@ -98,6 +98,25 @@ def chunked(given: Given, state: Tensor | None = None, chunk: int = CHUNK) -> tu
     return torch.cat(every, 2)[:, :, :steps], state
 
 
+def flops_of_recurrent(steps: int, K: int, V: int, delta: bool) -> int:
+    """Of a forward of one head: what is written, what is read, and with a delta rule what was held."""
+    return steps * (3 if delta else 2) * 2 * K * V
+
+
+def flops_of_chunked(steps: int, K: int, V: int, delta: bool, chunk: int = CHUNK) -> int:
+    """Of a forward of one head: scores and their sum, the state read and written; with a delta rule also the products
+    of keys, the triangular system, and what the state held."""
+    each = chunk**2 * 2 * (K + V) + 4 * chunk * K * V
+    if delta:
+        each += chunk**2 * (2 * K + K + V) + 2 * chunk * K * V
+    return -(-steps // chunk) * each
+
+
+def flops_of_attention(steps: int, K: int, V: int) -> int:
+    """Of a forward of one head, over the pairs that causal attention has."""
+    return steps**2 * (K + V)
+
+
 def _decay_between(g: Tensor) -> Tensor:
     """[..., C] -> [..., C, C]: by what a state decays from behind step s to behind step t; 0 for s behind t.
 

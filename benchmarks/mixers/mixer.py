@@ -41,6 +41,20 @@ class Mixer:
             return form(self.given(q, k, v, *gates), None)[0]
         return mix
 
+    def flops(self, way: str, steps: int, width: int) -> int:
+        """Of a forward of one head by that form, in products alone."""
+        if way == LOOP:
+            return forms.flops_of_recurrent(steps, width, width, self.replaces)
+        chunk = steps if way == AT_ONCE else forms.CHUNK
+        return forms.flops_of_chunked(steps, width, width, self.replaces, chunk)
+
+    def as_few_flops_from(self, way: str, width: int) -> int | None:
+        """The length from which on that form has no more than causal attention; None where it always has more."""
+        if way == AT_ONCE:                                 # as many pairs of steps, and a state besides
+            return None
+        a_step = self.flops(way, forms.CHUNK, width) / forms.CHUNK
+        return math.ceil(a_step / forms.flops_of_attention(1, width, width))
+
     def inputs(self, shape: Sequence[int], seed: int, device: torch.device) -> list[Tensor]:
         """q, k, v and gates of normal numbers, FP32; decay gates around -3, which forgets over some twenty steps."""
         numbers = torch.Generator(device).manual_seed(seed)

@@ -44,7 +44,10 @@ MOST_SCORES = 2**33                        # bytes of all pairs of steps
 SAID = """\
 x attention: how many times as fast as causal attention of the same sizes, in the same rounds. f+b: forward+backward.
 Error: the largest of the output and the gradients, against the recurrence in FP64."""
-PAYS = """"pays from": the shortest length from which on its interval is above 1 at all that were measured, f+b."""
+PAYS = """\
+Pays from: the shortest length from which on its interval is above 1 at all that were measured, f+b. FLOPs: the length
+from which on its products are no more than attention's, which says what time would be were it for these alone: a loop
+also waits for a launch at each step, and what stands in memory between two kernels is read and written."""
 
 
 # ----------------------------------------------------------------------------------------------------------- the cases
@@ -206,10 +209,18 @@ def _crossover(by_length: dict[int, list[Run]], width: int | None) -> list[str]:
     if not cells or len(by_length) < 2:
         return []
     lengths = sorted(by_length)
-    rows = [[*key, *(f"{of[length][0]:.2f}" if length in of else "" for length in lengths), pays_from(of)]
-            for key, of in cells.items()]
-    headers = ["x attention, f+b", "by", *(f"S {length:,}" for length in lengths), "pays from"]
+    width_of_a_head = {run.variant["size"][3] for every in by_length.values() for run in every}
+    rows = []
+    for (name, way), of in cells.items():
+        measured = [f"{of[length][0]:.2f}" if length in of else "" for length in lengths]
+        rows.append([name, way, *measured, pays_from(of), _as_few_flops_from(MIXERS[name], way, width_of_a_head)])
+    headers = ["x attention, f+b", "by", *(f"S {length:,}" for length in lengths), "pays from", "FLOPs"]
     return [table(rows, headers, width, keys=2), PAYS]
+
+
+def _as_few_flops_from(mixer: Mixer, way: str, widths: set[int]) -> str:
+    lengths = [mixer.as_few_flops_from(way, width) for width in sorted(widths)]
+    return " and ".join("never" if length is None else f"{length:,}" for length in lengths)
 
 
 def answer(lines: list[Record]) -> str:

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.mixers import forms
 from benchmarks.mixers.forms import Given, chunked, parallel, recurrent
@@ -167,3 +169,33 @@ def test_shapes_that_do_not_go_together_are_told(name, shape, said):
 def test_a_chunk_has_steps():
     with pytest.raises(ValueError, match="chunks of 0 steps: give a whole number from 1 on"):
         chunked(made(False), None, 0)
+
+
+class _Solved(TorchDispatchMode):
+    """The multiplications and additions of triangular systems, which torch's counter leaves out."""
+    flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "triangular" in str(func):
+            *batch, rows, columns = args[1].shape
+            self.flops += math.prod(batch) * rows**2 * columns
+        return func(*args, **(kwargs or {}))
+
+
+@unit
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("chunk", [1, 4, 7])
+def test_the_flops_of_chunks_are_those_that_run(chunk, delta):
+    with FlopCounterMode(display=False) as counter, _Solved() as solved:
+        chunked(made(delta), None, chunk)
+    assert counter.get_total_flops() + solved.flops == B * H * forms.flops_of_chunked(S, K, V, delta, chunk)
+
+
+@unit
+@pytest.mark.parametrize("delta", [False, True])
+def test_the_flops_of_the_recurrence_are_those_that_run(delta):
+    """What is written is an outer product, element by element."""
+    with FlopCounterMode(display=False) as counter:
+        recurrent(made(delta))
+    outer = 2 * S * K * V
+    assert counter.get_total_flops() == B * H * (forms.flops_of_recurrent(S, K, V, delta) - outer)

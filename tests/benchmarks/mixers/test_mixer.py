@@ -3,7 +3,18 @@ import pytest
 import torch
 
 from benchmarks.mixers import forms
-from benchmarks.mixers.mixer import CHUNKS, FORMS, MIXERS, constant_decay, errors, exact, looked_at
+from benchmarks.mixers.mixer import (
+    AT_ONCE,
+    CHUNKS,
+    COMPILED,
+    FORMS,
+    LOOP,
+    MIXERS,
+    constant_decay,
+    errors,
+    exact,
+    looked_at,
+)
 
 unit = pytest.mark.unit
 CPU = torch.device("cpu")
@@ -58,3 +69,15 @@ def test_each_mutant_is_caught(name, mutant):
     def mix(*inputs):
         return forms.chunked(MUTANTS[mutant](MIXERS[name], *inputs))[0]
     assert max(found(name, mix).values()) > 1e-3
+
+
+@unit
+@pytest.mark.parametrize("name, way, length", [
+    ("SSD", LOOP, 128), ("SSD", AT_ONCE, None), ("SSD", CHUNKS, 256), ("SSD", COMPILED, 256),
+    ("gated delta rule", LOOP, 192), ("gated delta rule", CHUNKS, 448)])
+def test_from_some_length_on_a_form_has_fewer_flops_than_attention(name, way, length):
+    mixer = MIXERS[name]
+    assert mixer.as_few_flops_from(way, 64) == length
+    for steps in (64, 128, 192, 256, 448, 512, 8192):
+        fewer = mixer.flops(way, steps, 64) <= forms.flops_of_attention(steps, 64, 64)
+        assert fewer == (length is not None and steps >= length), steps
