@@ -73,6 +73,36 @@ def constant_decay(q: Tensor) -> Tensor:
     return torch.log1p(-torch.exp2(-5 - heads)).view(1, H, 1).expand(B, H, S)
 
 
+Step = Callable[..., Tensor]               # state [B, H, D, D], which moves on in place, and a Mix's of one step -> y
+
+
+def step_of(mixer: Mixer) -> Step:
+    """One step of decoding."""
+    def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
+        y, after = forms.recurrent(mixer.given(q, k, v, *gates), state)
+        state.copy_(after)
+        return y
+    return step
+
+
+def step_errors(step: Step, mixer: Mixer, state: Tensor, inputs: Sequence[Tensor]) -> dict[str, float]:
+    """What -> relative L2 error of y, and of the state behind it, against the recurrence in FP64; `state` stays."""
+    own = state.clone()
+    y = step(own, *inputs)
+    exact_y, after = forms.recurrent(mixer.given(*(each.double() for each in inputs)), state.double())
+    return {"y": oracle.relative_error(y, exact_y), "state": oracle.relative_error(own, after)}
+
+
+def bytes_of_a_step(width: int) -> int:
+    """Of FP32, of one head: its state, read and written."""
+    return 2 * 4 * width**2
+
+
+def bytes_of_a_cache(steps: int, width: int) -> int:
+    """Of FP32, of one head: all keys and values, read."""
+    return 2 * 4 * steps * width
+
+
 EVERY = (Mixer("linear attention, decay", decays=False), Mixer("SSD"), Mixer("gated delta rule", replaces=True))
 MIXERS = {mixer.name: mixer for mixer in EVERY}
 LOOP, AT_ONCE, CHUNKS, COMPILED = "a loop", "at once", "chunks", "chunks, compiled"

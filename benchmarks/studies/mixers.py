@@ -6,7 +6,8 @@
 Linear attention with a constant decay (retention), SSD (Mamba-2) and the gated delta rule, in FP32: as a loop over
 steps, at once (as attention, over all pairs of steps), in chunks, and in chunks compiled. Each is held against the
 recurrence in FP64, its output and every gradient. Then all of a mixer and a length are timed in shared rounds, forward
-and with their backward, beside causal attention of the same sizes by scaled_dot_product_attention.
+and with their backward, beside causal attention of the same sizes by scaled_dot_product_attention. So is one step of
+decoding behind as many: from a state, and by attention over its cache.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 import functools
@@ -18,7 +19,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.measure.options import numbers
-from benchmarks.mixers.mixer import AT_ONCE, COMPILED, FORMS, LOOP, MIXERS, Mix, Mixer, errors, exact
+from benchmarks.mixers import forms
+from benchmarks.mixers.mixer import (
+    AT_ONCE,
+    COMPILED,
+    FORMS,
+    LOOP,
+    MIXERS,
+    Mix,
+    Mixer,
+    bytes_of_a_cache,
+    bytes_of_a_step,
+    errors,
+    exact,
+    step_errors,
+    step_of,
+)
 from benchmarks.records.read import Run, paired, runs, verdict
 from benchmarks.show.study import Options, Study, register
 from benchmarks.show.tables import NO_ANSWER, framed
@@ -34,16 +50,22 @@ from common.report.metrics import PEAK_MEMORY
 from common.report.record import Record
 from common.report.result import Result
 from common.runtime import compiler
-from common.runtime.iteration import BOTH, LAUNCHES, MODES
+from common.runtime.iteration import BOTH, FORWARD, LAUNCHES, MODES
 from common.text import figures, number, ratio, table
 
 ATTENTION = "causal attention"
+STEP, STEP_COMPILED = "a step", "a step, compiled"
 GATES = oracle.MODULE_GATES[torch.float32]
 LONGEST_LOOP = 4096                        # steps
 MOST_SCORES = 2**33                        # bytes of all pairs of steps
 SAID = """\
 x attention: how many times as fast as causal attention of the same sizes, in the same rounds. f+b: forward+backward.
 Error: the largest of the output and the gradients, against the recurrence in FP64."""
+DECODING = """\
+A step of decoding behind so many others: a mixer reads and writes its state, attention reads its cache. Error: the
+larger of y's and the state's. Bytes: the length from which on attention moves more of them than a mixer."""
+PAYS = """\
+Bytes: the length from which on a cache of keys and values is larger than a state that is read and written."""
 PAYS = """\
 Pays from: the shortest length from which on its interval is above 1 at all that were measured, f+b. FLOPs: the length
 from which on its products are no more than attention's, which says what time would be were it for these alone: a loop
@@ -126,8 +148,49 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _case(name: str, way: str, sizes: Sizes, prepare, beside: str) -> Case:
-    variant = {"way": way, "size": list(sizes.shape), "beside": beside}
+def step_case(mixer: Mixer, way: str, sizes: Sizes) -> Case:
+    """One step of decoding, from a state."""
+    def prepare(setting: Setting, result: Result) -> Subject:
+        setting.say(Phase.BUILDING)
+        inputs, state = _one_step(mixer, sizes, setting)
+        step = step_of(mixer)
+        if way == STEP_COMPILED:
+            compiler.allow_many_graphs()
+            step = torch.compile(step, dynamic=False)
+        setting.say(Phase.CHECKING)
+        with torch.no_grad():
+            found = step_errors(step, mixer, state, inputs)
+        result.errors = {what: (error, GATES[0]) for what, error in found.items()}
+        for what, (error, gate) in result.errors.items():
+            require(what, error, gate)
+        return _subject(functools.partial(step, state), inputs, torch.zeros_like(inputs[0]), sizes)
+    return _case(mixer.name, way, sizes, prepare, mixer.name, decodes=True)
+
+
+def step_control(mixer: Mixer, sizes: Sizes) -> Case:
+    """The same step of attention: its key and value into the cache, then over all of it."""
+    def prepare(setting: Setting, result: Result) -> Subject:
+        setting.say(Phase.BUILDING)
+        inputs, _ = _one_step(mixer, sizes, setting)
+        keys, values = (torch.randn(sizes.shape, device=setting.device) for _ in range(2))
+
+        def attend_to_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys[:, :, -1:], values[:, :, -1:] = k, v
+            return F.scaled_dot_product_attention(q, keys, values)
+        return _subject(attend_to_all, inputs[:3], torch.zeros_like(inputs[0]), sizes)
+    return _case(ATTENTION, "SDPA", sizes, prepare, mixer.name, decodes=True)
+
+
+def _one_step(mixer: Mixer, sizes: Sizes, setting: Setting) -> tuple[list[Tensor], Tensor]:
+    """(q, k, v and gates of one step, the state behind all steps before it)."""
+    inputs = mixer.inputs(sizes.shape, setting.seed, setting.device)
+    with torch.no_grad():
+        _, state = forms.chunked(mixer.given(*inputs))
+    return [each.detach()[:, :, -1:].contiguous() for each in inputs], state
+
+
+def _case(name: str, way: str, sizes: Sizes, prepare, beside: str, decodes: bool = False) -> Case:
+    variant = {"way": way, "size": list(sizes.shape), "beside": beside, **({"decodes": True} if decodes else {})}
     return Case(name, prepare, parameter_dtype=torch.float32, variant=variant, missing=sizes.why_not(way),
                 work={"q, k, v": f"float32 {list(sizes.shape)}"},
                 workload=Workload("float32", tokens=sizes.batch * sizes.length),
@@ -150,6 +213,8 @@ def groups(options: Options) -> Iterator[Group]:
             mixer, sizes = MIXERS[name], Sizes.of(options.config, length)
             cases = [control(mixer, sizes), *(case(mixer, way, sizes) for way in FORMS)]
             yield Group(cases, calibrated=False, limited=False, may_not_fit=True)
+            steps = [step_control(mixer, sizes), *(step_case(mixer, way, sizes) for way in (STEP, STEP_COMPILED))]
+            yield Group(steps, modes=(FORWARD,), calibrated=False, limited=False, may_not_fit=True)
 
 
 # ---------------------------------------------------------------------------------------------------- what it tells
@@ -157,11 +222,11 @@ def groups(options: Options) -> Iterator[Group]:
 
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records: a table for each length, and from which on each pays."""
-    by_length = _by_length(lines)
+    by_length, steps = _by_length(lines), _by_length(lines, decoding=True)
     blocks = [f"S {length:,}\n\n{_table_of(every, width)}" for length, every in by_length.items()]
     failed = dict.fromkeys(f"{run.case['name']}, {run.variant['way']}: {run.status}: {run.info['reason']}"
-                           for every in by_length.values() for run in every if run.status != "ok")
-    shown = [*blocks, SAID, *_crossover(by_length, width), "\n".join(failed)]
+                           for every in (*by_length.values(), *steps.values()) for run in every if run.status != "ok")
+    shown = [*blocks, SAID, *_crossover(by_length, width), *_decoding(steps, width), "\n".join(failed)]
     return framed(lines, shown, [run for run in runs(lines) if run.status == "ok"])
 
 
@@ -181,11 +246,43 @@ def _table_of(every: list[Run], width: int | None) -> str:
     return table(rows, headers, width, keys=2)
 
 
-def _by_length(lines: list[Record]) -> dict[int, list[Run]]:
+def _by_length(lines: list[Record], decoding: bool = False) -> dict[int, list[Run]]:
+    """Those of whole sequences, or of a step of decoding."""
     found: dict[int, list[Run]] = {}
     for run in runs(lines):
-        found.setdefault(run.variant["size"][2], []).append(run)
+        if run.variant.get("decodes", False) == decoding:
+            found.setdefault(run.variant["size"][2], []).append(run)
     return found
+
+
+def _decoding(by_length: dict[int, list[Run]], width: int | None) -> list[str]:
+    """The table of a step of decoding, over all lengths."""
+    found: dict[tuple[str, str], dict[int, Run]] = {}
+    for length, every in by_length.items():
+        for run in every:
+            if run.status == "ok" and run.case["name"] != ATTENTION:
+                found.setdefault((run.case["name"], run.variant["way"]), {})[length] = run
+    if not found:
+        return []
+    rows, lengths = [], sorted(by_length)
+    for key, of in found.items():
+        times = {length: each for length, run in of.items()
+                 if (each := _beside_attention(by_length[length], run, FORWARD))}
+        rows.append([*key, f"{max(max(run.errors().values()) for run in of.values()):.1e}"])
+        for length in lengths:
+            ms = of[length].best_ms(FORWARD) if length in of else None
+            rows[-1] += [figures(ms) if ms else "", f"{times[length][0]:.2f}" if length in times else ""]
+        rows[-1] += [pays_from(times), _larger_cache_from(by_length)]
+    headers = ["a step of decoding", "by", "error"]
+    for length in lengths:
+        headers += [f"S {length:,} ms", "x attention"]
+    return [table(rows, [*headers, "pays from", "bytes"], width, keys=2), DECODING]
+
+
+def _larger_cache_from(by_length: dict[int, list[Run]]) -> str:
+    """For each width of a head."""
+    widths = sorted({run.variant["size"][3] for every in by_length.values() for run in every})
+    return " and ".join(f"{bytes_of_a_step(width) // bytes_of_a_cache(1, width):,}" for width in widths)
 
 
 def _beside_attention(every: list[Run], run: Run, mode: str) -> tuple[float, float, float] | None:

@@ -10,10 +10,14 @@ from benchmarks.mixers.mixer import (
     FORMS,
     LOOP,
     MIXERS,
+    bytes_of_a_cache,
+    bytes_of_a_step,
     constant_decay,
     errors,
     exact,
     looked_at,
+    step_errors,
+    step_of,
 )
 
 unit = pytest.mark.unit
@@ -81,3 +85,25 @@ def test_from_some_length_on_a_form_has_fewer_flops_than_attention(name, way, le
     for steps in (64, 128, 192, 256, 448, 512, 8192):
         fewer = mixer.flops(way, steps, 64) <= forms.flops_of_attention(steps, 64, 64)
         assert fewer == (length is not None and steps >= length), steps
+
+
+@unit
+@pytest.mark.parametrize("name", MIXERS)
+def test_steps_of_decoding_go_on_where_a_sequence_ended(name):
+    mixer, steps = MIXERS[name], 3
+    with torch.no_grad():
+        inputs = [each.double() for each in mixer.inputs(SHAPE, 0, CPU)]
+        expected, end = forms.recurrent(mixer.given(*inputs))
+        _, state = forms.chunked(mixer.given(*(each[:, :, :-steps] for each in inputs)))
+        step = step_of(mixer)
+        for place in range(SHAPE[2] - steps, SHAPE[2]):
+            one = [each[:, :, place:place + 1] for each in inputs]
+            assert max(step_errors(step, mixer, state, one).values()) < 1e-12
+            y = step(state, *one)
+            assert (y - expected[:, :, place:place + 1]).norm() < 1e-12 * expected.norm()
+    assert (state - end).norm() < 1e-12 * end.norm()
+
+
+@unit
+def test_a_state_read_and_written_is_as_large_as_a_cache_of_as_many_steps_as_it_is_wide():
+    assert bytes_of_a_step(64) == bytes_of_a_cache(64, 64) == 2 * 64 * 64 * 4

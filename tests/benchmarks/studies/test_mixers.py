@@ -30,11 +30,15 @@ def test_each_form_is_timed_beside_attention(study_main, tmp_path):
     assert status == 0, out
     lines = read(path)
     assert {(run.case["name"], run.variant["way"]) for run in runs(lines)} == {
-        (ATTENTION, "SDPA"), *(("SSD", way) for way in ("a loop", "at once", "chunks", "chunks, compiled"))}
+        (ATTENTION, "SDPA"), *(("SSD", way) for way in ("a loop", "at once", "chunks", "chunks, compiled", mixers.STEP,
+                                                        mixers.STEP_COMPILED))}
     assert STUDY.report(lines) in out and "S 64\n" in out
     rows = re.findall(r"^SSD +(a loop|at once|chunks(?:, compiled)?) +\d\.\de-0\d +\d", out, re.MULTILINE)
     assert rows == 2 * ["a loop", "at once", "chunks", "chunks, compiled"]
     assert re.search(r"^SSD +a loop +\d\.\d\d +\d\.\d\d +(never|16|64) +32$", out, re.MULTILINE), out
+    row = r"^SSD +a step(, compiled)? +\d\.\de-0\d +[\d.]+ +\d\.\d\d +[\d.]+ +\d\.\d\d +(?:never|16|64) +16$"
+    steps = re.findall(row, out, re.MULTILINE)
+    assert steps == ["", ", compiled"], out
     assert re.match(r"on a CPU at S 64 SSD \(.*\) is \d\.\d\d times as fast as causal attention", STUDY.answer(lines))
 
 
@@ -45,6 +49,26 @@ def test_a_form_that_is_wrong_fails(study_main, monkeypatch):
     status, out, _ = study_main("mixers", *SHORT, "--lengths", "16")
     assert status == 1 and re.search(r"^SSD, chunks: failed: the y is off by .* against FP64", out, re.MULTILINE), out
     assert re.search(r"^SSD +a loop ", out, re.MULTILINE)
+
+
+@integration
+@pytest.mark.parametrize("wrong, what", [(lambda state, y: y, "state"), (lambda state, y: y + state.mean(), "y")])
+def test_a_step_of_decoding_that_is_wrong_fails(wrong, what, study_main, monkeypatch):
+    """Its state stays, or its y is another."""
+    right = mixers.step_of
+
+    def step_of(mixer):
+        def step(state, *inputs):
+            own = state.clone()
+            y = right(mixer)(own, *inputs)
+            if what == "y":
+                state.copy_(own)
+            return wrong(state, y)
+        return step
+    monkeypatch.setattr(mixers, "step_of", step_of)
+    status, out, _ = study_main("mixers", *SHORT, "--lengths", "16")
+    assert status == 1, out
+    assert re.search(rf"^SSD, a step: failed: the {what} is off by .* against FP64", out, re.MULTILINE), out
 
 
 @unit
