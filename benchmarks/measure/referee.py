@@ -44,6 +44,7 @@ LOOKS = 2                                  # at timed calls, of each pass and wa
 GROSS = 0.05                               # of a gradient's norm: a kink may move it, what is stale is further off
 TWICE = 2                                  # so often a gradient must be another one: a kink moves it now and then
 THRICE = 3                                 # so often a device must go on: a host that is held up sees that now and then
+MOST_SLOW_WAITS = 9                        # of a row, after each of which another look is asked for
 TIMES_MOVED = 2                            # what a rounding of the inputs does to a gradient of the reference, at most
 TIMES_ROUNDING, TIMES_THE_REFERENCE = 2, 4 # of an output: candidate and reference both round
 NOT_PLAIN = ", which may compute when it is looked at: return plain tensors"
@@ -256,12 +257,12 @@ class Referee:
             watch.prepare()
 
         def once_more() -> None:
-            for _ in range(THRICE):
+            for number in range(MOST_SLOW_WAITS):
                 work.between()
                 watch.prepare(is_due=True)
                 run()
                 watch.look()
-                if not watch.suspected and not watch.busy:
+                if not watch.asks_again(number):
                     break
             work.between()
         self.last_looks[mode] = once_more
@@ -290,12 +291,12 @@ class Referee:
             watch.returned = list(writes)
 
         def once_more() -> None:
-            for _ in range(THRICE):
+            for number in range(MOST_SLOW_WAITS):
                 watch.prepare(is_due=True)
                 replay()
                 watch.returned = list(writes)
                 watch.look()
-                if not watch.busy:
+                if not watch.asks_again(number):
                     break
         self.last_looks[watch.mode] = once_more
         return between
@@ -311,11 +312,10 @@ def _by_graph(mode: str) -> str:
     return f"{mode} by graph"
 
 
-def left_busy(call: float, wait: float, idle_wait: float) -> bool:
+def left_busy(call: float, wait: float, idle_wait: float = 0.0) -> bool:
     """Whether a device still worked, when waiting for it took `wait` seconds behind a call of `call` seconds.
 
-    `idle_wait` is what the same takes while nothing runs: an energy counter that is read beside it holds the driver's
-    lock, and each wait for the device with it.
+    `idle_wait` is what the same takes while nothing runs: whatever holds the driver's lock holds up each wait, too.
     """
     return wait - idle_wait > max(LEFT_BUSY, LEFT_SHARE * call)
 
@@ -345,6 +345,8 @@ class _Watch:
         self.is_due = False                                    # whether the next call is looked at
         self.suspected = 0                                     # looks that found another gradient
         self.busy = 0                                          # looks in a row at which the device still went on
+        self.slow_waits = 0                                    # looks at which it did, or waiting itself was slow
+        self.is_unsure = False                                 # whether another look must tell which
         self.began = 0.0                                       # when the call that is looked at could begin
         self.threads: set[threading.Thread] = set()
 
@@ -435,11 +437,21 @@ class _Watch:
             return False
         torch.cuda.current_stream().synchronize()
         call = time.perf_counter() - self.began
-        waits = [_seconds_of(torch.cuda.synchronize) for _ in range(1 + THRICE)]
-        self.busy = self.busy + 1 if left_busy(call, waits[0], max(waits[1:])) else 0
-        if 0 < self.busy < THRICE:
+        wait, *idle_waits = (_seconds_of(torch.cuda.synchronize) for _ in range(1 + THRICE))
+        if not left_busy(call, wait):
+            self.busy, self.is_unsure = 0, False
+            return False
+        self.slow_waits += 1
+        self.busy += left_busy(call, wait, max(idle_waits))
+        self.is_unsure = self.busy < THRICE and self.slow_waits < MOST_SLOW_WAITS
+        if self.is_unsure:
             self._look_again()
         return self.busy >= THRICE
+
+    def asks_again(self, number: int) -> bool:
+        """Whether the last call must be followed by another one, behind so many: something was found, but not often
+        enough."""
+        return self.is_unsure or (self.suspected > 0 and number + 1 < THRICE)
 
     def _look_again(self) -> None:
         """At the next call, beside the looks that are due."""

@@ -2,6 +2,7 @@
 import math
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +51,40 @@ def test_every_cheat_has_its_words_and_there_are_enough():
     (1e-3, 9e-4, 8e-4, False)])                                        # the wait itself is slow
 def test_a_device_went_on_where_waiting_for_it_took_longer_than_when_it_is_idle(call, wait, idle_wait, went_on):
     assert referee.left_busy(call, wait, idle_wait) is went_on
+
+
+QUICK, SLOW = 1e-5, 1e-3
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("looks, told", [
+    (3 * [(SLOW, QUICK)], [False, False, True]),                       # work is left each time
+    ([(SLOW, QUICK), (SLOW, QUICK), (QUICK, QUICK), (SLOW, QUICK), (SLOW, QUICK)], 5 * [False]),       # now and then
+    (12 * [(SLOW, SLOW)], 12 * [False]),                               # all waits are slow
+    ([(SLOW, QUICK), (SLOW, SLOW), (SLOW, QUICK), (SLOW, QUICK)], [False, False, False, True])])       # one is slow
+def test_work_is_left_on_a_stream_where_it_is_seen_thrice_in_a_row(looks, told, monkeypatch):
+    """Where waiting itself is slow nothing is told, and one more look is asked for, but not without end."""
+    waits = [wait for first, idle in looks for wait in (first, idle, idle, idle)]
+    monkeypatch.setattr(referee, "_seconds_of", lambda wait: waits.pop(0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    watch = referee._Watch(SimpleNamespace(), FORWARD, [torch.zeros(2)], [])
+    watch.began = time.perf_counter()
+    found, asked = [], []
+    for number in range(len(looks)):
+        found.append(watch._goes_on(torch.device("cuda")))
+        asked.append(watch.asks_again(number))
+    assert found == told
+    slow = [first == SLOW for first, _ in looks]
+    assert asked == [is_slow and not all_told and number + 1 < referee.MOST_SLOW_WAITS
+                     for number, (is_slow, all_told) in enumerate(zip(slow, told, strict=True))]
+
+
+@pytest.mark.unit
+def test_a_gradient_that_was_wrong_once_is_looked_at_three_times():
+    watch = referee._Watch(SimpleNamespace(), FORWARD, [torch.zeros(2)], [])
+    assert not any(watch.asks_again(number) for number in range(4))
+    watch.suspected = 1
+    assert [watch.asks_again(number) for number in range(4)] == [True, True, False, False]
 
 
 @pytest.mark.unit
