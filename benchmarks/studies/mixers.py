@@ -11,6 +11,7 @@ decoding behind as many: from a state, and by attention over its cache.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -64,8 +65,6 @@ Error: the largest of the output and the gradients, against the recurrence in FP
 DECODING = """\
 A step of decoding behind so many others: a mixer reads and writes its state, attention reads its cache. Error: the
 larger of y's and the state's. Bytes: the length from which on attention moves more of them than a mixer."""
-PAYS = """\
-Bytes: the length from which on a cache of keys and values is larger than a state that is read and written."""
 PAYS = """\
 Pays from: the shortest length from which on its interval is above 1 at all that were measured, f+b. FLOPs: the length
 from which on its products are no more than attention's, which says what time would be were it for these alone: a loop
@@ -172,11 +171,18 @@ def step_control(mixer: Mixer, sizes: Sizes) -> Case:
     def prepare(setting: Setting, result: Result) -> Subject:
         setting.say(Phase.BUILDING)
         inputs, _ = _one_step(mixer, sizes, setting)
-        keys, values = (torch.randn(sizes.shape, device=setting.device) for _ in range(2))
+        numbers = torch.Generator(setting.device).manual_seed(setting.seed + 1)
+        keys, values = (torch.randn(sizes.shape, generator=numbers, device=setting.device) for _ in range(2))
 
         def attend_to_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys[:, :, -1:], values[:, :, -1:] = k, v
             return F.scaled_dot_product_attention(q, keys, values)
+        setting.say(Phase.CHECKING)
+        y = attend_to_all(*inputs[:3])
+        weights = (inputs[0].double() @ keys.double().mT / math.sqrt(sizes.width)).softmax(-1)
+        error = oracle.relative_error(y, weights @ values.double())
+        result.errors = {"y": (error, GATES[0])}
+        require("y", error, GATES[0])
         return _subject(attend_to_all, inputs[:3], torch.zeros_like(inputs[0]), sizes)
     return _case(ATTENTION, "SDPA", sizes, prepare, mixer.name, decodes=True)
 
