@@ -75,7 +75,7 @@ def end_in_order() -> None:
 class _Again:
     """Sends a signal once more whose exception Python drops, as it does in a finalizer.
 
-    Behind a backward that is often the first Python code to run: without this most of Ctrl-C would be lost there.
+    Behind a backward on a GPU a finalizer can be the first Python code to run, and gets the Ctrl-C that came meanwhile.
     """
 
     def __init__(self, otherwise: Callable[[Any], object]):

@@ -44,7 +44,7 @@ LOOKS = 2                                  # at timed calls, of each pass and wa
 GROSS = 0.05                               # of a gradient's norm: a kink may move it, what is stale is further off
 TWICE = 2                                  # so often a gradient must be another one: a kink moves it now and then
 THRICE = 3                                 # so often a device must go on: a host that is held up sees that now and then
-MOST_SLOW_WAITS = 9                        # of a row, after each of which another look is asked for
+MOST_SLOW_WAITS = 9                        # of a row: another look is asked for after each, until there were so many
 TIMES_MOVED = 2                            # what a rounding of the inputs does to a gradient of the reference, at most
 TIMES_ROUNDING, TIMES_THE_REFERENCE = 2, 4 # of an output: candidate and reference both round
 NOT_PLAIN = ", which may compute when it is looked at: return plain tensors"
@@ -449,8 +449,7 @@ class _Watch:
         return self.busy >= THRICE
 
     def asks_again(self, number: int) -> bool:
-        """Whether the last call must be followed by another one, behind so many: something was found, but not often
-        enough."""
+        """Whether one more call must be looked at, after `number` others: something was found, but not often enough."""
         return self.is_unsure or (self.suspected > 0 and number + 1 < THRICE)
 
     def _look_again(self) -> None:

@@ -85,6 +85,16 @@ def step_of(mixer: Mixer) -> Step:
     return step
 
 
+@dataclass(frozen=True)
+class Decoder:
+    """Steps from a state that moves on with each call. What is compiled stays an attribute, so that it can be seen."""
+    step: Step
+    state: Tensor
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        return self.step(self.state, *inputs)
+
+
 def step_errors(step: Step, mixer: Mixer, state: Tensor, inputs: Sequence[Tensor]) -> dict[str, float]:
     """What -> relative L2 error of y, and of the state behind it, against the recurrence in FP64; `state` stays."""
     own = state.clone()

@@ -27,6 +27,7 @@ from benchmarks.mixers.mixer import (
     FORMS,
     LOOP,
     MIXERS,
+    Decoder,
     Mix,
     Mixer,
     bytes_of_a_cache,
@@ -67,8 +68,7 @@ A step of decoding behind so many others: a mixer reads and writes its state, at
 larger of y's and the state's. Bytes: the length from which on attention moves more of them than a mixer."""
 PAYS = """\
 Pays from: the shortest length from which on its interval is above 1 at all that were measured, f+b. FLOPs: the length
-from which on its products are no more than attention's, which says what time would be were it for these alone: a loop
-also waits for a launch at each step, and what stands in memory between two kernels is read and written."""
+from which on its products are no more than attention's. Where it pays later, more than products takes time."""
 
 
 # ----------------------------------------------------------------------------------------------------------- the cases
@@ -151,7 +151,7 @@ def step_case(mixer: Mixer, way: str, sizes: Sizes) -> Case:
     """One step of decoding, from a state."""
     def prepare(setting: Setting, result: Result) -> Subject:
         setting.say(Phase.BUILDING)
-        inputs, state = _one_step(mixer, sizes, setting)
+        inputs, state = _inputs_of_a_step(mixer, sizes, setting), _state_behind(mixer, sizes, setting)
         step = step_of(mixer)
         if way == STEP_COMPILED:
             compiler.allow_many_graphs()
@@ -162,7 +162,7 @@ def step_case(mixer: Mixer, way: str, sizes: Sizes) -> Case:
         result.errors = {what: (error, GATES[0]) for what, error in found.items()}
         for what, (error, gate) in result.errors.items():
             require(what, error, gate)
-        return _subject(functools.partial(step, state), inputs, torch.zeros_like(inputs[0]), sizes)
+        return _subject(Decoder(step, state), inputs, torch.zeros_like(inputs[0]), sizes)
     return _case(mixer.name, way, sizes, prepare, mixer.name, decodes=True)
 
 
@@ -170,8 +170,8 @@ def step_control(mixer: Mixer, sizes: Sizes) -> Case:
     """The same step of attention: its key and value into the cache, then over all of it."""
     def prepare(setting: Setting, result: Result) -> Subject:
         setting.say(Phase.BUILDING)
-        inputs, _ = _one_step(mixer, sizes, setting)
-        numbers = torch.Generator(setting.device).manual_seed(setting.seed + 1)
+        inputs = _inputs_of_a_step(mixer, sizes, setting)
+        numbers = torch.Generator(setting.device).manual_seed(setting.seed)
         keys, values = (torch.randn(sizes.shape, generator=numbers, device=setting.device) for _ in range(2))
 
         def attend_to_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -187,12 +187,15 @@ def step_control(mixer: Mixer, sizes: Sizes) -> Case:
     return _case(ATTENTION, "SDPA", sizes, prepare, mixer.name, decodes=True)
 
 
-def _one_step(mixer: Mixer, sizes: Sizes, setting: Setting) -> tuple[list[Tensor], Tensor]:
-    """(q, k, v and gates of one step, the state behind all steps before it)."""
-    inputs = mixer.inputs(sizes.shape, setting.seed, setting.device)
+def _inputs_of_a_step(mixer: Mixer, sizes: Sizes, setting: Setting) -> list[Tensor]:
+    shape = sizes.batch, sizes.heads, 1, sizes.width
+    return [each.detach() for each in mixer.inputs(shape, setting.seed + 1, setting.device)]
+
+
+def _state_behind(mixer: Mixer, sizes: Sizes, setting: Setting) -> Tensor:
+    """The state behind a whole sequence."""
     with torch.no_grad():
-        _, state = forms.chunked(mixer.given(*inputs))
-    return [each.detach()[:, :, -1:].contiguous() for each in inputs], state
+        return forms.chunked(mixer.given(*mixer.inputs(sizes.shape, setting.seed, setting.device)))[1]
 
 
 def _case(name: str, way: str, sizes: Sizes, prepare, beside: str, decodes: bool = False) -> Case:

@@ -48,7 +48,7 @@ from common.report.record import Record, check_records, record
 from common.report.result import Result
 from common.runtime import exclusive
 
-STEPS, QUICK_STEPS = 300, 60
+STEPS, QUICK_STEPS = 300, 30
 SEEDS, QUICK_SEEDS = 3, 1
 WIDTH = 120                            # of a table on the page, in characters
 LOOKED_AT = "blocks.1.up"              # the layer of the GPT whose operands are

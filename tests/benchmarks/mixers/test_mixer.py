@@ -10,6 +10,7 @@ from benchmarks.mixers.mixer import (
     FORMS,
     LOOP,
     MIXERS,
+    Decoder,
     bytes_of_a_cache,
     bytes_of_a_step,
     constant_decay,
@@ -19,6 +20,7 @@ from benchmarks.mixers.mixer import (
     step_errors,
     step_of,
 )
+from common.runtime import compiler
 
 unit = pytest.mark.unit
 CPU = torch.device("cpu")
@@ -107,3 +109,11 @@ def test_steps_of_decoding_go_on_where_a_sequence_ended(name):
 @unit
 def test_a_state_read_and_written_is_as_large_as_a_cache_of_as_many_steps_as_it_is_wide():
     assert bytes_of_a_step(64) == bytes_of_a_cache(64, 64) == 2 * 64 * 64 * 4
+
+
+@unit
+def test_a_compiled_step_is_seen_to_be_compiled():
+    """Else nobody would notice that it was compiled again while it was timed."""
+    step, state = step_of(MIXERS["SSD"]), torch.zeros(2, 3, 8, 8)
+    assert compiler.holds_compiled(Decoder(torch.compile(step), state))
+    assert not compiler.holds_compiled(Decoder(step, state))
