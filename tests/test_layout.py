@@ -75,7 +75,7 @@ def test_nothing_in_common_imports_benchmarks():
     assert importers == []
 
 # They import nothing of the others; notebooks' cells do.
-LEAVES = ("kernels", "examples", "notebooks", "recipes", "mixers")
+LEAVES = ("kernels", "examples", "notebooks", "recipes")
 
 
 def room_of(module: str) -> str:
@@ -90,7 +90,7 @@ def may_import(room: str) -> set[str]:
     """The rooms of benchmarks/ that a room may import, itself among them."""
     if room in LEAVES:
         return {room}
-    if room == "patterns":
+    if room in ("patterns", "mixers"):
         return {room, "kernels"}
     before = set(ROOMS[:ROOMS.index(room)]) - set(LAST)
     of_the_last = {"kernels", "examples", "patterns", "recipes", "mixers"} if room in LAST else set()
@@ -99,13 +99,13 @@ def may_import(room: str) -> set[str]:
 
 def test_every_room_of_benchmarks_has_its_place_in_the_order():
     rooms = {room_of(name) for name in FILES if name.startswith("benchmarks")} - {""}
-    assert rooms <= {*ROOMS, *LEAVES, "patterns"}
+    assert rooms <= {*ROOMS, *LEAVES, "patterns", "mixers"}
 
 
 @pytest.mark.parametrize("module", sorted(name for name in FILES if room_of(name)))
 def test_imports_inside_benchmarks_run_one_way(module):
-    """studies -> assistant -> show -> measure -> records -> common; of patterns only the former two know, of kernels
-    these and patterns.
+    """studies -> assistant -> show -> measure -> records -> common; of patterns and mixers only the former two know, of
+    kernels these two and they.
     """
     ours = {name for name in imported(FILES[module]) if name.startswith("benchmarks")}
     assert {room_of(name) for name in ours} <= may_import(room_of(module))
@@ -147,8 +147,8 @@ def test_no_module_of_ours_is_imported_by_a_text():
                 given = node.args[0]
                 if not isinstance(given, ast.Constant) or given.value.split(".")[0] in PACKAGES:
                     dynamic.add(name)
-    assert dynamic == {"benchmarks.studies", "benchmarks.kernels.operations", "benchmarks.patterns.paged",
-                       "benchmarks.patterns.ways", "benchmarks.notebooks.command"}
+    assert dynamic == {"benchmarks.studies", "benchmarks.kernels.operations", "benchmarks.mixers.fused",
+                       "benchmarks.patterns.paged", "benchmarks.patterns.ways", "benchmarks.notebooks.command"}
 
 
 # ------------------------------------------------------------------------------------------------ which step it is

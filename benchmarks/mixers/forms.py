@@ -5,7 +5,8 @@
                                                         (retention), or depends on the input (SSD of Mamba-2)
     u[t] = b[t] (v[t] - a[t] S[t-1]^T k[t])             gated delta rule: what S holds under k is replaced by b of v
 
-q, k [B, H, S, K]; v and y [B, H, S, V]; g, b [B, H, S]; states [B, H, K, V]. g is at most 0, b in [0, 1].
+q, k [B, H, S, K]; v and y [B, H, S, V]; g, b [B, H, S]; states [B, H, K, V]. g is at most 0, b in [0, 1]. Where q, k
+and v have 16 bits, g, b and states are in FP32: what is multiplied is rounded to 16 bits, a state is not.
 Sources: RetNet (arXiv 2307.08621), Mamba-2 (2405.21060), Gated Delta Networks (2412.06464).
 """
 import math
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CHUNK = 64
+CHUNK = 64                                 # steps
+GROUP = 64                                 # chunks whose states follow from each other at once
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Given:
 
     def no_state(self) -> Tensor:
         """Zeros [B, H, K, V]."""
-        return self.q.new_zeros(*self.q.shape[:2], self.q.size(-1), self.v.size(-1))
+        return self.g.new_zeros(*self.q.shape[:2], self.q.size(-1), self.v.size(-1))
 
 
 Form = Callable[[Given, Tensor | None], tuple[Tensor, Tensor]]           # (y, the state behind the last step)
@@ -54,13 +56,13 @@ def recurrent(given: Given, state: Tensor | None = None) -> tuple[Tensor, Tensor
     """Step by step, as it is defined: 3 S K V multiplications, and S launches in a row of each."""
     state, every = given.no_state() if state is None else state, []
     for t in range(given.steps):
-        q, k, v = (each[:, :, t] for each in (given.q, given.k, given.v))
+        q, k, v = (each[:, :, t].to(state.dtype) for each in (given.q, given.k, given.v))
         state = given.g[:, :, t, None, None].exp() * state
         if given.b is not None:
             held = (k.unsqueeze(-2) @ state).squeeze(-2)
             v = given.b[:, :, t, None] * (v - held)
         state = state + k.unsqueeze(-1) * v.unsqueeze(-2)
-        every.append((q.unsqueeze(-2) @ state).squeeze(-2))
+        every.append((q.unsqueeze(-2) @ state).squeeze(-2).to(given.v.dtype))
     return torch.stack(every, 2), state
 
 
@@ -78,24 +80,66 @@ def chunked(given: Given, state: Tensor | None = None, chunk: int = CHUNK) -> tu
     q, k, v = (each.unflatten(2, (-1, chunk)) for each in (given.q, given.k, given.v))          # [B, H, N, C, K or V]
     g = given.g.unflatten(2, (-1, chunk))
     between = _decay_between(g)
-    scores = (q @ k.mT) * between
     since = g.cumsum(-1)                                           # from before the chunk to behind each step
-    into, out_of = since.exp().unsqueeze(-1), between[..., -1, :].unsqueeze(-1)
-    forgotten = None
-    if given.b is not None:
-        b = given.b.unflatten(2, (-1, chunk)).unsqueeze(-1)
-        system = b * (k @ k.mT) * between                          # its diagonal is not read: taken as ones
-        solved = torch.linalg.solve_triangular(system, torch.cat([b * v, b * into * k], -1), upper=False,
-                                               unitriangular=True)
-        v, forgotten = solved.split([v.size(-1), k.size(-1)], -1)
-    every = []
-    for n in range(q.size(2)):
-        u = v[:, :, n]
-        if forgotten is not None:
-            u = u - forgotten[:, :, n] @ state
-        every.append((into[:, :, n] * q[:, :, n]) @ state + scores[:, :, n] @ u)
-        state = since[:, :, n, -1, None, None].exp() * state + (out_of[:, :, n] * k[:, :, n]).mT @ u
-    return torch.cat(every, 2)[:, :, :steps], state
+    kept = (between[..., -1, :].unsqueeze(-1) * k).to(k.dtype)     # what is left of each key behind the chunk
+    if given.b is None:
+        states, state = _states(since[..., -1], kept.mT @ v, state)
+    else:
+        v, forgotten = _without_what_was_held(k, v, between, since, given.b.unflatten(2, (-1, chunk)))
+        as_it_was = since[..., -1].exp()[..., None, None] * torch.eye(k.size(-1), dtype=g.dtype, device=g.device)
+        states, state = _states_moved(as_it_was - kept.mT @ forgotten, kept.mT @ v, state)
+        v = v - forgotten @ states.to(v.dtype)
+    read = (since.exp().unsqueeze(-1) * q).to(q.dtype)
+    y = read @ states.to(q.dtype) + ((q @ k.mT) * between).to(v.dtype) @ v
+    return y.flatten(2, 3)[:, :, :steps], state
+
+
+def by_chunks_of(given: Given, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """Of a delta rule, (v, f) [B, H, S, V and K]: what is written at a step is v - f S, of the state before its chunk.
+    """
+    filled = _filled(given, -given.steps % chunk)
+    if filled.b is None:
+        raise ValueError("b is None: only a delta rule replaces what a state holds")
+    k, v = (each.unflatten(2, (-1, chunk)) for each in (filled.k, filled.v))
+    g, b = (each.unflatten(2, (-1, chunk)) for each in (filled.g, filled.b))
+    found = _without_what_was_held(k, v, _decay_between(g), g.cumsum(-1), b)
+    v, forgotten = (each.flatten(2, 3)[:, :, :given.steps] for each in found)
+    return v, forgotten
+
+
+def _without_what_was_held(k: Tensor, v: Tensor, between: Tensor, since: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of chunks [B, H, N, C, V and K]: a triangular system says what steps of one chunk do to each other."""
+    b = b.unsqueeze(-1)
+    system = b * (k @ k.mT) * between                              # its diagonal is not read: taken as ones
+    sides = torch.cat([b * v, b * since.exp().unsqueeze(-1) * k], -1)
+    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True).to(v.dtype)
+    written, forgotten = solved.split([v.size(-1), k.size(-1)], -1)
+    return written, forgotten
+
+
+def _states(g: Tensor, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The states before each chunk [B, H, N, K, V], and the one behind the last.
+
+    `g` [B, H, N] is the log of what a chunk leaves of a state, `written` [B, H, N, K, V] what it adds. At once within a
+    group of chunks, as the steps are within a chunk.
+    """
+    before = []
+    for decays, sums in zip(g.split(GROUP, 2), written.split(GROUP, 2), strict=True):
+        between = _decay_between(decays).to(sums.dtype)
+        behind = (between @ sums.flatten(-2)).to(g.dtype).unflatten(-1, sums.shape[-2:])
+        behind = behind + decays.cumsum(-1).exp()[..., None, None] * state.unsqueeze(2)
+        before += [state.unsqueeze(2), behind[:, :, :-1]]
+        state = behind[:, :, -1]
+    return torch.cat(before, 2), state
+
+
+def _states_moved(moves: Tensor, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The same where a chunk multiplies a state by a matrix [K, K]: one product a chunk, in a row."""
+    before = []
+    for move, added in zip(moves.unbind(2), written.unbind(2), strict=True):
+        before.append(state)
+        state = added + move @ state
+    return torch.stack(before, 2), state
 
 
 def flops_of_recurrent(steps: int, K: int, V: int, delta: bool) -> int:
@@ -104,12 +148,17 @@ def flops_of_recurrent(steps: int, K: int, V: int, delta: bool) -> int:
 
 
 def flops_of_chunked(steps: int, K: int, V: int, delta: bool, chunk: int = CHUNK) -> int:
-    """Of a forward of one head: scores and their sum, the state read and written; with a delta rule also the products
-    of keys, the triangular system, and what the state held."""
+    """Of a forward of one head: scores and their sum, the state read and written, and from chunk to chunk.
+
+    With a delta rule also the products of keys, the triangular system, and what the state held.
+    """
+    chunks = -(-steps // chunk)
     each = chunk**2 * 2 * (K + V) + 4 * chunk * K * V
     if delta:
-        each += chunk**2 * (2 * K + K + V) + 2 * chunk * K * V
-    return -(-steps // chunk) * each
+        each += chunk**2 * (2 * K + K + V) + 2 * chunk * K * (K + V) + 2 * K * K * V
+        return chunks * each
+    groups, rest = divmod(chunks, GROUP)
+    return chunks * each + (groups * GROUP**2 + rest**2) * 2 * K * V
 
 
 def flops_of_attention(steps: int, K: int, V: int) -> int:

@@ -12,8 +12,10 @@ from torch.nn import functional as F
 
 from benchmarks.mixers import forms
 from benchmarks.mixers.forms import Form, Given
+from benchmarks.mixers.fused import fused
 from common.block import oracle
 
+LONGEST = 2**14                            # steps at which every form but the one at once has fewer FLOPs
 Mix = Callable[..., Tensor]                # q, k, v [B, H, S, D], gates [B, H, S] -> y [B, H, S, D]
 
 
@@ -45,31 +47,39 @@ class Mixer:
         """Of a forward of one head by that form, in products alone."""
         if way == LOOP:
             return forms.flops_of_recurrent(steps, width, width, self.replaces)
-        chunk = steps if way == AT_ONCE else forms.CHUNK
+        return self.flops_by_chunks_of(steps if way == AT_ONCE else forms.CHUNK, steps, width)
+
+    def flops_by_chunks_of(self, chunk: int, steps: int, width: int) -> int:
+        """The same, of chunks of so many steps."""
         return forms.flops_of_chunked(steps, width, width, self.replaces, chunk)
 
     def as_few_flops_from(self, way: str, width: int) -> int | None:
         """The length from which on that form has no more than causal attention; None where it always has more."""
         if way == AT_ONCE:                                 # as many pairs of steps, and a state besides
             return None
-        a_step = self.flops(way, forms.CHUNK, width) / forms.CHUNK
-        return math.ceil(a_step / forms.flops_of_attention(1, width, width))
+        more = [steps for steps in range(1, LONGEST)
+                if self.flops(way, steps, width) > forms.flops_of_attention(steps, width, width)]
+        return more[-1] + 1
 
-    def inputs(self, shape: Sequence[int], seed: int, device: torch.device) -> list[Tensor]:
-        """q, k, v and gates of normal numbers, FP32; decay gates around -3, which forgets over some twenty steps."""
+    def inputs(self, shape: Sequence[int], seed: int, device: torch.device, dtype: torch.dtype = torch.float32
+               ) -> list[Tensor]:
+        """q, k, v in `dtype` and gates in FP32, of normal numbers.
+
+        Gates of a decay lie around -3, which forgets over some twenty steps.
+        """
         numbers = torch.Generator(device).manual_seed(seed)
         B, H, S, D = shape
         sizes = [(B, H, S, D)] * 3 + [(B, H, S)] * self.gates
         made = [torch.randn(size, generator=numbers, device=device) for size in sizes]
         if self.decays:
             made[3] = made[3] - 3
-        return [each.requires_grad_() for each in made]
+        return [each.requires_grad_() for each in (*(each.to(dtype) for each in made[:3]), *made[3:])]
 
 
 def constant_decay(q: Tensor) -> Tensor:
-    """Log decay [B, H, S] of retention: head h keeps 1 - 2^(-5 - h)."""
+    """Log decay [B, H, S] of retention, in FP32 at least: head h keeps 1 - 2^(-5 - h)."""
     B, H, S, _ = q.shape
-    heads = torch.arange(H, device=q.device, dtype=q.dtype)
+    heads = torch.arange(H, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
     return torch.log1p(-torch.exp2(-5 - heads)).view(1, H, 1).expand(B, H, S)
 
 
@@ -104,20 +114,20 @@ def step_errors(step: Step, mixer: Mixer, state: Tensor, inputs: Sequence[Tensor
 
 
 def bytes_of_a_step(width: int) -> int:
-    """Of FP32, of one head: its state, read and written."""
+    """Of one head: its state, read and written in FP32."""
     return 2 * 4 * width**2
 
 
-def bytes_of_a_cache(steps: int, width: int) -> int:
-    """Of FP32, of one head: all keys and values, read."""
-    return 2 * 4 * steps * width
+def bytes_of_a_cache(steps: int, width: int, itemsize: int = 4) -> int:
+    """Of one head: all keys and values, read."""
+    return 2 * itemsize * steps * width
 
 
 EVERY = (Mixer("linear attention, decay", decays=False), Mixer("SSD"), Mixer("gated delta rule", replaces=True))
 MIXERS = {mixer.name: mixer for mixer in EVERY}
-LOOP, AT_ONCE, CHUNKS, COMPILED = "a loop", "at once", "chunks", "chunks, compiled"
+LOOP, AT_ONCE, CHUNKS, COMPILED, TRITON = "a loop", "at once", "chunks", "chunks, compiled", "chunks, Triton"
 FORMS: dict[str, Form] = {LOOP: forms.recurrent, AT_ONCE: forms.parallel, CHUNKS: forms.chunked,
-                          COMPILED: forms.chunked}
+                          COMPILED: forms.chunked, TRITON: fused}
 
 
 # -------------------------------------------------------------------------------------------------------- its check

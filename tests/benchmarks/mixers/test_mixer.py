@@ -10,6 +10,7 @@ from benchmarks.mixers.mixer import (
     FORMS,
     LOOP,
     MIXERS,
+    TRITON,
     Decoder,
     bytes_of_a_cache,
     bytes_of_a_step,
@@ -20,17 +21,19 @@ from benchmarks.mixers.mixer import (
     step_errors,
     step_of,
 )
+from common.block import oracle
 from common.runtime import compiler
 
 unit = pytest.mark.unit
 CPU = torch.device("cpu")
-SHAPE = 2, 3, 70, 8
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")          # Triton's interpreter without a GPU
+SHAPE = 2, 3, 70, 16
 
 
-def found(name, mix=None, shape=SHAPE):
+def found(name, mix=None, shape=SHAPE, dtype=torch.float32):
     mixer = MIXERS[name]
-    inputs = mixer.inputs(shape, 0, CPU)
-    dy = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    inputs = mixer.inputs(shape, 0, DEVICE, dtype)
+    dy = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     return errors(mix or mixer.by(FORMS[CHUNKS]), mixer, inputs, dy, exact(mixer, inputs, dy))
 
 
@@ -38,9 +41,27 @@ def found(name, mix=None, shape=SHAPE):
 @pytest.mark.parametrize("way", FORMS)
 @pytest.mark.parametrize("name", MIXERS)
 def test_each_form_of_each_mixer_is_right(name, way):
-    errors_of_it = found(name, MIXERS[name].by(FORMS[way]))
+    errors_of_it = found(name, MIXERS[name].by(FORMS[way]), (1, 2, 70, 16))
     assert max(errors_of_it.values()) < 3e-6, errors_of_it
     assert list(errors_of_it) == ["y", "dq", "dk", "dv", *["dg"] * MIXERS[name].decays, *["db"] * MIXERS[name].replaces]
+
+
+@unit
+@pytest.mark.parametrize("way", [CHUNKS, AT_ONCE, LOOP, TRITON])
+@pytest.mark.parametrize("name", MIXERS)
+def test_each_form_is_right_in_16_bits(name, way):
+    output, gradient = oracle.MODULE_GATES[torch.bfloat16]
+    errors_of_it = found(name, MIXERS[name].by(FORMS[way]), (1, 2, 70, 16), torch.bfloat16)
+    assert errors_of_it.pop("y") < output and max(errors_of_it.values()) < gradient, errors_of_it
+
+
+@unit
+def test_gates_and_states_stay_in_fp32():
+    inputs = MIXERS["gated delta rule"].inputs(SHAPE, 0, CPU, torch.bfloat16)
+    assert [each.dtype for each in inputs] == 3 * [torch.bfloat16] + 2 * [torch.float32]
+    for form in (forms.recurrent, forms.chunked):
+        y, state = form(MIXERS["gated delta rule"].given(*inputs))
+        assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
 
 
 @unit
@@ -79,12 +100,12 @@ def test_each_mutant_is_caught(name, mutant):
 
 @unit
 @pytest.mark.parametrize("name, way, length", [
-    ("SSD", LOOP, 128), ("SSD", AT_ONCE, None), ("SSD", CHUNKS, 256), ("SSD", COMPILED, 256),
-    ("gated delta rule", LOOP, 192), ("gated delta rule", CHUNKS, 448)])
+    ("SSD", LOOP, 128), ("SSD", AT_ONCE, None), ("SSD", CHUNKS, 289), ("SSD", COMPILED, 289),
+    ("gated delta rule", LOOP, 192), ("gated delta rule", CHUNKS, 608)])
 def test_from_some_length_on_a_form_has_fewer_flops_than_attention(name, way, length):
     mixer = MIXERS[name]
     assert mixer.as_few_flops_from(way, 64) == length
-    for steps in (64, 128, 192, 256, 448, 512, 8192):
+    for steps in (64, 128, 192, 256, 288, 289, 512, 640, 8192):
         fewer = mixer.flops(way, steps, 64) <= forms.flops_of_attention(steps, 64, 64)
         assert fewer == (length is not None and steps >= length), steps
 

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import studies
 from benchmarks.mixers import forms
+from benchmarks.mixers.mixer import MIXERS
 from benchmarks.records.read import read, runs
 from benchmarks.studies import mixers
 from benchmarks.studies.mixers import ATTENTION, Sizes
@@ -29,17 +30,38 @@ def test_each_form_is_timed_beside_attention(study_main, tmp_path):
     status, out, _ = study_main("mixers", *SHORT, "--lengths", "16,64", "--json", str(path))
     assert status == 0, out
     lines = read(path)
-    assert {(run.case["name"], run.variant["way"]) for run in runs(lines)} == {
+    assert {(run.case["name"], run.variant["way"]) for run in runs(lines) if run.status == "ok"} == {
         (ATTENTION, "SDPA"), *(("SSD", way) for way in ("a loop", "at once", "chunks", "chunks, compiled", mixers.STEP,
                                                         mixers.STEP_COMPILED))}
     assert STUDY.report(lines) in out and "S 64\n" in out
+    assert "SSD, chunks, Triton: skipped: its Triton kernels need a GPU" in out
     rows = re.findall(r"^SSD +(a loop|at once|chunks(?:, compiled)?) +\d\.\de-0\d +\d", out, re.MULTILINE)
+    assert not re.search("^f.b by chunks", out, re.MULTILINE)
     assert rows == 2 * ["a loop", "at once", "chunks", "chunks, compiled"]
     assert re.search(r"^SSD +a loop +\d\.\d\d +\d\.\d\d +(never|16|64) +32$", out, re.MULTILINE), out
     row = r"^SSD +a step(, compiled)? +\d\.\de-0\d +[\d.]+ +\d\.\d\d +[\d.]+ +\d\.\d\d +(?:never|16|64) +16$"
     steps = re.findall(row, out, re.MULTILINE)
     assert steps == ["", ", compiled"], out
     assert re.match(r"on a CPU at S 64 SSD \(.*\) is \d\.\d\d times as fast as causal attention", STUDY.answer(lines))
+
+
+@integration
+def test_other_chunks_are_held_beside_the_usual_ones(study_main):
+    status, out, _ = study_main("mixers", *SHORT, "--lengths", "16,64", "--chunks", "8,32")
+    assert status == 0, out
+    headers = r"^f\+b by chunks +of 8, ms +of 32, ms +of 64, ms +fastest +fewest FLOPs$"
+    assert re.search(headers, out, re.MULTILINE), out
+    assert re.search(r"^SSD +[\d.]+ +[\d.]+ +[\d.]+ +(?:8|32|64) +8$", out, re.MULTILINE), out
+    assert len(re.findall(r"^SSD +chunks of (?:8|32) +\d\.\de-0\d", out, re.MULTILINE)) == 4
+
+
+@unit
+def test_the_chunk_with_the_fewest_flops_grows_with_the_width():
+    """Whatever the length."""
+    def fewest(width, steps):
+        flops = {size: MIXERS["SSD"].flops_by_chunks_of(size, steps, width) for size in (8, 16, 32, 64, 128, 256)}
+        return min(flops, key=flops.__getitem__)
+    assert [fewest(16, 4096), fewest(64, 4096), fewest(64, 16384), fewest(128, 16384)] == [16, 32, 32, 64]
 
 
 @integration
@@ -73,10 +95,16 @@ def test_a_step_of_decoding_that_is_wrong_fails(wrong, what, study_main, monkeyp
 
 @unit
 @pytest.mark.parametrize("way, length, why", [
-    ("a loop", 4096, ""), ("a loop", 4097, "a loop over 4,097 steps: it is timed up to 4,096"),
-    ("at once", 2**15, ""), ("at once", 2**15 + 1, "all pairs of steps would take 8 GiB"), ("chunks", 2**20, "")])
-def test_what_would_take_too_long_is_a_line(way, length, why):
-    assert Sizes(1, 2, length, 64).why_not(way) == why
+    ("a loop", 2048, ""), ("a loop", 2049, "a loop over 2,049 steps: it is timed up to 2,048"),
+    ("at once", 2**15, ""), ("at once", 2**15 + 1, "all pairs of steps would take 8 GiB"), ("chunks", 2**20, ""),
+    ("chunks, Triton", 64, "its Triton kernels need a GPU")])
+def test_what_would_take_too_long_or_can_not_run_is_a_line(way, length, why):
+    assert Sizes(1, 2, length, 64).why_not(way, torch.device("cpu")) == why
+
+
+@unit
+def test_on_a_gpu_its_kernels_run():
+    assert not Sizes(1, 2, 2**20, 64).why_not("chunks, Triton", torch.device("cuda"))
 
 
 @unit

@@ -1,0 +1,285 @@
+"""Attention whose state does not grow, by chunks of steps, forward and backward: retention, SSD, gated delta rule.
+
+    S[t] = exp(g[t]) S[t-1] + k[t] u[t]^T         y[t] = S[t]^T q[t]         u = v, or v - f S[before its chunk]
+
+Within a chunk all pairs of steps are computed at once, as in attention. From chunk to chunk only the state is handed
+on: one kernel walks over the chunks and writes the state before each, and the next computes the outputs of all chunks
+beside each other. The backward does the same from the end: what flows back from within the chunks, a walk that hands on
+the gradient of the state, and then the rest beside each other.
+
+A decay from step s to step t is a sum of its own over the gates between them. The difference of two running sums would
+lose all digits of a gradient where much has been forgotten; so would the difference of two running sums of gradients.
+"""
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op
+
+from ..inputs import require_like
+from .launch import launchable, require_float
+
+CHUNK = 64                                          # steps
+VALUES = 32                                         # columns of a state that one program walks with
+WIDTHS = (16, 32, 64, 128)
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _dot(a, b, PRECISION: tl.constexpr):
+    """a b in FP32."""
+    if INTERPRETED:                        # the interpreter would multiply BF16 as the integers that hold its bits
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _rows(base, first, length, columns, C: tl.constexpr, D: tl.constexpr):
+    """Steps of a chunk [C, columns], zeros behind the last one."""
+    steps = first + tl.arange(0, C)
+    at = base + tl.cast(steps, tl.int64)[:, None] * D + columns[None, :]
+    return tl.load(at, mask=(steps < length)[:, None], other=0.0)
+
+
+@triton.jit
+def _store_rows(base, value, first, length, columns, C: tl.constexpr, D: tl.constexpr):
+    steps = first + tl.arange(0, C)
+    at = base + tl.cast(steps, tl.int64)[:, None] * D + columns[None, :]
+    tl.store(at, value, mask=(steps < length)[:, None])
+
+
+@triton.jit
+def _gates(g_row, first, length, C: tl.constexpr):
+    steps = first + tl.arange(0, C)
+    return tl.load(g_row + steps, mask=steps < length, other=0.0)
+
+
+@triton.jit
+def _kept(g_row, first, length, C: tl.constexpr):
+    """[C]: what is left behind the chunk of what each step wrote."""
+    steps = tl.arange(0, C)
+    behind = tl.load(g_row + first + steps + 1, mask=(steps + 1 < C) & (first + steps + 1 < length), other=0.0)
+    return tl.exp(tl.cumsum(behind, 0, reverse=True))
+
+
+@triton.jit
+def _decay_between(g, C: tl.constexpr):
+    """[C, C]: what is left behind step t of what step s wrote; 0 for s behind t."""
+    steps = tl.arange(0, C)
+    sums = tl.cumsum(tl.where(steps[:, None] > steps[None, :], g[:, None], 0.0), 0)
+    return tl.where(steps[:, None] >= steps[None, :], tl.exp(sums), 0.0)
+
+
+@triton.jit
+def _walk(k_ptr, v_ptr, g_ptr, f_ptr, begin_ptr, u_ptr, states_ptr, end_ptr, length, chunks, K: tl.constexpr,
+          V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr):
+    """The state before each chunk, in columns of BV, and behind the last; under a delta rule also u."""
+    sequence = tl.cast(tl.program_id(0), tl.int64)
+    keys, columns = tl.arange(0, K), tl.program_id(1) * BV + tl.arange(0, BV)
+    places = keys[:, None] * V + columns[None, :]
+    g_row = g_ptr + sequence * length
+    state = tl.load(begin_ptr + sequence * K * V + places)
+    for n in range(chunks):
+        first = n * C
+        tl.store(states_ptr + (sequence * chunks + n) * K * V + places, state)
+        k = _rows(k_ptr + sequence * length * K, first, length, keys, C, K)
+        u = _rows(v_ptr + sequence * length * V, first, length, columns, C, V)
+        if DELTA:
+            f = _rows(f_ptr + sequence * length * K, first, length, keys, C, K)
+            u = (u - _dot(f, state.to(f.dtype), PRECISION)).to(k.dtype)
+            _store_rows(u_ptr + sequence * length * V, u, first, length, columns, C, V)
+        left = (k * _kept(g_row, first, length, C)[:, None]).to(k.dtype)
+        whole = tl.exp(tl.sum(_gates(g_row, first, length, C), 0))
+        state = whole * state + _dot(tl.trans(left), u, PRECISION)
+    tl.store(end_ptr + sequence * K * V + places, state)
+
+
+@triton.jit
+def _outputs(q_ptr, k_ptr, u_ptr, g_ptr, states_ptr, y_ptr, length, chunks, K: tl.constexpr, V: tl.constexpr,
+             C: tl.constexpr, PRECISION: tl.constexpr):
+    """y of one chunk."""
+    sequence, n = tl.cast(tl.program_id(0) // chunks, tl.int64), tl.program_id(0) % chunks
+    first, keys, columns = n * C, tl.arange(0, K), tl.arange(0, V)
+    g = _gates(g_ptr + sequence * length, first, length, C)
+    q = _rows(q_ptr + sequence * length * K, first, length, keys, C, K)
+    k = _rows(k_ptr + sequence * length * K, first, length, keys, C, K)
+    u = _rows(u_ptr + sequence * length * V, first, length, columns, C, V)
+    state = tl.load(states_ptr + tl.cast(tl.program_id(0), tl.int64) * K * V + keys[:, None] * V + columns[None, :])
+    scores = _dot(q, tl.trans(k), PRECISION) * _decay_between(g, C)
+    into = tl.exp(tl.cumsum(g, 0))
+    y = into[:, None] * _dot(q, state, PRECISION) + _dot(scores.to(u.dtype), u, PRECISION)
+    _store_rows(y_ptr + sequence * length * V, y, first, length, columns, C, V)
+
+
+@triton.jit
+def _back_within(q_ptr, k_ptr, g_ptr, dy_ptr, du_ptr, length, chunks, K: tl.constexpr, V: tl.constexpr,
+                 C: tl.constexpr, PRECISION: tl.constexpr):
+    """Of one chunk, what flows back to u from its own outputs."""
+    sequence, n = tl.cast(tl.program_id(0) // chunks, tl.int64), tl.program_id(0) % chunks
+    first, keys, columns = n * C, tl.arange(0, K), tl.arange(0, V)
+    g = _gates(g_ptr + sequence * length, first, length, C)
+    q = _rows(q_ptr + sequence * length * K, first, length, keys, C, K)
+    k = _rows(k_ptr + sequence * length * K, first, length, keys, C, K)
+    dy = _rows(dy_ptr + sequence * length * V, first, length, columns, C, V)
+    scores = _dot(q, tl.trans(k), PRECISION) * _decay_between(g, C)
+    du = _dot(tl.trans(scores.to(dy.dtype)), dy, PRECISION)
+    _store_rows(du_ptr + sequence * length * V, du, first, length, columns, C, V)
+
+
+@triton.jit
+def _walk_back(q_ptr, k_ptr, g_ptr, f_ptr, dy_ptr, within_ptr, dend_ptr, du_ptr, dstates_ptr, dbegin_ptr, length,
+               chunks, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr,
+               PRECISION: tl.constexpr):
+    """The gradient of the state behind each chunk, in columns of BV, and before the first; and that of u."""
+    sequence = tl.cast(tl.program_id(0), tl.int64)
+    keys, columns = tl.arange(0, K), tl.program_id(1) * BV + tl.arange(0, BV)
+    places = keys[:, None] * V + columns[None, :]
+    g_row = g_ptr + sequence * length
+    dstate = tl.load(dend_ptr + sequence * K * V + places)
+    for back in range(chunks):
+        n = chunks - 1 - back
+        first = n * C
+        tl.store(dstates_ptr + (sequence * chunks + n) * K * V + places, dstate)
+        g = _gates(g_row, first, length, C)
+        q = _rows(q_ptr + sequence * length * K, first, length, keys, C, K)
+        k = _rows(k_ptr + sequence * length * K, first, length, keys, C, K)
+        dy = _rows(dy_ptr + sequence * length * V, first, length, columns, C, V)
+        du = _rows(within_ptr + sequence * length * V, first, length, columns, C, V)
+        left = (k * _kept(g_row, first, length, C)[:, None]).to(k.dtype)
+        du += _dot(left, dstate.to(left.dtype), PRECISION)
+        _store_rows(du_ptr + sequence * length * V, du, first, length, columns, C, V)
+        read = (q * tl.exp(tl.cumsum(g, 0))[:, None]).to(q.dtype)
+        dstate = tl.exp(tl.sum(g, 0)) * dstate + _dot(tl.trans(read), dy, PRECISION)
+        if DELTA:
+            f = _rows(f_ptr + sequence * length * K, first, length, keys, C, K)
+            dstate -= _dot(tl.trans(f), du.to(f.dtype), PRECISION)
+    tl.store(dbegin_ptr + sequence * K * V + places, dstate)
+
+
+@triton.jit
+def _back_rest(q_ptr, k_ptr, u_ptr, g_ptr, states_ptr, dy_ptr, du_ptr, dstates_ptr, dq_ptr, dk_ptr, dg_ptr, df_ptr,
+               length, chunks, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
+               PRECISION: tl.constexpr):
+    """dq, dk, dg and df of one chunk."""
+    sequence, n = tl.cast(tl.program_id(0) // chunks, tl.int64), tl.program_id(0) % chunks
+    first, keys, columns, steps = n * C, tl.arange(0, K), tl.arange(0, V), tl.arange(0, C)
+    g_row = g_ptr + sequence * length
+    g = _gates(g_row, first, length, C)
+    q = _rows(q_ptr + sequence * length * K, first, length, keys, C, K)
+    k = _rows(k_ptr + sequence * length * K, first, length, keys, C, K)
+    u = _rows(u_ptr + sequence * length * V, first, length, columns, C, V)
+    dy = _rows(dy_ptr + sequence * length * V, first, length, columns, C, V)
+    here = tl.cast(tl.program_id(0), tl.int64) * K * V + keys[:, None] * V + columns[None, :]
+    state, dstate = tl.load(states_ptr + here), tl.load(dstates_ptr + here)
+    between = _decay_between(g, C)
+    dscores = _dot(dy, tl.trans(u), PRECISION) * between
+    moved = dscores * _dot(q, tl.trans(k), PRECISION)                          # by each decay's logarithm
+    read = tl.exp(tl.cumsum(g, 0))[:, None] * _dot(dy, tl.trans(state), PRECISION)
+    written = _kept(g_row, first, length, C)[:, None] * _dot(u, tl.trans(dstate), PRECISION)
+    dq = read + _dot(dscores.to(k.dtype), k, PRECISION)
+    dk = written + _dot(tl.trans(dscores.to(q.dtype)), q, PRECISION)
+    _store_rows(dq_ptr + sequence * length * K, dq, first, length, keys, C, K)
+    _store_rows(dk_ptr + sequence * length * K, dk, first, length, keys, C, K)
+    # A gate is part of the decay between each step before it and each from it on.
+    before = (steps[:, None] < steps[None, :]).to(tl.float32)                  # row: step, column: gate
+    pairs = _dot(moved, before, PRECISION)
+    dg = tl.sum(tl.where(steps[:, None] >= steps[None, :], pairs, 0.0), 0)
+    dg += tl.cumsum(tl.sum(read * q, 1), 0, reverse=True)
+    dg += tl.sum(before * tl.sum(written * k, 1)[:, None], 0)
+    dg += tl.exp(tl.sum(g, 0)) * tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
+    tl.store(dg_ptr + sequence * length + first + steps, dg, mask=first + steps < length)
+    if DELTA:
+        du = _rows(du_ptr + sequence * length * V, first, length, columns, C, V)
+        df = -_dot(du, tl.trans(state), PRECISION)
+        _store_rows(df_ptr + sequence * length * K, df, first, length, keys, C, K)
+
+
+@triton_op("transformer_block::linear_attention", mutates_args={})
+def _linear_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, f: Tensor | None, state: Tensor
+                      ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, the state behind the last step, u, the states before each chunk)."""
+    B, H, S, K = q.shape
+    V, chunks = v.size(-1), triton.cdiv(S, CHUNK)
+    y, end, states = torch.empty_like(v), torch.empty_like(state), q.new_empty(B, H, chunks, K, V)
+    u = v.new_empty(0) if f is None else torch.empty_like(v)
+    constants = _constants(q, v)
+    columns = min(VALUES, V)
+    launchable(_walk)[(B * H, V // columns)](
+        k, v, g, k if f is None else f, state, u, states, end, S, chunks, BV=columns, DELTA=f is not None, **constants)
+    launchable(_outputs)[(B * H * chunks,)](q, k, v if f is None else u, g, states, y, S, chunks, **constants)
+    return y, end, u, states
+
+
+@triton_op("transformer_block::linear_attention_backward", mutates_args={})
+def _backward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, f: Tensor | None, u: Tensor, states: Tensor, dy: Tensor,
+              dend: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dg, df (empty where there is no f), and the gradient of the first state."""
+    B, H, S, K = q.shape
+    V, chunks = v.size(-1), states.size(2)
+    dq, dk, dv, dg = (torch.empty_like(each) for each in (q, k, v, g))
+    within, dstates, dbegin = torch.empty_like(v), torch.empty_like(states), torch.empty_like(dend)
+    df = q.new_empty(0) if f is None else torch.empty_like(f)
+    constants, delta = _constants(q, v), f is not None
+    columns = min(VALUES, V)
+    launchable(_back_within)[(B * H * chunks,)](q, k, g, dy, within, S, chunks, **constants)
+    launchable(_walk_back)[(B * H, V // columns)](
+        q, k, g, k if f is None else f, dy, within, dend, dv, dstates, dbegin, S, chunks, BV=columns, DELTA=delta,
+        **constants)
+    launchable(_back_rest)[(B * H * chunks,)](
+        q, k, u if delta else v, g, states, dy, dv, dstates, dq, dk, dg, df, S, chunks, DELTA=delta, **constants)
+    return dq, dk, dv, dg, df, dbegin
+
+
+def _constants(q: Tensor, v: Tensor) -> dict:
+    """What a kernel is compiled for. FP32 is multiplied as FP32, not as TF32."""
+    widest = max(q.size(-1), v.size(-1))
+    return dict(K=q.size(-1), V=v.size(-1), C=CHUNK, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+                num_warps=8 if widest > 64 else 4)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, g, f, _ = inputs
+    _, _, u, states = output
+    ctx.mark_non_differentiable(u, states)
+    ctx.save_for_backward(q, k, v, g, f, u, states)
+
+
+def _differentiate(ctx, dy, dend, *_):
+    *gradients, df, dbegin = _backward(*ctx.saved_tensors, dy.contiguous(), dend.contiguous())
+    return *gradients, df if df.numel() else None, dbegin
+
+
+_linear_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, f: Tensor | None = None, state: Tensor | None = None
+                     ) -> tuple[Tensor, Tensor]:
+    """(y [B, H, S, V], the state [B, H, K, V] behind the last step).
+
+    q, k [B, H, S, K] and v [B, H, S, V] of one dtype (float16, bfloat16, float32), K and V of 16, 32, 64 or 128; g
+    [B, H, S] in FP32, at most 0: the logarithm of what each step leaves of the state. f [B, H, S, K], of a delta rule:
+    v - f S is written in place of v, S being the state before the chunk of `CHUNK` steps that a step is in. State and
+    sums are in FP32; what is multiplied is rounded to the dtype of q. Raises ValueError for anything else.
+    """
+    require_float("q", q)
+    if q.ndim != 4 or q.size(2) < 1 or q.size(3) not in WIDTHS:
+        raise ValueError(f"q is {tuple(q.shape)}: give [B, H, S, K] with S at least 1 and K one of {WIDTHS}")
+    require_like("k", k, q, name_of_x="q")
+    if not isinstance(v, Tensor) or v.ndim != 4 or v.size(3) not in WIDTHS:
+        raise ValueError(f"v is {tuple(getattr(v, 'shape', ()))}: give [B, H, S, V] with V one of {WIDTHS}")
+    require_like("v", v, q, (*q.shape[:3], v.size(3)), name_of_x="q")
+    like_g = q.new_empty(0, dtype=torch.float32)
+    require_like("g", g, like_g, tuple(q.shape[:3]), name_of_x="a state")
+    if f is not None:
+        require_like("f", f, q, name_of_x="q")
+    whole = *q.shape[:2], q.size(3), v.size(3)
+    state = like_g.new_zeros(whole) if state is None else state
+    require_like("state", state, like_g, whole, name_of_x="a state")
+    if not math.prod(whole):
+        return torch.empty_like(v), state.clone()
+    f = None if f is None else f.contiguous()
+    q, k, v, g, state = (each.contiguous() for each in (q, k, v, g, state))
+    return _linear_attention(q, k, v, g, f, state)[:2]
