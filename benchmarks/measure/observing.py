@@ -231,6 +231,12 @@ def _add(gradients: dict[Named, list[Tensor] | None], inputs: Inputs, parameters
             gradients[of] = [*(gradients.get(of) or []), t.grad.detach().to_dense().clone()]
 
 
+def _wait_for_devices(outputs: dict[str, Tensor]) -> None:
+    """Until all streams are done: a call may have left work on one of its own."""
+    for device in {output.device for output in outputs.values() if output.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
 def _overwritten(call: Callable, inputs: Inputs, own: Sequence[Tensor]) -> list[str]:
     """The outputs of a call that the next call writes to: what is put into them in between is gone.
 
@@ -239,6 +245,7 @@ def _overwritten(call: Callable, inputs: Inputs, own: Sequence[Tensor]) -> list[
     untouchable = {t.untyped_storage().data_ptr() for t in (*inputs.named().values(), *own)}
     outputs = {name: output for name, output in outputs_of(inputs.call(call)).items()
                if output.numel() and output.untyped_storage().data_ptr() not in untouchable}
+    _wait_for_devices(outputs)                                         # else it would be this call that writes
     values = {name: output.clone() for name, output in outputs.items()}
     for output in outputs.values():
         with contextlib.suppress(RuntimeError):                        # an expanded tensor can't be written to

@@ -408,7 +408,7 @@ def add_arguments(parser: Parser) -> None:
 def refine(options: Options) -> None:
     """Lengths."""
     on_gpu = options.device.type == "cuda"
-    options.config = options.config.replace(amp_dtype=None)
+    options.config = options.config.replace(amp_dtype=torch.bfloat16 if on_gpu else None)
     options.launches = LAUNCHES[:1]
     if options.lengths is None:
         every = (512, 2048, 8192, 16384) if on_gpu else (256, 1024)

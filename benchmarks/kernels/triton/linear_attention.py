@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.library import triton_op
 
 from ..inputs import require_like
-from .launch import launchable, require_float
+from .launch import launchable, require_float, stages
 
 CHUNK = 64                                          # steps
-VALUES = 32                                         # columns of a state that one program walks with
+WALKED = 32                                         # columns of a state that one program walks with
+VALUES = 64                                         # columns of values that a program has at once
+SHARED = 2**17                                      # bytes that the stages of a walk may take together
 WIDTHS = (16, 32, 64, 128)
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -99,10 +101,10 @@ def _walk(k_ptr, v_ptr, g_ptr, f_ptr, begin_ptr, u_ptr, states_ptr, end_ptr, len
 
 @triton.jit
 def _outputs(q_ptr, k_ptr, u_ptr, g_ptr, states_ptr, y_ptr, length, chunks, K: tl.constexpr, V: tl.constexpr,
-             C: tl.constexpr, PRECISION: tl.constexpr):
-    """y of one chunk."""
+             C: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr):
+    """y of one chunk, in columns of BV."""
     sequence, n = tl.cast(tl.program_id(0) // chunks, tl.int64), tl.program_id(0) % chunks
-    first, keys, columns = n * C, tl.arange(0, K), tl.arange(0, V)
+    first, keys, columns = n * C, tl.arange(0, K), tl.program_id(1) * BV + tl.arange(0, BV)
     g = _gates(g_ptr + sequence * length, first, length, C)
     q = _rows(q_ptr + sequence * length * K, first, length, keys, C, K)
     k = _rows(k_ptr + sequence * length * K, first, length, keys, C, K)
@@ -116,10 +118,10 @@ def _outputs(q_ptr, k_ptr, u_ptr, g_ptr, states_ptr, y_ptr, length, chunks, K: t
 
 @triton.jit
 def _back_within(q_ptr, k_ptr, g_ptr, dy_ptr, du_ptr, length, chunks, K: tl.constexpr, V: tl.constexpr,
-                 C: tl.constexpr, PRECISION: tl.constexpr):
-    """Of one chunk, what flows back to u from its own outputs."""
+                 C: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr):
+    """Of one chunk, what flows back to u from its own outputs, in columns of BV."""
     sequence, n = tl.cast(tl.program_id(0) // chunks, tl.int64), tl.program_id(0) % chunks
-    first, keys, columns = n * C, tl.arange(0, K), tl.arange(0, V)
+    first, keys, columns = n * C, tl.arange(0, K), tl.program_id(1) * BV + tl.arange(0, BV)
     g = _gates(g_ptr + sequence * length, first, length, C)
     q = _rows(q_ptr + sequence * length * K, first, length, keys, C, K)
     k = _rows(k_ptr + sequence * length * K, first, length, keys, C, K)
@@ -161,40 +163,51 @@ def _walk_back(q_ptr, k_ptr, g_ptr, f_ptr, dy_ptr, within_ptr, dend_ptr, du_ptr,
 
 @triton.jit
 def _back_rest(q_ptr, k_ptr, u_ptr, g_ptr, states_ptr, dy_ptr, du_ptr, dstates_ptr, dq_ptr, dk_ptr, dg_ptr, df_ptr,
-               length, chunks, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
-               PRECISION: tl.constexpr):
-    """dq, dk, dg and df of one chunk."""
+               length, chunks, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+               DELTA: tl.constexpr, PRECISION: tl.constexpr):
+    """dq, dk, dg and df of one chunk: sums over the columns of values, BV at a time."""
     sequence, n = tl.cast(tl.program_id(0) // chunks, tl.int64), tl.program_id(0) % chunks
-    first, keys, columns, steps = n * C, tl.arange(0, K), tl.arange(0, V), tl.arange(0, C)
+    first, keys, steps = n * C, tl.arange(0, K), tl.arange(0, C)
     g_row = g_ptr + sequence * length
     g = _gates(g_row, first, length, C)
+    here = tl.cast(tl.program_id(0), tl.int64) * K * V
+    dscores = tl.zeros((C, C), tl.float32)
+    read, written = tl.zeros((C, K), tl.float32), tl.zeros((C, K), tl.float32)
+    df = tl.zeros((C, K), tl.float32)
+    by_state = tl.zeros((K,), tl.float32)
+    for begin in tl.static_range(0, V, BV):
+        columns = begin + tl.arange(0, BV)
+        u = _rows(u_ptr + sequence * length * V, first, length, columns, C, V)
+        dy = _rows(dy_ptr + sequence * length * V, first, length, columns, C, V)
+        places = here + keys[:, None] * V + columns[None, :]
+        state, dstate = tl.load(states_ptr + places), tl.load(dstates_ptr + places)
+        dscores += _dot(dy, tl.trans(u), PRECISION)
+        read += _dot(dy, tl.trans(state), PRECISION)
+        written += _dot(u, tl.trans(dstate), PRECISION)
+        by_state += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
+        if DELTA:
+            du = _rows(du_ptr + sequence * length * V, first, length, columns, C, V)
+            df -= _dot(du, tl.trans(state), PRECISION)
     q = _rows(q_ptr + sequence * length * K, first, length, keys, C, K)
     k = _rows(k_ptr + sequence * length * K, first, length, keys, C, K)
-    u = _rows(u_ptr + sequence * length * V, first, length, columns, C, V)
-    dy = _rows(dy_ptr + sequence * length * V, first, length, columns, C, V)
-    here = tl.cast(tl.program_id(0), tl.int64) * K * V + keys[:, None] * V + columns[None, :]
-    state, dstate = tl.load(states_ptr + here), tl.load(dstates_ptr + here)
-    between = _decay_between(g, C)
-    dscores = _dot(dy, tl.trans(u), PRECISION) * between
-    moved = dscores * _dot(q, tl.trans(k), PRECISION)                          # by each decay's logarithm
-    read = tl.exp(tl.cumsum(g, 0))[:, None] * _dot(dy, tl.trans(state), PRECISION)
-    written = _kept(g_row, first, length, C)[:, None] * _dot(u, tl.trans(dstate), PRECISION)
+    dscores *= _decay_between(g, C)
+    read *= tl.exp(tl.cumsum(g, 0))[:, None]
+    written *= _kept(g_row, first, length, C)[:, None]
     dq = read + _dot(dscores.to(k.dtype), k, PRECISION)
     dk = written + _dot(tl.trans(dscores.to(q.dtype)), q, PRECISION)
     _store_rows(dq_ptr + sequence * length * K, dq, first, length, keys, C, K)
     _store_rows(dk_ptr + sequence * length * K, dk, first, length, keys, C, K)
+    if DELTA:
+        _store_rows(df_ptr + sequence * length * K, df, first, length, keys, C, K)
     # A gate is part of the decay between each step before it and each from it on.
+    moved = dscores * _dot(q, tl.trans(k), PRECISION)                          # by each decay's logarithm
     before = (steps[:, None] < steps[None, :]).to(tl.float32)                  # row: step, column: gate
     pairs = _dot(moved, before, PRECISION)
     dg = tl.sum(tl.where(steps[:, None] >= steps[None, :], pairs, 0.0), 0)
     dg += tl.cumsum(tl.sum(read * q, 1), 0, reverse=True)
     dg += tl.sum(before * tl.sum(written * k, 1)[:, None], 0)
-    dg += tl.exp(tl.sum(g, 0)) * tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
+    dg += tl.exp(tl.sum(g, 0)) * tl.sum(by_state, 0)
     tl.store(dg_ptr + sequence * length + first + steps, dg, mask=first + steps < length)
-    if DELTA:
-        du = _rows(du_ptr + sequence * length * V, first, length, columns, C, V)
-        df = -_dot(du, tl.trans(state), PRECISION)
-        _store_rows(df_ptr + sequence * length * K, df, first, length, keys, C, K)
 
 
 @triton_op("transformer_block::linear_attention", mutates_args={})
@@ -206,10 +219,12 @@ def _linear_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, f: Tensor | No
     y, end, states = torch.empty_like(v), torch.empty_like(state), q.new_empty(B, H, chunks, K, V)
     u = v.new_empty(0) if f is None else torch.empty_like(v)
     constants = _constants(q, v)
-    columns = min(VALUES, V)
-    launchable(_walk)[(B * H, V // columns)](
-        k, v, g, k if f is None else f, state, u, states, end, S, chunks, BV=columns, DELTA=f is not None, **constants)
-    launchable(_outputs)[(B * H * chunks,)](q, k, v if f is None else u, g, states, y, S, chunks, **constants)
+    walked, columns = min(WALKED, V), min(VALUES, V)
+    launchable(_walk)[(B * H, V // walked)](
+        k, v, g, k if f is None else f, state, u, states, end, S, chunks, BV=walked, DELTA=f is not None, **constants,
+        num_stages=_stages(q, (1 if f is None else 2) * K + walked))
+    launchable(_outputs)[(B * H * chunks, V // columns)](
+        q, k, v if f is None else u, g, states, y, S, chunks, BV=columns, **constants)
     return y, end, u, states
 
 
@@ -223,13 +238,15 @@ def _backward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, f: Tensor | None, u: T
     within, dstates, dbegin = torch.empty_like(v), torch.empty_like(states), torch.empty_like(dend)
     df = q.new_empty(0) if f is None else torch.empty_like(f)
     constants, delta = _constants(q, v), f is not None
-    columns = min(VALUES, V)
-    launchable(_back_within)[(B * H * chunks,)](q, k, g, dy, within, S, chunks, **constants)
-    launchable(_walk_back)[(B * H, V // columns)](
-        q, k, g, k if f is None else f, dy, within, dend, dv, dstates, dbegin, S, chunks, BV=columns, DELTA=delta,
-        **constants)
+    walked, columns = min(WALKED, V), min(VALUES, V)
+    launchable(_back_within)[(B * H * chunks, V // columns)](
+        q, k, g, dy, within, S, chunks, BV=columns, **constants)
+    launchable(_walk_back)[(B * H, V // walked)](
+        q, k, g, k if f is None else f, dy, within, dend, dv, dstates, dbegin, S, chunks, BV=walked, DELTA=delta,
+        **constants, num_stages=_stages(q, (3 if delta else 2) * K + 2 * walked))
     launchable(_back_rest)[(B * H * chunks,)](
-        q, k, u if delta else v, g, states, dy, dv, dstates, dq, dk, dg, df, S, chunks, DELTA=delta, **constants)
+        q, k, u if delta else v, g, states, dy, dv, dstates, dq, dk, dg, df, S, chunks, BV=columns, DELTA=delta,
+        **constants)
     return dq, dk, dv, dg, df, dbegin
 
 
@@ -238,6 +255,11 @@ def _constants(q: Tensor, v: Tensor) -> dict:
     widest = max(q.size(-1), v.size(-1))
     return dict(K=q.size(-1), V=v.size(-1), C=CHUNK, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
                 num_warps=8 if widest > 64 else 4)
+
+
+def _stages(q: Tensor, columns: int) -> int:
+    """Of a walk that loads so many columns of a chunk at a time."""
+    return stages(CHUNK * columns * q.element_size(), 3, SHARED)
 
 
 def _save(ctx, inputs, output):

@@ -1,6 +1,7 @@
 """The study of mixers: what it records, shows and refuses."""
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from benchmarks.mixers.mixer import MIXERS
 from benchmarks.records.read import read, runs
 from benchmarks.studies import mixers
 from benchmarks.studies.mixers import ATTENTION, Sizes
+from common.block.config import BlockConfig
 
 unit, integration = pytest.mark.unit, pytest.mark.integration
 STUDY = studies.load("mixers")
@@ -105,6 +107,16 @@ def test_what_would_take_too_long_or_can_not_run_is_a_line(way, length, why):
 @unit
 def test_on_a_gpu_its_kernels_run():
     assert not Sizes(1, 2, 2**20, 64).why_not("chunks, Triton", torch.device("cuda"))
+
+
+@unit
+@pytest.mark.parametrize("device, dtype, lengths", [
+    ("cuda", torch.bfloat16, (512, 2048, 8192, 16384)), ("cpu", None, (256, 1024))])
+def test_on_a_gpu_it_computes_in_16_bits(device, dtype, lengths):
+    options = SimpleNamespace(device=torch.device(device), config=BlockConfig(), lengths=None, quick=False)
+    mixers.refine(options)
+    assert (options.config.amp_dtype, options.lengths) == (dtype, lengths)
+    assert Sizes.of(options.config, 512).dtype == (dtype or torch.float32)
 
 
 @unit
