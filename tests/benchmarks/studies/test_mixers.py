@@ -113,7 +113,7 @@ def test_on_a_gpu_its_kernels_run():
 @pytest.mark.parametrize("device, dtype, lengths", [
     ("cuda", torch.bfloat16, (512, 2048, 8192, 16384)), ("cpu", None, (256, 1024))])
 def test_on_a_gpu_it_computes_in_16_bits(device, dtype, lengths):
-    options = SimpleNamespace(device=torch.device(device), config=BlockConfig(), lengths=None, quick=False)
+    options = SimpleNamespace(device=torch.device(device), config=BlockConfig(2, 512, 64, 4), lengths=None, quick=False)
     mixers.refine(options)
     assert (options.config.amp_dtype, options.lengths) == (dtype, lengths)
     assert Sizes.of(options.config, 512).dtype == (dtype or torch.float32)
