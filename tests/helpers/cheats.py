@@ -1,6 +1,6 @@
 """What is said of each of the cheats."""
 
-# What is said of each, in part. Of two, who looks first decides what is found: "".
+# What is said of each, in part. "": whoever looks first decides what is found; unfinished work shows anywhere.
 SAID = {
     "an output cached by address": "timed call (forward) returned another result",
     "an output cached by content": "timed call (forward) returned another result",
@@ -15,7 +15,7 @@ SAID = {
     "a constant": "output", "a factor that 16 bits would hide": "no rounding makes of it",
     "everybody's precision lowered": "float32_matmul_precision",
     "its input changed for later calls": "changes its input in place", "random numbers of 16 bits": "coincide",
-    "work left to a thread": "", "work left on another stream": "another stream",
+    "work left to a thread": "", "work left on another stream": "",
     "a tensor that computes when looked at": "a Lazy, which may compute",
     "the host's clock replaced": "time.perf_counter_ns",
     "allclose replaced": "torch.allclose", "synchronize replaced": "torch.cuda.synchronize",

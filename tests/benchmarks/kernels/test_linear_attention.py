@@ -20,12 +20,13 @@ NAMES = "q", "k", "v", "g", "state", "f"
 
 
 def given(S, K=16, V=32, dtype=torch.float32, decays="of all sizes", delta=False, B=1, H=2):
-    """By name; f is small, as keys of length 1 make it."""
+    """By name. Keys are of about length 1, which keeps gradients within FP16; f is small, as such keys make it."""
     numbers = torch.Generator().manual_seed(0)
     shapes = {"q": (B, H, S, K), "k": (B, H, S, K), "v": (B, H, S, V), "state": (B, H, K, V), "f": (B, H, S, K)}
     made = {name: torch.randn(shape, generator=numbers) for name, shape in shapes.items()}
     low, high = DECAYS[decays]
     made["g"] = low + (high - low) * torch.rand(B, H, S, generator=numbers)
+    made["k"] = made["k"] / K**0.5
     made["f"] = 0.1 * made["f"]
     wide = {"g", "state"}
     return {name: made[name].to(DEVICE, torch.float32 if name in wide else dtype).requires_grad_()
