@@ -360,8 +360,22 @@ class _Writer:
         query = self._with_temperatures(query, found)
         operands = [self._dense(words, each.needs_a_copy) for words, each
                     in zip((query, key, found.value), self.attention.operands, strict=True)]
-        call = f"F.scaled_dot_product_attention({', '.join([*operands, *options])})"
+        if not self._lacks_a_dimension(found):
+            return permuted(f"F.scaled_dot_product_attention({', '.join([*operands, *options])})", self.reader.order)
+        operands = [f"{grouped(words)}.unsqueeze(0)" for words in operands]
+        call = f"F.scaled_dot_product_attention({', '.join([*operands, *options])}).squeeze(0)"
         return permuted(call, self.reader.order)
+
+    def _lacks_a_dimension(self, found: Scores) -> bool:
+        """Whether batch and heads are one: the fused kernels take four dimensions alone. A mask of three that may be
+        None gets none, so then nothing does.
+        """
+        has_three = self.attention.dimensions_of_the_mask == 3
+        return len(self.attention.shape) == 3 and not (has_three and self._may_be_none(found))
+
+    def _may_be_none(self, found: Scores) -> bool:
+        """Whether a mask may be left out, as far as is seen."""
+        return any(fill.test for fill in found.fills) or len(found.fills) != len(self.attention.masks)
 
     def _with_temperatures(self, query: str, found: Scores) -> str:
         """The queries, multiplied by what the scores were. Raises NotWritten where numbers are among that."""
@@ -379,9 +393,13 @@ class _Writer:
     def _of_enough_dimensions(self, found: Scores, mask: str) -> str:
         """A mask of fewer, in words, as the fused kernels take it. Raises NotWritten where it may be None."""
         missing = missing_dimensions(self.attention, len(self.attention.shape))
-        if missing <= 0 or not self.attention.masks:           # of what was not given nothing is known
+        if not self.attention.masks:                           # of what was not given nothing is known
             return mask
-        if any(fill.test for fill in found.fills) or len(found.fills) != len(self.attention.masks):
+        if self.attention.dimensions_of_the_mask == 3 and self._lacks_a_dimension(found):
+            return f"{grouped(mask)}.unsqueeze(0)"
+        if missing <= 0:
+            return mask
+        if self._may_be_none(found):
             if self.attention.dimensions_of_the_mask >= 2:     # it is right, and on a CPU slower
                 return mask
             raise NotWritten("its mask has fewer than two dimensions, and may be left out")

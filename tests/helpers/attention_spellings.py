@@ -159,6 +159,31 @@ class Batched(Attention):
         return torch.bmm(scores.softmax(-1), v).view(B, H, S, D)
 
 
+class BatchedWithABias(Attention):
+    """Added to scores of three dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        numbers = torch.Generator().manual_seed(2)
+        self.register_buffer("bias", torch.randn(1, LENGTH, LENGTH, generator=numbers))
+
+    def attend(self, q, k, v):
+        B, H, S, D = q.shape
+        q, k, v = (t.reshape(B * H, S, D) for t in (q, k, v))
+        scores = torch.bmm(q, k.transpose(1, 2)) * self.scale
+        scores = scores + self.bias
+        return torch.bmm(scores.softmax(-1), v).view(B, H, S, D)
+
+
+class BatchedWithARow(BatchedWithABias):
+    def attend(self, q, k, v):
+        B, H, S, D = q.shape
+        q, k, v = (t.reshape(B * H, S, D) for t in (q, k, v))
+        scores = torch.bmm(q, k.transpose(1, 2)) * self.scale
+        scores = scores + self.bias[0, 0]
+        return torch.bmm(scores.softmax(-1), v).view(B, H, S, D)
+
+
 class InPlace(Attention):
     """The scores change under their name: it must be right, or left alone."""
 
