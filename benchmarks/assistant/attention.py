@@ -159,7 +159,24 @@ def missing_dimensions(attention: Attention, whole: int) -> int:
 
 
 def softmaxes(graph: Captured) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op.startswith("call_") and name_of(node) in SOFTMAX]
+    """Those of the library, and the quotients of those by hand."""
+    calls = [node for node in graph.nodes if node.op.startswith("call_")]
+    return [node for node in calls if name_of(node) in SOFTMAX or _by_hand(node)]
+
+
+def _by_hand(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(exponentials, the sum of each row) that a node divides by each other; None where it does something else."""
+    if name_of(node) != "div" or node.kwargs or len(node.args) != 2:
+        return None
+    above, below = node.args
+    if not isinstance(above, fx.Node) or not isinstance(below, fx.Node):
+        return None
+    if (name_of(above), name_of(below)) != ("exp", "sum") or below.args[0] is not above:
+        return None
+    dim = argument(below, 1, "dim")
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    is_of_rows = dim in (-1, len(shape_of(above)) - 1)
+    return (above, below) if is_of_rows and argument(below, 2, "keepdim", False) else None
 
 
 def attentions_in(graph: Captured) -> list[Attention | Refusal]:
@@ -169,14 +186,14 @@ def attentions_in(graph: Captured) -> list[Attention | Refusal]:
 
 def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
     """The attention around a softmax. Raises Refused with the reason where it is none that could be rewritten."""
-    ndim = len(shape_of(softmax))
-    dim = argument(softmax, 1, "dim", -1)
+    ndim, by_hand = len(shape_of(softmax)), _by_hand(softmax)
+    dim = -1 if by_hand else argument(softmax, 1, "dim", -1)
     if dim not in (-1, ndim - 1):
         raise Refused(f"its softmax goes over dimension {dim}, not over the last one")
     if ndim < 3:
         raise Refused("its scores have no batch")
     up = _Upwards(shape_of(softmax))
-    scores = up.walk(softmax.args[0])
+    scores = up.walk(by_hand[0].args[0] if by_hand else softmax.args[0])
     if scores is None:
         raise Refused(up.why or "no matmul of queries and keys leads to it")
     output, dropout, down = _downwards(softmax)
@@ -184,7 +201,7 @@ def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
     if up.is_transposed:
         query, key = key, query
     value, order = _values(output, (*down, softmax))
-    chain = scores, *reversed(up.chain), softmax, *down, output
+    chain = scores, *reversed(up.chain), *(by_hand or ()), softmax, *down, output
     masks = [*up.masks, *_added_by_the_matmul(scores, up)]
     between = *up.chain, *down
     if (up.is_transposed or order or up.temperatures) and any(name_of(node) in VIEWS for node in between):

@@ -57,6 +57,7 @@ class Scores:
     test: str = ""                           # the condition that the soft cap stands under
     outside: tuple[str, ...] = ()            # then those before that condition
     fills: tuple[Fill, ...] = ()
+    is_exponential: bool = False             # of a softmax by hand, before it is divided by its sum
     is_softmax: bool = False                 # they are weights
     is_transposed: bool = False              # as weights
     dropout: str = ""
@@ -120,12 +121,14 @@ class Reader:
         left = self.value(node.left)
         if left and isinstance(node.op, ast.Sub) and self._is_row_maximum(node.right, left):
             return left
+        if left and isinstance(node.op, ast.Div) and left.is_exponential:
+            return self._divided(left, node.right)
         right = self.value(node.right)
         scores, other = (left, node.right) if left and not left.value else (right, node.left)
         if scores is None or scores.value:
             return None
         name = OPERATIONS.get(type(node.op), "")
-        if not name or (scores is not left and name in ("div", "sub")):
+        if not name or scores.is_exponential or (scores is not left and name in ("div", "sub")):
             raise NotWritten(f"its scores go through {ast.unparse(node)}")
         return self._by_name(name, scores, other)
 
@@ -142,6 +145,14 @@ class Reader:
             return self._is_row_maximum(node.func.value, scores)
         of = node.args[0] if is_of_module(node) and node.args else node.func.value
         return called(node) in ("amax", "max") and self.value(of) == scores
+
+    def _divided(self, exponentials: Scores, node: ast.expr) -> Scores:
+        """Weights. Raises NotWritten where the divisor is not the sum of each row of these exponentials."""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and called(node) == "sum":
+            of = node.args[0] if is_of_module(node) and node.args else node.func.value
+            if self.value(of) == exponentials:
+                return replace(exponentials, is_exponential=False, is_softmax=True)
+        raise NotWritten("its exponentials are divided by something that is not read as their sum")
 
     def _multiplied(self, scores: Scores, scale: str) -> Scores:
         if scores.is_softmax:
@@ -169,8 +180,16 @@ class Reader:
             raise NotWritten(f"its scores go twice into {name}")
         if place == 0 and name in CASTS:
             return scores
+        if place == 0 and scores.is_exponential and name == "div" and len(rest) == 1:
+            return self._divided(scores, rest[0])
+        if scores.is_exponential and name == "sum":            # whoever divides by it looks at it himself
+            return None
+        if scores.is_exponential:
+            raise NotWritten(f"its exponentials go through {name}")
         if place == 0 and name in SOFTMAX and not scores.is_softmax:
             return replace(scores, is_softmax=True)
+        if place == 0 and name == "exp" and not rest and not scores.is_softmax:
+            return replace(scores, is_exponential=True)
         if place == 0 and name == "tanh" and not rest:
             return scores.capped()
         if place == 0 and name in TRANSPOSES and self._swaps_the_last(name, rest):

@@ -184,6 +184,51 @@ class BatchedWithARow(BatchedWithABias):
         return torch.bmm(scores.softmax(-1), v).view(B, H, S, D)
 
 
+class SoftmaxByHand(Attention):
+    def attend(self, q, k, v):
+        scores = (q @ k.mT) * self.scale
+        scores = scores.masked_fill(self.tril == 0, -math.inf)
+        scores = scores - scores.amax(-1, keepdim=True)
+        exponentials = scores.exp()
+        return self.drop(exponentials / exponentials.sum(-1, keepdim=True)) @ v
+
+
+class ExponentialsOverTheirSum(Attention):
+    """Without its largest, which only keeps it from overflowing."""
+
+    def attend(self, q, k, v):
+        scores = torch.exp((q @ k.mT) * self.scale)
+        return scores.div(torch.sum(scores, dim=-1, keepdim=True)) @ v
+
+
+class NoSoftmax(Attention):
+    """Exponentials over something else than the sum of their row."""
+
+    def attend(self, q, k, v):
+        scores = torch.exp((q @ k.mT) * self.scale)
+        return (scores / self.divisor(scores)) @ v
+
+
+class OneMoreInItsSum(NoSoftmax):
+    def divisor(self, scores):
+        return 1 + scores.sum(-1, keepdim=True)
+
+
+class SumsOfColumns(NoSoftmax):
+    def divisor(self, scores):
+        return scores.sum(-2, keepdim=True)
+
+
+class SumsOfOthers(NoSoftmax):
+    def divisor(self, scores):
+        return (2 * scores).sum(-1, keepdim=True)
+
+
+class SumOfAll(NoSoftmax):
+    def divisor(self, scores):
+        return scores.sum((-2, -1), keepdim=True)
+
+
 class InPlace(Attention):
     """The scores change under their name: it must be right, or left alone."""
 
@@ -279,7 +324,8 @@ class DividedByATemperature(Attention):
 RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereBlocked, Unmasked, OtherScale,
          LocalWindow, Slopes, InFloat32, GroupedHeads, Einsum, EinsumAcross, Batched, InPlace,
          ValuesFirst, Pixels, EinsumValuesFirst, LessItsLargest, LessItsMaximum, Alibi,
-         Cosine, DividedByATemperature)
+         Cosine, DividedByATemperature,
+         SoftmaxByHand, ExponentialsOverTheirSum)
 
 
 # ------------------------------------------------------------------------------------- what can't be rewritten, and why

@@ -69,6 +69,13 @@ def test_its_advice_can_be_pasted(spelling, evaluated, tmp_path):
         assert "softmax" not in kinds_of(lambda: other(X)), advice.code
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize("spelling", [spellings.OneMoreInItsSum, spellings.SumsOfColumns, spellings.SumsOfOthers,
+                                      spellings.SumOfAll], ids=lambda spelling: spelling.__name__)
+def test_exponentials_over_another_sum_are_no_softmax(spelling):
+    assert sdpa.find(read(made(spelling), Inputs.of(X))) == []
+
+
 class Wrapping(nn.Module):
     """A model of transformers, as people hold one in their own."""
 
