@@ -72,7 +72,7 @@ def parallel(given: Given, state: Tensor | None = None) -> tuple[Tensor, Tensor]
 
 
 def chunked(given: Given, state: Tensor | None = None, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """At once within each chunk of steps; from chunk to chunk the state is handed on: S C (K + V) + 2 S K V."""
+    """At once within each chunk of steps; from chunk to chunk the state is handed on: see `flops_of_chunked`."""
     if chunk < 1:
         raise ValueError(f"chunks of {chunk} steps: give a whole number from 1 on")
     state, steps = given.no_state() if state is None else state, given.steps
@@ -108,7 +108,7 @@ def by_chunks_of(given: Given, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
 
 
 def _without_what_was_held(k: Tensor, v: Tensor, between: Tensor, since: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of chunks [B, H, N, C, V and K]: a triangular system says what steps of one chunk do to each other."""
+    """(v, f) of chunks [B, H, N, C, V and K]: a triangular system says what the steps of one do to each other."""
     b = b.unsqueeze(-1)
     system = b * (k @ k.mT) * between                              # its diagonal is not read: taken as ones
     sides = torch.cat([b * v, b * since.exp().unsqueeze(-1) * k], -1)

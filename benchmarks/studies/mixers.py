@@ -71,8 +71,7 @@ DECODING = """\
 A step of decoding behind so many others: a mixer reads and writes its state, attention reads its cache. Error: the
 larger of y's and the state's. Bytes: the length from which on attention moves more of them than a mixer."""
 CHUNKS_SAID = """\
-Forward+backward at the longest length, uncompiled. Within a chunk work grows with its length; from chunk to chunk there
-is less of it the longer they are."""
+Forward+backward at the longest length, uncompiled. Longer chunks do more work inside, and less from chunk to chunk."""
 PAYS = """\
 Pays from: the shortest length from which on its interval is above 1 at all that were measured, f+b. FLOPs: the length
 from which on its products are no more than attention's. Where it pays later, more than products takes time."""

@@ -76,6 +76,16 @@ def _decay_between(g, C: tl.constexpr):
 
 
 @triton.jit
+def _scores(q_ptr, k_ptr, g_ptr, sequence, first, length, K: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(q [C, K], gates [C], decayed scores [C, C]) of one chunk."""
+    keys = tl.arange(0, K)
+    g = _gates(g_ptr + sequence * length, first, length, C)
+    q = _rows(q_ptr + sequence * length * K, first, length, keys, C, K)
+    k = _rows(k_ptr + sequence * length * K, first, length, keys, C, K)
+    return q, g, _dot(q, tl.trans(k), PRECISION) * _decay_between(g, C)
+
+
+@triton.jit
 def _walk(k_ptr, v_ptr, g_ptr, f_ptr, begin_ptr, u_ptr, states_ptr, end_ptr, length, chunks, K: tl.constexpr,
           V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr):
     """The state before each chunk, in columns of BV, and behind the last; under a delta rule also u."""
@@ -105,12 +115,9 @@ def _outputs(q_ptr, k_ptr, u_ptr, g_ptr, states_ptr, y_ptr, length, chunks, K: t
     """y of one chunk, in columns of BV."""
     sequence, n = tl.cast(tl.program_id(0) // chunks, tl.int64), tl.program_id(0) % chunks
     first, keys, columns = n * C, tl.arange(0, K), tl.program_id(1) * BV + tl.arange(0, BV)
-    g = _gates(g_ptr + sequence * length, first, length, C)
-    q = _rows(q_ptr + sequence * length * K, first, length, keys, C, K)
-    k = _rows(k_ptr + sequence * length * K, first, length, keys, C, K)
+    q, g, scores = _scores(q_ptr, k_ptr, g_ptr, sequence, first, length, K, C, PRECISION)
     u = _rows(u_ptr + sequence * length * V, first, length, columns, C, V)
     state = tl.load(states_ptr + tl.cast(tl.program_id(0), tl.int64) * K * V + keys[:, None] * V + columns[None, :])
-    scores = _dot(q, tl.trans(k), PRECISION) * _decay_between(g, C)
     into = tl.exp(tl.cumsum(g, 0))
     y = into[:, None] * _dot(q, state, PRECISION) + _dot(scores.to(u.dtype), u, PRECISION)
     _store_rows(y_ptr + sequence * length * V, y, first, length, columns, C, V)
@@ -121,12 +128,9 @@ def _back_within(q_ptr, k_ptr, g_ptr, dy_ptr, du_ptr, length, chunks, K: tl.cons
                  C: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr):
     """Of one chunk, what flows back to u from its own outputs, in columns of BV."""
     sequence, n = tl.cast(tl.program_id(0) // chunks, tl.int64), tl.program_id(0) % chunks
-    first, keys, columns = n * C, tl.arange(0, K), tl.program_id(1) * BV + tl.arange(0, BV)
-    g = _gates(g_ptr + sequence * length, first, length, C)
-    q = _rows(q_ptr + sequence * length * K, first, length, keys, C, K)
-    k = _rows(k_ptr + sequence * length * K, first, length, keys, C, K)
+    first, columns = n * C, tl.program_id(1) * BV + tl.arange(0, BV)
+    _, _, scores = _scores(q_ptr, k_ptr, g_ptr, sequence, first, length, K, C, PRECISION)
     dy = _rows(dy_ptr + sequence * length * V, first, length, columns, C, V)
-    scores = _dot(q, tl.trans(k), PRECISION) * _decay_between(g, C)
     du = _dot(tl.trans(scores.to(dy.dtype)), dy, PRECISION)
     _store_rows(du_ptr + sequence * length * V, du, first, length, columns, C, V)
 

@@ -6,7 +6,7 @@ from torch import nn
 from benchmarks.assistant import optimize
 from benchmarks.assistant.technique import Found, Plan, Technique
 from benchmarks.examples.cheats import CHEATS, Cheat, given, reference_of
-from tests.helpers.cheats import SAID
+from tests.helpers.cheats import is_named
 
 
 def putting_in(cheat: Cheat) -> Technique:
@@ -35,4 +35,4 @@ def test_a_technique_that_cheats_is_unsafe(name):
         cheat.undo()
     [one] = result.opportunities
     assert one.verdict == "unsafe" and one.speedup is None
-    assert SAID[name] in one.why
+    assert is_named(name, one.why)
