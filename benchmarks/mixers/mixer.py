@@ -1,6 +1,7 @@
 """The mixers: what each makes of q, k, v and its gates, the ways to compute it, and whether one is right.
 
 Gates are what a layer gives, of any size: a decay is exp(-softplus(gate)), the strength of a delta rule sigmoid(gate).
+SSD multiplies its values by softplus(gate) too, the step of its discretization.
 """
 import math
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ class Mixer:
     name: str
     decays: bool = True                    # a gate of its own at each step; else each head has a constant one
     replaces: bool = False                 # a delta rule
+    discretizes: bool = False              # what a step forgets it also multiplies its value by
 
     @property
     def gates(self) -> int:
@@ -35,6 +37,8 @@ class Mixer:
         g = -F.softplus(gates[0]) if self.decays else constant_decay(q)
         if self.replaces:
             return Given(q, F.normalize(k, dim=-1), v, g, torch.sigmoid(gates[-1]))
+        if self.discretizes:
+            v = (-g.unsqueeze(-1) * v).to(v.dtype)
         return Given(q / math.sqrt(q.size(-1)), k, v, g)
 
     def by(self, form: Form) -> Mix:
@@ -123,11 +127,18 @@ def bytes_of_a_cache(steps: int, width: int, itemsize: int = 4) -> int:
     return 2 * itemsize * steps * width
 
 
-EVERY = (Mixer("linear attention, decay", decays=False), Mixer("SSD"), Mixer("gated delta rule", replaces=True))
+EVERY = (Mixer("linear attention, decay", decays=False), Mixer("SSD", discretizes=True),
+         Mixer("gated delta rule", replaces=True))
 MIXERS = {mixer.name: mixer for mixer in EVERY}
 LOOP, AT_ONCE, CHUNKS, COMPILED, TRITON = "a loop", "at once", "chunks", "chunks, compiled", "chunks, Triton"
-FORMS: dict[str, Form] = {LOOP: forms.recurrent, AT_ONCE: forms.parallel, CHUNKS: forms.chunked,
-                          COMPILED: forms.chunked, TRITON: fused}
+WAYS = LOOP, AT_ONCE, CHUNKS, COMPILED, TRITON
+
+
+def form_of(way: str) -> Form:
+    """What computes it by that way; who asks for `COMPILED` compiles it. Raises ImportError without Triton."""
+    plain: dict[str, Form] = {LOOP: forms.recurrent, AT_ONCE: forms.parallel, CHUNKS: forms.chunked,
+                              COMPILED: forms.chunked}
+    return fused() if way == TRITON else plain[way]
 
 
 # -------------------------------------------------------------------------------------------------------- its check
@@ -144,6 +155,14 @@ def errors(mix: Mix, mixer: Mixer, inputs: Sequence[Tensor], dy: Tensor, truth: 
             error = oracle.relative_error(own[sample, head], exact_value[place])
             worst[name] = max(worst[name], error)
     return worst
+
+
+def output_error(mix: Mix, inputs: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+    """Of y alone, of what has no backward."""
+    with torch.no_grad():
+        y = mix(*inputs)
+    return max(oracle.relative_error(y[sample, head], truth[0][place])
+               for place, (sample, head) in enumerate(looked_at(y)))
 
 
 def looked_at(y: Tensor) -> list[tuple[int, int]]:

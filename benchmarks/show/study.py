@@ -113,7 +113,7 @@ def show(study: Study, chosen: Options, session: Session, lines: list[Record] | 
 
     `lines` are the records to show, where they are not just the session's.
     """
-    lines = session.lines if lines is None else lines
+    lines = [*session.lines, *session.peak_lines(chosen.config)] if lines is None else lines
     session.say(Phase.SHOWING)
     session.progress.clear()
     tell(study.report(lines))

@@ -1,6 +1,6 @@
 """The block as plain mathematics in FP64, and how far a result is from it."""
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import torch
@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from . import parameters
 from .config import LAYER_NORM_EPS, BlockConfig
 
+Mix = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 # A gradient passes through more roundings than an output: the worst parameter's error was 1.0 to 2.8 times the branch's
 # in all recorded runs of the steps.
 TIMES_OF_A_GRADIENT = 3
@@ -38,8 +39,11 @@ def gate(kind: str, what: str, x: Tensor, tokens: int) -> float:
     return gradient * max(1.0, (tokens / 64) ** 0.5) if sums and parameters.is_of_layer_norm(what) else gradient
 
 
-def block(x: Tensor, p: dict[str, Tensor], config: BlockConfig) -> Tensor:
-    """What every step computes, from x [B, S, E] and the canonical parameters, in the dtype these have."""
+def block(x: Tensor, p: dict[str, Tensor], config: BlockConfig, mix: Mix | None = None) -> Tensor:
+    """What every step computes, from x [B, S, E] and the canonical parameters, in the dtype these have.
+
+    `mix` stands in attention's place: of q, k, v [B, H, S, D] and, where p has a layer "attn.gates", what that gives.
+    """
     B, S, E = x.shape
     H, D = config.num_heads, config.head_dim
 
@@ -60,16 +64,20 @@ def block(x: Tensor, p: dict[str, Tensor], config: BlockConfig) -> Tensor:
         exps = (scores - scores.amax(-1, keepdim=True)).exp()
         return (exps / exps.sum(-1, keepdim=True)) @ v
 
-    q, k, v = (heads(t) for t in linear(layer_norm(x, "ln_1"), "attn.qkv").chunk(3, dim=-1))
-    # Head by head, recomputed in the backward: the scores of all heads in FP64 would outgrow the block itself.
-    attention = torch.stack([checkpoint(head, q[:, h], k[:, h], v[:, h], use_reentrant=False) for h in range(H)], 1)
+    normed = layer_norm(x, "ln_1")
+    q, k, v = (heads(t) for t in linear(normed, "attn.qkv").chunk(3, dim=-1))
+    if mix:
+        attention = mix(q, k, v, linear(normed, "attn.gates") if "attn.gates.weight" in p else None)
+    else:  # head by head, recomputed in the backward: the scores of all heads in FP64 would outgrow the block itself
+        attention = torch.stack([checkpoint(head, q[:, h], k[:, h], v[:, h], use_reentrant=False) for h in range(H)], 1)
     x = x + linear(attention.transpose(1, 2).reshape(B, S, E), "attn.proj")
     h = linear(layer_norm(x, "ln_2"), "mlp.fc")                                    # [B, S, F]
     gelu = 0.5 * h * (1 + (math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)).tanh())
     return x + linear(gelu, "mlp.proj")
 
 
-def reference(x: Tensor, values: dict[str, Tensor], config: BlockConfig, dy: Tensor) -> dict[str, Tensor]:
+def reference(x: Tensor, values: dict[str, Tensor], config: BlockConfig, dy: Tensor, mix: Mix | None = None
+              ) -> dict[str, Tensor]:
     """Output, branch (y - x), input gradient and every parameter gradient in FP64.
 
     x, dy: [B, S, E] in any floating dtype; the result's keys are "output", "branch", "input gradient", and for the
@@ -79,7 +87,7 @@ def reference(x: Tensor, values: dict[str, Tensor], config: BlockConfig, dy: Ten
     p = {}
     for name, value in values.items():
         p[name] = value.detach().to(device=x.device, dtype=torch.float64, copy=True).requires_grad_()
-    y = block(x, p, config)
+    y = block(x, p, config, mix)
     y.backward(dy.double())
     assert x.grad is not None
     results = {"output": y.detach(), "branch": (y - x).detach(), "input gradient": x.grad}
@@ -108,7 +116,7 @@ def errors(block: torch.nn.Module, x: Tensor, values: dict[str, Tensor], sequenc
 
 
 def checks(block: torch.nn.Module, x: Tensor, values: dict[str, Tensor], sequence: int = -1,
-           seed: int = 2) -> tuple[dict[str, float], dict[str, float]]:
+           seed: int = 2, mix: Mix | None = None) -> tuple[dict[str, float], dict[str, float]]:
     """The errors of two runs of the whole batch, x [B, S, E]. FP64 computes one sequence alone.
 
     First the cotangent is N(0, 1) on `sequence` and zero elsewhere. The parameters' gradients are then that sequence's,
@@ -118,7 +126,7 @@ def checks(block: torch.nn.Module, x: Tensor, values: dict[str, Tensor], sequenc
     which is another graph of a compiled block and another path of step 4.
     """
     dy = torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(seed)).to(x)
-    truth = reference(x[sequence][None], values, cast(BlockConfig, block.config), dy[None])
+    truth = reference(x[sequence][None], values, cast(BlockConfig, block.config), dy[None], mix)
     cotangent = torch.zeros_like(x)
     cotangent[sequence] = dy
     one_sequence = _errors(block, x, cotangent, {sequence: 1}, truth)

@@ -51,11 +51,13 @@ def seeded(config: BlockConfig, seed: int = 0) -> dict[str, Tensor]:
 def named(block: nn.Module) -> dict[str, nn.Parameter]:
     """Canonical name -> the block's own parameter.
 
-    A block with other names says so in `parameter_names`, one that holds matrices [in, out] in `transposed`.
+    A block with other names says so in `parameter_names`, one that holds matrices [in, out] in `transposed`; one with
+    more of them names these in `beside_canonical`.
     """
     own = dict(block.named_parameters())
     translate = getattr(block, "parameter_names", {})
-    return {name: own[translate.get(name, name)] for name in shapes(cast(BlockConfig, block.config))}
+    names = (*shapes(cast(BlockConfig, block.config)), *getattr(block, "beside_canonical", ()))
+    return {name: own[translate.get(name, name)] for name in names}
 
 
 def load(block: nn.Module, values: dict[str, Tensor], device: torch.device | str) -> nn.Module:

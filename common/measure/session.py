@@ -104,11 +104,19 @@ class Session:
         `config` is that of the study; None where it is of no block.
         """
         seconds = self.progress.finish()
-        whole = Result("", config, "float32", self.facts, study=self.study, run=self.run)
-        self.write([*peak_records(whole, self.peaks),
+        whole = self._whole(config)
+        self.write([*self.peak_lines(config),
                     record(whole, "wall time", "s", [sum(seconds.values())], "run", phases=seconds,
                            purposes=self.progress.by_purpose(), rest=self.progress.left_over())])
         return self.progress.in_words()
+
+    def peak_lines(self, config: BlockConfig | None) -> list[Record]:
+        """The peaks that were measured so far; `finish` writes them."""
+        return peak_records(self._whole(config), self.peaks)
+
+    def _whole(self, config: BlockConfig | None) -> Result:
+        """What is said of the process, not of a case."""
+        return Result("", config, "float32", self.facts, study=self.study, run=self.run)
 
     def measure(self, group: Group, keep: bool = False) -> None:
         """Build and check every case of a group, time those that passed, and write their records.

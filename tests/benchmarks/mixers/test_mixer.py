@@ -7,16 +7,17 @@ from benchmarks.mixers.mixer import (
     AT_ONCE,
     CHUNKS,
     COMPILED,
-    FORMS,
     LOOP,
     MIXERS,
     TRITON,
+    WAYS,
     Decoder,
     bytes_of_a_cache,
     bytes_of_a_step,
     constant_decay,
     errors,
     exact,
+    form_of,
     looked_at,
     step_errors,
     step_of,
@@ -34,14 +35,14 @@ def found(name, mix=None, shape=SHAPE, dtype=torch.float32):
     mixer = MIXERS[name]
     inputs = mixer.inputs(shape, 0, DEVICE, dtype)
     dy = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
-    return errors(mix or mixer.by(FORMS[CHUNKS]), mixer, inputs, dy, exact(mixer, inputs, dy))
+    return errors(mix or mixer.by(form_of(CHUNKS)), mixer, inputs, dy, exact(mixer, inputs, dy))
 
 
 @unit
-@pytest.mark.parametrize("way", FORMS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MIXERS)
 def test_each_form_of_each_mixer_is_right(name, way):
-    errors_of_it = found(name, MIXERS[name].by(FORMS[way]), (1, 2, 70, 16))
+    errors_of_it = found(name, MIXERS[name].by(form_of(way)), (1, 2, 70, 16))
     assert max(errors_of_it.values()) < 3e-6, errors_of_it
     assert list(errors_of_it) == ["y", "dq", "dk", "dv", *["dg"] * MIXERS[name].decays, *["db"] * MIXERS[name].replaces]
 
@@ -51,7 +52,7 @@ def test_each_form_of_each_mixer_is_right(name, way):
 @pytest.mark.parametrize("name", MIXERS)
 def test_each_form_is_right_in_16_bits(name, way):
     output, gradient = oracle.MODULE_GATES[torch.bfloat16]
-    errors_of_it = found(name, MIXERS[name].by(FORMS[way]), (1, 2, 70, 16), torch.bfloat16)
+    errors_of_it = found(name, MIXERS[name].by(form_of(way)), (1, 2, 70, 16), torch.bfloat16)
     assert errors_of_it.pop("y") < output and max(errors_of_it.values()) < gradient, errors_of_it
 
 

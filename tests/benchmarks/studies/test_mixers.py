@@ -10,38 +10,54 @@ from benchmarks import studies
 from benchmarks.mixers import forms
 from benchmarks.mixers.mixer import MIXERS
 from benchmarks.records.read import read, runs
+from benchmarks.show.tables import NO_ANSWER
 from benchmarks.studies import mixers
-from benchmarks.studies.mixers import ATTENTION, Sizes
+from benchmarks.studies.mixers import subjects, tables
+from benchmarks.studies.mixers.subjects import ATTENTION, NO_BACKWARD, Sizes
 from common.block.config import BlockConfig
+from common.measure.cases import Setting
+from common.outcome import Failed
+from common.report.result import Result
+from common.runtime import compiler
+from common.runtime.iteration import BOTH, FORWARD
 
 unit, integration = pytest.mark.unit, pytest.mark.integration
 STUDY = studies.load("mixers")
 SHORT = ["--device", "cpu", "--preset", "tiny", "--rounds", "6", "--mixer", "SSD"]
+ALONE = [*SHORT, "--part", "mixer"]
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def not_compiled(monkeypatch):
     """What a compiled form computes is the same."""
-    mixers._truth.cache_clear()
+    subjects._truth.cache_clear()
     monkeypatch.setattr(torch, "compile", lambda mix, **options: mix)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block, **options: None)
+    monkeypatch.setattr(compiler, "compile_in_place", lambda block: None)
 
 
 @integration
 def test_each_form_is_timed_beside_attention(study_main, tmp_path):
     path = tmp_path / "records.jsonl"
-    status, out, _ = study_main("mixers", *SHORT, "--lengths", "16,64", "--json", str(path))
+    status, out, _ = study_main("mixers", *SHORT, "--part", "mixer", "--part", "decoding", "--lengths", "16,64",
+                                "--json", str(path), "--chart", str(tmp_path / "chart"))
     assert status == 0, out
     lines = read(path)
     assert {(run.case["name"], run.variant["way"]) for run in runs(lines) if run.status == "ok"} == {
         (ATTENTION, "SDPA"), *(("SSD", way) for way in ("a loop", "at once", "chunks", "chunks, compiled", mixers.STEP,
                                                         mixers.STEP_COMPILED))}
+    assert (tmp_path / "chart-time.png").exists() and [*tables.charts(lines)] == ["time"]
+    assert "SSD, mamba-ssm: skipped: its kernels need a GPU" in out
     assert STUDY.report(lines) in out and "S 64\n" in out
     assert "SSD, chunks, Triton: skipped: its Triton kernels need a GPU" in out
     rows = re.findall(r"^SSD +(a loop|at once|chunks(?:, compiled)?) +\d\.\de-0\d +\d", out, re.MULTILINE)
     assert not re.search("^f.b by chunks", out, re.MULTILINE)
     assert rows == 2 * ["a loop", "at once", "chunks", "chunks, compiled"]
-    assert re.search(r"^SSD +a loop +\d\.\d\d +\d\.\d\d +(never|16|64) +32$", out, re.MULTILINE), out
-    row = r"^SSD +a step(, compiled)? +\d\.\de-0\d +[\d.]+ +\d\.\d\d +[\d.]+ +\d\.\d\d +(?:never|16|64) +16$"
+    assert re.search(r"^SSD +a loop +[\d.]+ +[\d.]+ +(never|16|64) +32$", out, re.MULTILINE), out
+    both = re.findall(r"^SSD +chunks +[\d.]+ +[\d.]+ +(?:never|16|64) +204 +(?:never|[\d,]+)$", out, re.MULTILINE)
+    assert len(both) == 2, out                         # f+b, and forward
+    row = r"^SSD +a step(, compiled)? +\d\.\de-0\d +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ +(?:never|16|64) +16$"
     steps = re.findall(row, out, re.MULTILINE)
     assert steps == ["", ", compiled"], out
     assert re.match(r"on a CPU at S 64 SSD \(.*\) is \d\.\d\d times as fast as causal attention", STUDY.answer(lines))
@@ -49,7 +65,7 @@ def test_each_form_is_timed_beside_attention(study_main, tmp_path):
 
 @integration
 def test_other_chunks_are_held_beside_the_usual_ones(study_main):
-    status, out, _ = study_main("mixers", *SHORT, "--lengths", "16,64", "--chunks", "8,32")
+    status, out, _ = study_main("mixers", *ALONE, "--lengths", "16,64", "--chunks", "8,32")
     assert status == 0, out
     headers = r"^f\+b by chunks +of 8, ms +of 32, ms +of 64, ms +fastest +fewest FLOPs$"
     assert re.search(headers, out, re.MULTILINE), out
@@ -70,7 +86,7 @@ def test_the_chunk_with_the_fewest_flops_grows_with_the_width():
 def test_a_form_that_is_wrong_fails(study_main, monkeypatch):
     right = forms._decay_between
     monkeypatch.setattr(forms, "_decay_between", lambda g: right(g).tril(-1))
-    status, out, _ = study_main("mixers", *SHORT, "--lengths", "16")
+    status, out, _ = study_main("mixers", *ALONE, "--lengths", "16")
     assert status == 1 and re.search(r"^SSD, chunks: failed: the y is off by .* against FP64", out, re.MULTILINE), out
     assert re.search(r"^SSD +a loop ", out, re.MULTILINE)
 
@@ -79,7 +95,7 @@ def test_a_form_that_is_wrong_fails(study_main, monkeypatch):
 @pytest.mark.parametrize("wrong, what", [(lambda state, y: y, "state"), (lambda state, y: y + state.mean(), "y")])
 def test_a_step_of_decoding_that_is_wrong_fails(wrong, what, study_main, monkeypatch):
     """Its state stays, or its y is another."""
-    right = mixers.step_of
+    right = subjects.step_of
 
     def step_of(mixer):
         def step(state, *inputs):
@@ -89,8 +105,8 @@ def test_a_step_of_decoding_that_is_wrong_fails(wrong, what, study_main, monkeyp
                 state.copy_(own)
             return wrong(state, y)
         return step
-    monkeypatch.setattr(mixers, "step_of", step_of)
-    status, out, _ = study_main("mixers", *SHORT, "--lengths", "16")
+    monkeypatch.setattr(subjects, "step_of", step_of)
+    status, out, _ = study_main("mixers", *SHORT, "--part", "decoding", "--lengths", "16")
     assert status == 1, out
     assert re.search(rf"^SSD, a step: failed: the {what} is off by .* against FP64", out, re.MULTILINE), out
 
@@ -113,19 +129,110 @@ def test_on_a_gpu_its_kernels_run():
 @pytest.mark.parametrize("device, dtype, lengths", [
     ("cuda", torch.bfloat16, (512, 2048, 8192, 16384)), ("cpu", None, (256, 1024))])
 def test_on_a_gpu_it_computes_in_16_bits(device, dtype, lengths):
-    options = SimpleNamespace(device=torch.device(device), config=BlockConfig(2, 512, 64, 4), lengths=None, quick=False)
+    options = SimpleNamespace(device=torch.device(device), config=BlockConfig(2, 512, 64, 4), lengths=None, quick=False,
+                              mixer=None, part=None)
     mixers.refine(options)
     assert (options.config.amp_dtype, options.lengths) == (dtype, lengths)
-    assert Sizes.of(options.config, 512).dtype == (dtype or torch.float32)
+    assert Sizes.of(options.config).dtype == (dtype or torch.float32)
+    assert (options.mixer, options.part) == ([*MIXERS], [*subjects.PARTS])
+
+
+@unit
+@pytest.mark.parametrize("asked, expected", [(None, ["mixer", "decoding"]), (["block"], ["block"])])
+def test_a_quick_run_leaves_out_the_block_unless_it_is_asked_for(asked, expected):
+    options = SimpleNamespace(device=CPU, config=BlockConfig(2, 512, 64, 4), lengths=None, quick=True, mixer=None,
+                              part=asked)
+    mixers.refine(options)
+    assert (options.part, options.mixer, options.lengths) == (expected, ["SSD", "gated delta rule"], (128, 256))
+
+
+@unit
+@pytest.mark.parametrize("length, sequences", [(64, 16), (1000, 1), (4096, 1)])
+def test_as_many_sequences_as_there_are_tokens_for(length, sequences):
+    config = subjects.of_length(BlockConfig(2, 512, 64, 4), length)
+    assert (config.batch_size, config.seq_len) == (sequences, length)
+
+
+@integration
+def test_a_block_is_timed_beside_one_with_attention_that_is_compiled_where_it_is(study_main, tmp_path):
+    path = tmp_path / "records.jsonl"
+    status, out, _ = study_main("mixers", *SHORT, "--part", "block", "--lengths", "16", "--json", str(path))
+    assert status == 0, out
+    assert re.findall(r"^(causal attention, beside SSD|SSD) +(.+?) +\d\.\de-0\d +\d", out, re.MULTILINE) == [
+        ("causal attention, beside SSD", "SDPA"), ("causal attention, beside SSD", "SDPA, compiled"),
+        ("SSD", "a loop"), ("SSD", "at once"), ("SSD", "chunks"), ("SSD", "chunks, compiled")]
+    every = [run for run in runs(read(path)) if run.status == "ok"]
+    loop, compiled = every[2], every[5]
+    assert tables._beside_attention(every, loop, BOTH) == tables.paired(every[0], loop, BOTH)
+    assert tables._beside_attention(every, compiled, BOTH) == tables.paired(every[1], compiled, BOTH)
+
+
+@integration
+def test_a_block_that_is_wrong_fails(study_main, monkeypatch):
+    right = subjects.block.by_head
+    monkeypatch.setattr(subjects.block, "by_head", lambda gates, heads: tuple(
+        each.roll(1, 1) if gates.dtype == torch.float32 else each for each in right(gates, heads)))
+    status, out, _ = study_main("mixers", *SHORT, "--part", "block", "--way", "chunks", "--lengths", "16")
+    assert status == 1, out
+    assert re.search(r"^SSD, chunks: failed: the (branch|.* gradient.*) is off by .* against FP64", out, re.MULTILINE)
+
+
+def prepared_peer(monkeypatch, mix):
+    """(the subject, its result) of a library that computes so."""
+    monkeypatch.setattr(subjects, "peer", lambda name, mixer: mix)
+    of = subjects.peer_case(MIXERS["SSD"], "flash-linear-attention", Sizes(1, 2, 20, 8), torch.device("cuda"))
+    result = Result("SSD", None, "float32", {}, variant=dict(of.variant))
+    return of.prepare(Setting(CPU, 0, lambda *said: None, False), result), result
+
+
+class _Refuses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, reason):
+        ctx.reason = reason
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise RuntimeError(ctx.reason)
+
+
+def refusing(reason, times=1.0):
+    right = MIXERS["SSD"].by(forms.chunked)
+    return lambda *inputs: _Refuses.apply(times * right(*inputs), reason)
+
+
+@unit
+def test_a_library_whose_backward_refuses_is_timed_forward(monkeypatch):
+    subject, result = prepared_peer(monkeypatch, refusing("this Triton has a bug"))
+    assert subject.has(FORWARD) and not subject.has(BOTH)
+    assert result.errors.keys() == {"y"} and result.variant[NO_BACKWARD] == "RuntimeError: this Triton has a bug"
+
+
+@unit
+@pytest.mark.parametrize("mix, error, said", [
+    (refusing("this Triton has a bug", 1.1), Failed, "the y is off by"),
+    (refusing("CUDA out of memory"), RuntimeError, "out of memory"),
+    (lambda *inputs: 1.1 * MIXERS["SSD"].by(forms.chunked)(*inputs), Failed, "the y is off by")])
+def test_a_library_that_is_wrong_or_out_of_memory_is_not_timed(monkeypatch, mix, error, said):
+    with pytest.raises(error, match=said):
+        prepared_peer(monkeypatch, mix)
+
+
+@unit
+def test_a_library_that_is_right_is_timed_with_its_backward(monkeypatch):
+    subject, result = prepared_peer(monkeypatch, MIXERS["SSD"].by(forms.chunked))
+    assert subject.has(BOTH) and {*result.errors} == {"y", "dq", "dk", "dv", "dg"} and NO_BACKWARD not in result.variant
+    assert not subject.inputs[0].is_contiguous() and subject.cotangents[0].stride() == subject.inputs[0].stride()
 
 
 @unit
 def test_without_records_there_is_no_answer():
-    assert STUDY.answer([]) == mixers.NO_ANSWER
+    assert STUDY.answer([]) == NO_ANSWER
 
 
 @unit
-@pytest.mark.parametrize("wrong", [["--mixer", "RWKV"], ["--lengths", "0"], ["--lengths", "long"]])
+@pytest.mark.parametrize("wrong", [["--mixer", "RWKV"], ["--way", "by magic"], ["--part", "model"],
+                                   ["--lengths", "0"], ["--lengths", "long"]])
 def test_wrong_options_are_told(wrong, study_main):
     status, _, said = study_main("mixers", *wrong)
     assert status == 2 and wrong[0] in said
@@ -134,7 +241,7 @@ def test_wrong_options_are_told(wrong, study_main):
 @integration
 def test_records_name_sizes_and_what_they_stand_beside(study_main, tmp_path):
     path = tmp_path / "records.jsonl"
-    study_main("mixers", *SHORT, "--lengths", "16", "--json", str(path))
+    study_main("mixers", *ALONE, "--lengths", "16", "--json", str(path))
     variants = [json.loads(line)["benchmark"]["extra_info"]["case"]["variant"] for line in path.read_text().splitlines()
                 if '"SSD"' in line]
     assert {tuple(each["size"]) for each in variants if each} == {(8, 4, 16, 16)}

@@ -1,0 +1,130 @@
+"""From which length on does a mixer with a state beat attention, and what does each form of it cost?
+
+    python -m benchmarks mixers --json mixers.jsonl --chart mixers
+    python -m benchmarks mixers --mixer SSD --part mixer --lengths 1024,4096
+
+Linear attention with a constant decay (retention), SSD (Mamba-2) and the gated delta rule, in BF16 on a GPU and FP32 on
+a CPU: as a loop over steps, at once (as attention, over all pairs of steps), in chunks, in chunks compiled, and in
+chunks by Triton kernels; beside flash-linear-attention and mamba-ssm where they are installed. Each is held against the
+recurrence in FP64, its output and every gradient. Then all of a mixer and a length are timed in shared rounds, forward
+and with their backward, beside causal attention of the same sizes by scaled_dot_product_attention: alone, as the block
+of the five steps with the mixer in attention's place, and as one step of decoding behind so many others, from a state
+and by attention over its cache. --quick leaves out the block and retention, and compiles at the longest length alone.
+Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
+"""
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from benchmarks.measure.options import numbers
+from benchmarks.mixers.mixer import COMPILED, MIXERS, WAYS, Mixer
+from benchmarks.mixers.peers import PEERS
+from benchmarks.records import RESULTS
+from benchmarks.records.files import file_of
+from benchmarks.records.read import read
+from benchmarks.show.study import Options, Study, register
+from benchmarks.studies.mixers import tables
+from benchmarks.studies.mixers.subjects import (
+    BLOCK,
+    COMPILED_BLOCKS,
+    DECODING,
+    MIXER,
+    PARTS,
+    STEP,
+    STEP_COMPILED,
+    Sizes,
+    block_control,
+    case,
+    control,
+    mixer_block_case,
+    of_length,
+    peer_case,
+    step_case,
+    step_control,
+)
+from common.command_line import Parser
+from common.measure.cases import Case, Group
+from common.runtime.iteration import FORWARD, LAUNCHES
+
+NOT_QUICK = "linear attention, decay", BLOCK           # much like SSD; and compiling blocks takes minutes
+
+
+def groups(options: Options) -> Iterator[Group]:
+    """One for each mixer, length and part."""
+    by_part = {MIXER: _alone, BLOCK: _in_a_block, DECODING: _decoding}
+    for length in options.lengths:
+        for name in options.mixer:
+            for part in options.part:
+                yield from by_part[part](MIXERS[name], length, options)
+
+
+def _ways(length: int, options: Options) -> list[str]:
+    at_the_end = not options.quick or length == max(options.lengths)
+    return [way for way in options.way or WAYS if way in WAYS and (way != COMPILED or at_the_end)]
+
+
+def _alone(mixer: Mixer, length: int, options: Options) -> Iterator[Group]:
+    sizes, device = Sizes.of(of_length(options.config, length)), options.device
+    cases = [control(mixer, sizes), *(case(mixer, way, sizes, device) for way in _ways(length, options))]
+    cases += [peer_case(mixer, name, sizes, device) for name in PEERS if name in (options.way or PEERS)]
+    cases += [case(mixer, f"chunks of {size}", sizes, device, size) for size in options.chunks]
+    yield Group(cases, calibrated=False, may_not_fit=True)
+
+
+def _in_a_block(mixer: Mixer, length: int, options: Options) -> Iterator[Group]:
+    config, device = of_length(options.config, length), options.device
+    ways = [way for way in options.way or WAYS if way in WAYS]
+    kinds = sorted({way in COMPILED_BLOCKS for way in ways})
+    cases: list[Case] = [block_control(mixer, compiled, config, device) for compiled in kinds]
+    cases += [mixer_block_case(mixer, way, config, device) for way in ways]
+    yield Group(cases, calibrated=False, metered=device.type == "cuda", may_not_fit=True)
+
+
+def _decoding(mixer: Mixer, length: int, options: Options) -> Iterator[Group]:
+    sizes = Sizes.of(of_length(options.config, length))
+    steps = [step_control(mixer, sizes), *(step_case(mixer, way, sizes) for way in (STEP, STEP_COMPILED))]
+    yield Group(steps, modes=(FORWARD,), calibrated=False, limited=False, may_not_fit=True)
+
+
+def add_arguments(parser: Parser) -> None:
+    """Beside those of all studies."""
+    add = parser.add_argument
+    add("--mixer", choices=MIXERS, action="append", help="only this one; may be repeated")
+    add("--part", choices=PARTS, action="append",
+        help="the mixer alone, the block around it, or a step of decoding; may be repeated (default: all)")
+    add("--way", choices=(*WAYS, *PEERS), action="append",
+        help="only this way, beside attention; may be repeated (a step of decoding has its own)")
+    add("--chunks", type=numbers, metavar="LIST", default=(),
+        help="by chunks of so many steps, too, beside the usual ones of 64")
+    add("--lengths", type=numbers, metavar="LIST",
+        help="lengths of a sequence, of as many as the shape has tokens for (default: 512,2048,8192,16384; on a CPU "
+             "256,1024)")
+
+
+def refine(options: Options) -> None:
+    """Lengths, mixers and parts."""
+    options.mixer = options.mixer or _unless_quick(MIXERS, options)
+    options.part = options.part or _unless_quick(PARTS, options)
+    on_gpu = options.device.type == "cuda"
+    options.config = options.config.replace(amp_dtype=torch.bfloat16 if on_gpu else None)
+    options.launches = LAUNCHES[:1]
+    if options.lengths is None:
+        every = (512, 2048, 8192, 16384) if on_gpu else (256, 1024)
+        shortest = (512, 2048) if on_gpu else (128, 256)
+        options.lengths = shortest if options.quick else every
+    if options.quick and not on_gpu:
+        options.config = options.config.replace(batch_size=1, seq_len=min(options.lengths))
+
+
+def _unless_quick(every: Iterable[str], options: Options) -> list[str]:
+    return [name for name in every if not options.quick or name not in NOT_QUICK]
+
+
+def _summary() -> str:
+    return f"```\n{tables.summary(read(file_of(RESULTS / 'h100' / 'mixers-te-tutorial')), 120)}\n```"
+
+
+register(Study("mixers", __doc__, groups, text=tables.text, charts=tables.charts, answer=tables.answer,
+               add_arguments=add_arguments, refine=refine, compiles_anew=True, long=True, place=12,
+               parts={"mixers summary": _summary},
+               no_chart="it takes two lengths, timed with their backward"))
