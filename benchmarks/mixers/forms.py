@@ -94,19 +94,6 @@ def chunked(given: Given, state: Tensor | None = None, chunk: int = CHUNK) -> tu
     return y.flatten(2, 3)[:, :, :steps], state
 
 
-def by_chunks_of(given: Given, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """Of a delta rule, (v, f) [B, H, S, V and K]: what is written at a step is v - f S, of the state before its chunk.
-    """
-    filled = _filled(given, -given.steps % chunk)
-    if filled.b is None:
-        raise ValueError("b is None: only a delta rule replaces what a state holds")
-    k, v = (each.unflatten(2, (-1, chunk)) for each in (filled.k, filled.v))
-    g, b = (each.unflatten(2, (-1, chunk)) for each in (filled.g, filled.b))
-    found = _without_what_was_held(k, v, _decay_between(g), g.cumsum(-1), b)
-    v, forgotten = (each.flatten(2, 3)[:, :, :given.steps] for each in found)
-    return v, forgotten
-
-
 def _without_what_was_held(k: Tensor, v: Tensor, between: Tensor, since: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """(v, f) of chunks [B, H, N, C, V and K]: a triangular system says what the steps of one do to each other."""
     b = b.unsqueeze(-1)

@@ -19,70 +19,22 @@ from torch import Tensor
 from torch.library import triton_op
 
 from ..inputs import require_like
+from .chunks import CHUNK, WIDTHS, decay_between, dot, gates, kept, rows, store_rows
 from .launch import launchable, require_float, stages
 
-CHUNK = 64                                          # steps
 WALKED = 32                                         # columns of a state that one program walks with
 VALUES = 64                                         # columns of values that a program has at once
 SHARED = 2**17                                      # bytes that the stages of a walk may take together
-WIDTHS = (16, 32, 64, 128)
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def _dot(a, b, PRECISION: tl.constexpr):
-    """a b in FP32."""
-    if INTERPRETED:                        # the interpreter would multiply BF16 as the integers that hold its bits
-        return tl.dot(a.to(tl.float32), b.to(tl.float32))
-    return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
-def _rows(base, first, length, columns, C: tl.constexpr, D: tl.constexpr):
-    """Steps of a chunk [C, columns], zeros behind the last one."""
-    steps = first + tl.arange(0, C)
-    at = base + tl.cast(steps, tl.int64)[:, None] * D + columns[None, :]
-    return tl.load(at, mask=(steps < length)[:, None], other=0.0)
-
-
-@triton.jit
-def _store_rows(base, value, first, length, columns, C: tl.constexpr, D: tl.constexpr):
-    steps = first + tl.arange(0, C)
-    at = base + tl.cast(steps, tl.int64)[:, None] * D + columns[None, :]
-    tl.store(at, value, mask=(steps < length)[:, None])
-
-
-@triton.jit
-def _gates(g_row, first, length, C: tl.constexpr):
-    steps = first + tl.arange(0, C)
-    return tl.load(g_row + steps, mask=steps < length, other=0.0)
-
-
-@triton.jit
-def _kept(g_row, first, length, C: tl.constexpr):
-    """[C]: what is left behind the chunk of what each step wrote."""
-    steps = tl.arange(0, C)
-    behind = tl.load(g_row + first + steps + 1, mask=(steps + 1 < C) & (first + steps + 1 < length), other=0.0)
-    return tl.exp(tl.cumsum(behind, 0, reverse=True))
-
-
-@triton.jit
-def _decay_between(g, C: tl.constexpr):
-    """[C, C]: what is left behind step t of what step s wrote; 0 for s behind t."""
-    steps = tl.arange(0, C)
-    sums = tl.cumsum(tl.where(steps[:, None] > steps[None, :], g[:, None], 0.0), 0)
-    return tl.where(steps[:, None] >= steps[None, :], tl.exp(sums), 0.0)
 
 
 @triton.jit
 def _scores(q_ptr, k_ptr, g_ptr, sequence, first, length, K: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
     """(q [C, K], gates [C], decayed scores [C, C]) of one chunk."""
     keys = tl.arange(0, K)
-    g = _gates(g_ptr + sequence * length, first, length, C)
-    q = _rows(q_ptr + sequence * length * K, first, length, keys, C, K)
-    k = _rows(k_ptr + sequence * length * K, first, length, keys, C, K)
-    return q, g, _dot(q, tl.trans(k), PRECISION) * _decay_between(g, C)
+    g = gates(g_ptr + sequence * length, first, length, C)
+    q = rows(q_ptr + sequence * length * K, first, length, keys, C, K)
+    k = rows(k_ptr + sequence * length * K, first, length, keys, C, K)
+    return q, g, dot(q, tl.trans(k), PRECISION) * decay_between(g, C)
 
 
 @triton.jit
@@ -97,15 +49,15 @@ def _walk(k_ptr, v_ptr, g_ptr, f_ptr, begin_ptr, u_ptr, states_ptr, end_ptr, len
     for n in range(chunks):
         first = n * C
         tl.store(states_ptr + (sequence * chunks + n) * K * V + places, state)
-        k = _rows(k_ptr + sequence * length * K, first, length, keys, C, K)
-        u = _rows(v_ptr + sequence * length * V, first, length, columns, C, V)
+        k = rows(k_ptr + sequence * length * K, first, length, keys, C, K)
+        u = rows(v_ptr + sequence * length * V, first, length, columns, C, V)
         if DELTA:
-            f = _rows(f_ptr + sequence * length * K, first, length, keys, C, K)
-            u = (u - _dot(f, state.to(f.dtype), PRECISION)).to(k.dtype)
-            _store_rows(u_ptr + sequence * length * V, u, first, length, columns, C, V)
-        left = (k * _kept(g_row, first, length, C)[:, None]).to(k.dtype)
-        whole = tl.exp(tl.sum(_gates(g_row, first, length, C), 0))
-        state = whole * state + _dot(tl.trans(left), u, PRECISION)
+            f = rows(f_ptr + sequence * length * K, first, length, keys, C, K)
+            u = (u - dot(f, state.to(f.dtype), PRECISION)).to(k.dtype)
+            store_rows(u_ptr + sequence * length * V, u, first, length, columns, C, V)
+        left = (k * kept(g_row, first, length, C)[:, None]).to(k.dtype)
+        whole = tl.exp(tl.sum(gates(g_row, first, length, C), 0))
+        state = whole * state + dot(tl.trans(left), u, PRECISION)
     tl.store(end_ptr + sequence * K * V + places, state)
 
 
@@ -116,11 +68,11 @@ def _outputs(q_ptr, k_ptr, u_ptr, g_ptr, states_ptr, y_ptr, length, chunks, K: t
     sequence, n = tl.cast(tl.program_id(0) // chunks, tl.int64), tl.program_id(0) % chunks
     first, keys, columns = n * C, tl.arange(0, K), tl.program_id(1) * BV + tl.arange(0, BV)
     q, g, scores = _scores(q_ptr, k_ptr, g_ptr, sequence, first, length, K, C, PRECISION)
-    u = _rows(u_ptr + sequence * length * V, first, length, columns, C, V)
+    u = rows(u_ptr + sequence * length * V, first, length, columns, C, V)
     state = tl.load(states_ptr + tl.cast(tl.program_id(0), tl.int64) * K * V + keys[:, None] * V + columns[None, :])
     into = tl.exp(tl.cumsum(g, 0))
-    y = into[:, None] * _dot(q, state, PRECISION) + _dot(scores.to(u.dtype), u, PRECISION)
-    _store_rows(y_ptr + sequence * length * V, y, first, length, columns, C, V)
+    y = into[:, None] * dot(q, state, PRECISION) + dot(scores.to(u.dtype), u, PRECISION)
+    store_rows(y_ptr + sequence * length * V, y, first, length, columns, C, V)
 
 
 @triton.jit
@@ -130,9 +82,9 @@ def _back_within(q_ptr, k_ptr, g_ptr, dy_ptr, du_ptr, length, chunks, K: tl.cons
     sequence, n = tl.cast(tl.program_id(0) // chunks, tl.int64), tl.program_id(0) % chunks
     first, columns = n * C, tl.program_id(1) * BV + tl.arange(0, BV)
     _, _, scores = _scores(q_ptr, k_ptr, g_ptr, sequence, first, length, K, C, PRECISION)
-    dy = _rows(dy_ptr + sequence * length * V, first, length, columns, C, V)
-    du = _dot(tl.trans(scores.to(dy.dtype)), dy, PRECISION)
-    _store_rows(du_ptr + sequence * length * V, du, first, length, columns, C, V)
+    dy = rows(dy_ptr + sequence * length * V, first, length, columns, C, V)
+    du = dot(tl.trans(scores.to(dy.dtype)), dy, PRECISION)
+    store_rows(du_ptr + sequence * length * V, du, first, length, columns, C, V)
 
 
 @triton.jit
@@ -149,19 +101,19 @@ def _walk_back(q_ptr, k_ptr, g_ptr, f_ptr, dy_ptr, within_ptr, dend_ptr, du_ptr,
         n = chunks - 1 - back
         first = n * C
         tl.store(dstates_ptr + (sequence * chunks + n) * K * V + places, dstate)
-        g = _gates(g_row, first, length, C)
-        q = _rows(q_ptr + sequence * length * K, first, length, keys, C, K)
-        k = _rows(k_ptr + sequence * length * K, first, length, keys, C, K)
-        dy = _rows(dy_ptr + sequence * length * V, first, length, columns, C, V)
-        du = _rows(within_ptr + sequence * length * V, first, length, columns, C, V)
-        left = (k * _kept(g_row, first, length, C)[:, None]).to(k.dtype)
-        du += _dot(left, dstate.to(left.dtype), PRECISION)
-        _store_rows(du_ptr + sequence * length * V, du, first, length, columns, C, V)
+        g = gates(g_row, first, length, C)
+        q = rows(q_ptr + sequence * length * K, first, length, keys, C, K)
+        k = rows(k_ptr + sequence * length * K, first, length, keys, C, K)
+        dy = rows(dy_ptr + sequence * length * V, first, length, columns, C, V)
+        du = rows(within_ptr + sequence * length * V, first, length, columns, C, V)
+        left = (k * kept(g_row, first, length, C)[:, None]).to(k.dtype)
+        du += dot(left, dstate.to(left.dtype), PRECISION)
+        store_rows(du_ptr + sequence * length * V, du, first, length, columns, C, V)
         read = (q * tl.exp(tl.cumsum(g, 0))[:, None]).to(q.dtype)
-        dstate = tl.exp(tl.sum(g, 0)) * dstate + _dot(tl.trans(read), dy, PRECISION)
+        dstate = tl.exp(tl.sum(g, 0)) * dstate + dot(tl.trans(read), dy, PRECISION)
         if DELTA:
-            f = _rows(f_ptr + sequence * length * K, first, length, keys, C, K)
-            dstate -= _dot(tl.trans(f), du.to(f.dtype), PRECISION)
+            f = rows(f_ptr + sequence * length * K, first, length, keys, C, K)
+            dstate -= dot(tl.trans(f), du.to(f.dtype), PRECISION)
     tl.store(dbegin_ptr + sequence * K * V + places, dstate)
 
 
@@ -173,7 +125,7 @@ def _back_rest(q_ptr, k_ptr, u_ptr, g_ptr, states_ptr, dy_ptr, du_ptr, dstates_p
     sequence, n = tl.cast(tl.program_id(0) // chunks, tl.int64), tl.program_id(0) % chunks
     first, keys, steps = n * C, tl.arange(0, K), tl.arange(0, C)
     g_row = g_ptr + sequence * length
-    g = _gates(g_row, first, length, C)
+    g = gates(g_row, first, length, C)
     here = tl.cast(tl.program_id(0), tl.int64) * K * V
     dscores = tl.zeros((C, C), tl.float32)
     read, written = tl.zeros((C, K), tl.float32), tl.zeros((C, K), tl.float32)
@@ -181,32 +133,32 @@ def _back_rest(q_ptr, k_ptr, u_ptr, g_ptr, states_ptr, dy_ptr, du_ptr, dstates_p
     by_state = tl.zeros((K,), tl.float32)
     for begin in tl.static_range(0, V, BV):
         columns = begin + tl.arange(0, BV)
-        u = _rows(u_ptr + sequence * length * V, first, length, columns, C, V)
-        dy = _rows(dy_ptr + sequence * length * V, first, length, columns, C, V)
+        u = rows(u_ptr + sequence * length * V, first, length, columns, C, V)
+        dy = rows(dy_ptr + sequence * length * V, first, length, columns, C, V)
         places = here + keys[:, None] * V + columns[None, :]
         state, dstate = tl.load(states_ptr + places), tl.load(dstates_ptr + places)
-        dscores += _dot(dy, tl.trans(u), PRECISION)
-        read += _dot(dy, tl.trans(state), PRECISION)
-        written += _dot(u, tl.trans(dstate), PRECISION)
+        dscores += dot(dy, tl.trans(u), PRECISION)
+        read += dot(dy, tl.trans(state), PRECISION)
+        written += dot(u, tl.trans(dstate), PRECISION)
         by_state += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
         if DELTA:
-            du = _rows(du_ptr + sequence * length * V, first, length, columns, C, V)
-            df -= _dot(du, tl.trans(state), PRECISION)
-    q = _rows(q_ptr + sequence * length * K, first, length, keys, C, K)
-    k = _rows(k_ptr + sequence * length * K, first, length, keys, C, K)
-    dscores *= _decay_between(g, C)
+            du = rows(du_ptr + sequence * length * V, first, length, columns, C, V)
+            df -= dot(du, tl.trans(state), PRECISION)
+    q = rows(q_ptr + sequence * length * K, first, length, keys, C, K)
+    k = rows(k_ptr + sequence * length * K, first, length, keys, C, K)
+    dscores *= decay_between(g, C)
     read *= tl.exp(tl.cumsum(g, 0))[:, None]
-    written *= _kept(g_row, first, length, C)[:, None]
-    dq = read + _dot(dscores.to(k.dtype), k, PRECISION)
-    dk = written + _dot(tl.trans(dscores.to(q.dtype)), q, PRECISION)
-    _store_rows(dq_ptr + sequence * length * K, dq, first, length, keys, C, K)
-    _store_rows(dk_ptr + sequence * length * K, dk, first, length, keys, C, K)
+    written *= kept(g_row, first, length, C)[:, None]
+    dq = read + dot(dscores.to(k.dtype), k, PRECISION)
+    dk = written + dot(tl.trans(dscores.to(q.dtype)), q, PRECISION)
+    store_rows(dq_ptr + sequence * length * K, dq, first, length, keys, C, K)
+    store_rows(dk_ptr + sequence * length * K, dk, first, length, keys, C, K)
     if DELTA:
-        _store_rows(df_ptr + sequence * length * K, df, first, length, keys, C, K)
+        store_rows(df_ptr + sequence * length * K, df, first, length, keys, C, K)
     # A gate is part of the decay between each step before it and each from it on.
-    moved = dscores * _dot(q, tl.trans(k), PRECISION)                          # by each decay's logarithm
+    moved = dscores * dot(q, tl.trans(k), PRECISION)                          # by each decay's logarithm
     before = (steps[:, None] < steps[None, :]).to(tl.float32)                  # row: step, column: gate
-    pairs = _dot(moved, before, PRECISION)
+    pairs = dot(moved, before, PRECISION)
     dg = tl.sum(tl.where(steps[:, None] >= steps[None, :], pairs, 0.0), 0)
     dg += tl.cumsum(tl.sum(read * q, 1), 0, reverse=True)
     dg += tl.sum(before * tl.sum(written * k, 1)[:, None], 0)

@@ -47,6 +47,7 @@ BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.E
 NO_BACKWARD = "no backward"                # why a library refuses it here, in a variant
 OUTPUTS = "y", "state"                    # what else is checked is a gradient
 LONGEST_LOOP = 2048                        # steps
+LONGEST_UNROLLED = 4096                    # steps of a delta rule: 64 products from chunk to chunk
 MOST_SCORES = 2**33                        # bytes of all pairs of steps
 
 
@@ -78,13 +79,15 @@ class Sizes:
         """Of a whole sequence."""
         return mixer.inputs(self.shape, setting.seed, setting.device, self.dtype)
 
-    def why_not(self, way: str, device: torch.device) -> str:
+    def why_not(self, mixer: Mixer, way: str, device: torch.device) -> str:
         """Why it can't run there, would take too long or too much memory; "" where it would not."""
         if way == TRITON and device.type != "cuda":
             return "its Triton kernels need a GPU"
         scores = 4 * self.batch * self.heads * self.length**2
         if way == LOOP and self.length > LONGEST_LOOP:
             return f"a loop over {self.length:,} steps: it is timed up to {LONGEST_LOOP:,}"
+        if way == COMPILED and mixer.replaces and self.length > LONGEST_UNROLLED:
+            return f"its graph holds a product for each chunk in a row: it is compiled up to {LONGEST_UNROLLED:,} steps"
         if way == AT_ONCE and scores > MOST_SCORES:
             return f"all pairs of steps would take {scores / 2**30:,.0f} GiB"
         return ""
@@ -113,7 +116,7 @@ def case(mixer: Mixer, way: str, sizes: Sizes, device: torch.device, chunk: int 
         setting.say(Phase.BUILDING)
         return _checked(mix_by(mixer, way, chunk), mixer, sizes.inputs(mixer, setting), sizes, setting, result)
     more = {} if chunk is None else {"chunk": chunk}
-    return _case(mixer.name, way, sizes, prepare, mixer.name, more, sizes.why_not(way, device))
+    return _case(mixer.name, way, sizes, prepare, mixer.name, more, sizes.why_not(mixer, way, device))
 
 
 def peer_case(mixer: Mixer, name: str, sizes: Sizes, device: torch.device) -> Case:
@@ -291,7 +294,7 @@ def mixer_block_case(mixer: Mixer, way: str, config: BlockConfig, device: torch.
         return BlockSubject(built, [x], [dy], dict(built.named_parameters()), sizes.gates, of, config=config)
     plain = block_work.workload(config, traits(compiled), torch.float32, device)
     of = block.workload(plain, mixer, config, sizes.dtype)
-    missing = sizes.why_not(way, device)
+    missing = sizes.why_not(mixer, way, device)
     return Case(mixer.name, prepare, config, traits(compiled), variant=_of_block(config, mixer, way, compiled),
                 missing=missing, workload=of, that_fits=lambda total: "give shorter ones by --lengths")
 

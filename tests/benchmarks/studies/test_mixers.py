@@ -112,17 +112,21 @@ def test_a_step_of_decoding_that_is_wrong_fails(wrong, what, study_main, monkeyp
 
 
 @unit
-@pytest.mark.parametrize("way, length, why", [
-    ("a loop", 2048, ""), ("a loop", 2049, "a loop over 2,049 steps: it is timed up to 2,048"),
-    ("at once", 2**15, ""), ("at once", 2**15 + 1, "all pairs of steps would take 8 GiB"), ("chunks", 2**20, ""),
-    ("chunks, Triton", 64, "its Triton kernels need a GPU")])
-def test_what_would_take_too_long_or_can_not_run_is_a_line(way, length, why):
-    assert Sizes(1, 2, length, 64).why_not(way, torch.device("cpu")) == why
+@pytest.mark.parametrize("name, way, length, why", [
+    ("SSD", "a loop", 2048, ""), ("SSD", "a loop", 2049, "a loop over 2,049 steps: it is timed up to 2,048"),
+    ("SSD", "at once", 2**15, ""), ("SSD", "at once", 2**15 + 1, "all pairs of steps would take 8 GiB"),
+    ("SSD", "chunks", 2**20, ""), ("SSD", "chunks, compiled", 2**20, ""), ("gated delta rule", "chunks", 2**20, ""),
+    ("gated delta rule", "chunks, compiled", 4096, ""),
+    ("gated delta rule", "chunks, compiled", 4097,
+     "its graph holds a product for each chunk in a row: it is compiled up to 4,096 steps"),
+    ("SSD", "chunks, Triton", 64, "its Triton kernels need a GPU")])
+def test_what_would_take_too_long_or_can_not_run_is_a_line(name, way, length, why):
+    assert Sizes(1, 2, length, 64).why_not(MIXERS[name], way, torch.device("cpu")) == why
 
 
 @unit
 def test_on_a_gpu_its_kernels_run():
-    assert not Sizes(1, 2, 2**20, 64).why_not("chunks, Triton", torch.device("cuda"))
+    assert not Sizes(1, 2, 2**20, 64).why_not(MIXERS["SSD"], "chunks, Triton", torch.device("cuda"))
 
 
 @unit
