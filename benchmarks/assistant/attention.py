@@ -28,6 +28,7 @@ from benchmarks.measure.calls import BLOCKING
 
 CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous")
 SOFTMAX = ("softmax", "_softmax")
+LOG_SOFTMAX = ("log_softmax", "_log_softmax")
 PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 VIEWS = ("view", "reshape")
 
@@ -159,24 +160,43 @@ def missing_dimensions(attention: Attention, whole: int) -> int:
 
 
 def softmaxes(graph: Captured) -> list[fx.Node]:
-    """Those of the library, and the quotients of those by hand."""
+    """Those of the library, and the last operation of each by hand."""
     calls = [node for node in graph.nodes if node.op.startswith("call_")]
     return [node for node in calls if name_of(node) in SOFTMAX or _by_hand(node)]
 
 
-def _by_hand(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(exponentials, the sum of each row) that a node divides by each other; None where it does something else."""
-    if name_of(node) != "div" or node.kwargs or len(node.args) != 2:
+def _by_hand(node: fx.Node) -> tuple[fx.Node, ...] | None:
+    """What stands between scores and a softmax by hand; the first is a function of the scores. None where it is none.
+
+    Exponentials over the sum of their row; the exponential of scores less their logsumexp, or of a log_softmax.
+    """
+    given = _args(node)
+    if node.kwargs or not all(isinstance(each, fx.Node) for each in given):
         return None
-    above, below = node.args
-    if not isinstance(above, fx.Node) or not isinstance(below, fx.Node):
+    if name_of(node) == "div" and len(given) == 2:
+        above, below = given
+        return (above, below) if name_of(above) == "exp" and _is_of_rows(below, "sum", above) else None
+    if name_of(node) != "exp" or len(given) != 1:
         return None
-    if (name_of(above), name_of(below)) != ("exp", "sum") or below.args[0] is not above:
+    [logarithm] = given
+    if name_of(logarithm) in LOG_SOFTMAX and _is_last(argument(logarithm, 1, "dim"), logarithm):
+        return (logarithm,)
+    if name_of(logarithm) != "sub" or logarithm.kwargs or len(logarithm.args) != 2:
         return None
-    dim = argument(below, 1, "dim")
+    scores, subtracted = _args(logarithm)
+    return (subtracted, logarithm) if _is_of_rows(subtracted, "logsumexp", scores) else None
+
+
+def _is_of_rows(node: Any, name: str, of: Any) -> bool:
+    """Whether it is that reduction of each row of something, and keeps its dimension."""
+    if not isinstance(node, fx.Node) or name_of(node) != name or _args(node)[0] is not of:
+        return False
+    return _is_last(argument(node, 1, "dim"), of) and bool(argument(node, 2, "keepdim", False))
+
+
+def _is_last(dim: Any, of: fx.Node) -> bool:
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    is_of_rows = dim in (-1, len(shape_of(above)) - 1)
-    return (above, below) if is_of_rows and argument(below, 2, "keepdim", False) else None
+    return dim in (-1, len(shape_of(of)) - 1)
 
 
 def attentions_in(graph: Captured) -> list[Attention | Refusal]:

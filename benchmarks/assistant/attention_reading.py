@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.assistant import einsum
-from benchmarks.assistant.attention import CASTS, SOFTMAX
+from benchmarks.assistant.attention import CASTS, LOG_SOFTMAX, SOFTMAX
 from benchmarks.assistant.technique import NotWritten
 from benchmarks.assistant.words import called, is_of_module
 
@@ -13,6 +13,7 @@ OPERATIONS = {ast.Mult: "mul", ast.Div: "div", ast.Add: "add", ast.Sub: "sub"}
 IGNORED = {"dim", "axis", "dtype", "inplace", "p", "training", "memory_format", "copy", "non_blocking"}
 TRANSPOSES = {"transpose", "swapaxes", "swapdims", "permute"}
 PLACES = {"input": 0, "condition": 0, "mask": 1, "other": 1, "mat2": 1, "value": 2}       # of a keyword
+OF_ROWS = {"amax": "largest", "max": "largest", "sum": "sum", "logsumexp": "logsumexp"}
 INFINITE = {"float('-inf')", "-math.inf", "-torch.inf", "-np.inf", "-numpy.inf", "-float('inf')", "-inf",
             "float('-infinity')"}
 
@@ -58,6 +59,8 @@ class Scores:
     outside: tuple[str, ...] = ()            # then those before that condition
     fills: tuple[Fill, ...] = ()
     is_exponential: bool = False             # of a softmax by hand, before it is divided by its sum
+    is_logarithm: bool = False               # of a softmax
+    of_rows: str = ""                        # it is that reduction of each row of these: one of `OF_ROWS`
     is_softmax: bool = False                 # they are weights
     is_transposed: bool = False              # as weights
     dropout: str = ""
@@ -102,10 +105,21 @@ class Reader:
             return self._call(node)
         if isinstance(node, ast.Attribute) and node.attr == "mT" and (scores := self.value(node.value)):
             return self._transposed(scores)
+        if isinstance(node, ast.Attribute) and node.attr == "values":          # of max along a dimension
+            return self._largest(node.value)
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value == 0:
+            return self._largest(node.value)
         if isinstance(node, ast.IfExp) and (self.value(node.body) or self.value(node.orelse)):
             raise NotWritten("its scores depend on a condition inside of an expression")
         self._look_below(node)
         return None
+
+    def _largest(self, node: ast.expr) -> Scores | None:
+        """The first of what max gives along a dimension, behind which are the places."""
+        scores = self.value(node)
+        if scores and scores.of_rows != "largest" and not scores.value:
+            raise NotWritten(f"its scores go through {ast.unparse(node)}")
+        return scores if scores and scores.of_rows else None
 
     def _look_below(self, node: ast.AST) -> None:
         """In what is nothing of the attention itself its output may stand."""
@@ -118,41 +132,39 @@ class Reader:
     def _operation(self, node: ast.BinOp) -> Scores | None:
         if isinstance(node.op, ast.MatMult):
             return self._product(node, node.left, node.right)
-        left = self.value(node.left)
-        if left and isinstance(node.op, ast.Sub) and self._is_row_maximum(node.right, left):
-            return left
+        left, right = self.value(node.left), self.value(node.right)
+        if left and isinstance(node.op, ast.Sub) and right and right.of_rows:
+            return self._less(left, right)
         if left and isinstance(node.op, ast.Div) and left.is_exponential:
-            return self._divided(left, node.right)
-        right = self.value(node.right)
+            return self._divided(left, right)
         scores, other = (left, node.right) if left and not left.value else (right, node.left)
         if scores is None or scores.value:
             return None
         name = OPERATIONS.get(type(node.op), "")
-        if not name or scores.is_exponential or (scores is not left and name in ("div", "sub")):
+        is_unread = scores.is_exponential or scores.is_logarithm or scores.of_rows or (left and right)
+        if not name or is_unread or (scores is not left and name in ("div", "sub")):
             raise NotWritten(f"its scores go through {ast.unparse(node)}")
         return self._by_name(name, scores, other)
 
-    def _is_row_maximum(self, node: ast.expr, scores: Scores) -> bool:
-        """Whether it is the largest of each row of these scores, which a softmax takes no notice of."""
-        if isinstance(node, ast.Attribute) and node.attr == "values":
-            return self._is_row_maximum(node.value, scores)
-        is_first = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and not node.slice.value
-        if isinstance(node, ast.Subscript) and is_first:       # of max along a dimension, behind which are the places
-            return self._is_row_maximum(node.value, scores)
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            return False
-        if called(node) == "detach" and not node.args:
-            return self._is_row_maximum(node.func.value, scores)
-        of = node.args[0] if is_of_module(node) and node.args else node.func.value
-        return called(node) in ("amax", "max") and self.value(of) == scores
+    @staticmethod
+    def _less(scores: Scores, of_rows: Scores) -> Scores:
+        """Less the largest of each row, of which a softmax takes no notice, or less its logsumexp."""
+        if replace(of_rows, of_rows="") != scores or of_rows.of_rows in ("", "sum"):
+            raise NotWritten("something is subtracted from its scores that is not read")
+        return replace(scores, is_logarithm=True) if of_rows.of_rows == "logsumexp" else scores
 
-    def _divided(self, exponentials: Scores, node: ast.expr) -> Scores:
+    @staticmethod
+    def _divided(exponentials: Scores, by: Scores | None) -> Scores:
         """Weights. Raises NotWritten where the divisor is not the sum of each row of these exponentials."""
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and called(node) == "sum":
-            of = node.args[0] if is_of_module(node) and node.args else node.func.value
-            if self.value(of) == exponentials:
-                return replace(exponentials, is_exponential=False, is_softmax=True)
-        raise NotWritten("its exponentials are divided by something that is not read as their sum")
+        if by != replace(exponentials, of_rows="sum"):
+            raise NotWritten("its exponentials are divided by something that is not read as their sum")
+        return replace(exponentials, is_exponential=False, is_softmax=True)
+
+    def _reduced(self, name: str, scores: Scores) -> Scores:
+        """A reduction of each row. Raises NotWritten for one that belongs to no softmax."""
+        if scores.is_softmax or scores.is_logarithm or scores.is_exponential != (name == "sum"):
+            raise NotWritten(f"its scores go through {name}")
+        return replace(scores, of_rows=OF_ROWS[name])
 
     def _multiplied(self, scores: Scores, scale: str) -> Scores:
         if scores.is_softmax:
@@ -176,20 +188,27 @@ class Reader:
             return None
         place, scores, rest = places[0], values[places[0]], [one for key, one in given.items() if key != places[0]]
         assert scores is not None
+        if places == [0, 1] and name in ("sub", "div"):
+            other = values[1]
+            assert other is not None
+            return self._less(scores, other) if name == "sub" else self._divided(scores, other)
         if len(places) > 1:
             raise NotWritten(f"its scores go twice into {name}")
-        if place == 0 and name in CASTS:
+        if place == 0 and (name in CASTS or (name == "detach" and scores.of_rows == "largest")):
             return scores
-        if place == 0 and scores.is_exponential and name == "div" and len(rest) == 1:
-            return self._divided(scores, rest[0])
-        if scores.is_exponential and name == "sum":            # whoever divides by it looks at it himself
-            return None
-        if scores.is_exponential:
+        if scores.of_rows:
+            raise NotWritten(f"the {scores.of_rows} of its rows goes through {name}")
+        if place == 0 and name in OF_ROWS:
+            return self._reduced(name, scores)
+        if place == 0 and name == "exp" and not rest and not scores.is_softmax and not scores.is_exponential:
+            return replace(scores, is_logarithm=False, is_softmax=scores.is_logarithm,
+                           is_exponential=not scores.is_logarithm)
+        if scores.is_exponential or scores.is_logarithm:
             raise NotWritten(f"its exponentials go through {name}")
         if place == 0 and name in SOFTMAX and not scores.is_softmax:
             return replace(scores, is_softmax=True)
-        if place == 0 and name == "exp" and not rest and not scores.is_softmax:
-            return replace(scores, is_exponential=True)
+        if place == 0 and name in LOG_SOFTMAX and not scores.is_softmax:
+            return replace(scores, is_logarithm=True)
         if place == 0 and name == "tanh" and not rest:
             return scores.capped()
         if place == 0 and name in TRANSPOSES and self._swaps_the_last(name, rest):

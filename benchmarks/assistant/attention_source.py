@@ -18,6 +18,7 @@ from benchmarks.assistant.program import Program
 from benchmarks.assistant.source import Place, function_at, function_node_at, text_of
 from benchmarks.assistant.statements import (
     assigned,
+    first_of_two,
     lines_of,
     lines_with,
     loaded,
@@ -122,7 +123,7 @@ class _Writer:
         if isinstance(statement, ast.If):
             if self._conditional(statement):
                 return
-        elif (target := target_of(statement)) is not None:
+        elif (target := target_of(statement) or first_of_two(statement)) is not None:
             name, value = target
             scores = self.reader.value(value)
             if self.reader.output is not None:

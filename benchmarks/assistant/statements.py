@@ -53,6 +53,17 @@ def target_of(statement: ast.stmt) -> tuple[str, ast.expr] | None:
     return None
 
 
+def first_of_two(statement: ast.stmt) -> tuple[str, ast.expr] | None:
+    """(name, what both become) of the first of two names that a statement gives values, as `largest, place = ...`."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return None
+    [target] = statement.targets
+    names = target.elts if isinstance(target, ast.Tuple) else []
+    if len(names) != 2 or not isinstance(names[0], ast.Name) or not isinstance(names[1], ast.Name):
+        return None
+    return names[0].id, statement.value
+
+
 def assigned(statement: ast.stmt) -> set[str]:
     """The names that a statement, or one inside it, gives a value."""
     return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

@@ -201,6 +201,50 @@ class ExponentialsOverTheirSum(Attention):
         return scores.div(torch.sum(scores, dim=-1, keepdim=True)) @ v
 
 
+class NamedSum(Attention):
+    """Its largest and its sum have names of their own."""
+
+    def attend(self, q, k, v):
+        scores = (q @ k.mT) * self.scale
+        scores = scores.masked_fill(self.tril == 0, -math.inf)
+        largest = scores.amax(dim=-1, keepdim=True).detach()
+        weights = torch.exp(scores - largest)
+        total = weights.sum(dim=-1, keepdim=True)
+        weights = self.drop(weights / total)
+        return weights @ v
+
+
+class NamedPlaces(Attention):
+    def attend(self, q, k, v):
+        scores = (q @ k.mT) * self.scale
+        largest, _ = scores.max(-1, keepdim=True)
+        numerator = (scores - largest).exp()
+        denominator = torch.sum(numerator, -1, keepdim=True)
+        return torch.div(numerator, denominator) @ v
+
+
+class NamedValues(Attention):
+    def attend(self, q, k, v):
+        scores = (q @ k.mT) * self.scale
+        largest = torch.max(scores, dim=-1, keepdim=True).values
+        scores = torch.sub(scores, largest).exp()
+        return self.drop(scores / scores.sum(-1, keepdim=True)) @ v
+
+
+class LessItsLogarithm(Attention):
+    def attend(self, q, k, v):
+        scores = (q @ k.mT) * self.scale
+        scores = scores.masked_fill(self.tril == 0, -math.inf)
+        logarithm = torch.logsumexp(scores, dim=-1, keepdim=True)
+        return self.drop(torch.exp(scores - logarithm)) @ v
+
+
+class OfALogSoftmax(Attention):
+    def attend(self, q, k, v):
+        weights = F.log_softmax((q @ k.mT) * self.scale, dim=-1).exp()
+        return self.drop(weights) @ v
+
+
 class NoSoftmax(Attention):
     """Exponentials over something else than the sum of their row."""
 
@@ -227,6 +271,23 @@ class SumsOfOthers(NoSoftmax):
 class SumOfAll(NoSoftmax):
     def divisor(self, scores):
         return scores.sum((-2, -1), keepdim=True)
+
+
+class LessTheLogarithmOfColumns(Attention):
+    def attend(self, q, k, v):
+        scores = (q @ k.mT) * self.scale
+        return torch.exp(scores - scores.logsumexp(-2, keepdim=True)) @ v
+
+
+class LessAnothersLogarithm(Attention):
+    def attend(self, q, k, v):
+        scores = (q @ k.mT) * self.scale
+        return torch.exp(scores - (2 * scores).logsumexp(-1, keepdim=True)) @ v
+
+
+class OfALogSoftmaxOfColumns(Attention):
+    def attend(self, q, k, v):
+        return F.log_softmax((q @ k.mT) * self.scale, dim=-2).exp() @ v
 
 
 class InPlace(Attention):
@@ -325,7 +386,8 @@ RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereB
          LocalWindow, Slopes, InFloat32, GroupedHeads, Einsum, EinsumAcross, Batched, InPlace,
          ValuesFirst, Pixels, EinsumValuesFirst, LessItsLargest, LessItsMaximum, Alibi,
          Cosine, DividedByATemperature,
-         SoftmaxByHand, ExponentialsOverTheirSum)
+         SoftmaxByHand, ExponentialsOverTheirSum, NamedSum, NamedPlaces, NamedValues, LessItsLogarithm,
+         OfALogSoftmax)
 
 
 # ------------------------------------------------------------------------------------- what can't be rewritten, and why
