@@ -2,6 +2,7 @@
 
 Scores may be capped before the masks: cap * tanh(scale * q k^T).
 """
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -160,9 +161,9 @@ def missing_dimensions(attention: Attention, whole: int) -> int:
 
 
 def softmaxes(graph: Captured) -> list[fx.Node]:
-    """Those of the library, and the last operation of each by hand."""
+    """Those of the library, and the last operation of each by hand; exponentials where only the output is divided."""
     calls = [node for node in graph.nodes if node.op.startswith("call_")]
-    return [node for node in calls if name_of(node) in SOFTMAX or _by_hand(node)]
+    return [node for node in calls if name_of(node) in SOFTMAX or _by_hand(node) or _divided_late(node)]
 
 
 def _by_hand(node: fx.Node) -> tuple[fx.Node, ...] | None:
@@ -187,6 +188,24 @@ def _by_hand(node: fx.Node) -> tuple[fx.Node, ...] | None:
     return (subtracted, logarithm) if _is_of_rows(subtracted, "logsumexp", scores) else None
 
 
+def _divided_late(exponentials: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """(their sums, their product with the values, the quotient), as where e @ v is divided by the sum of each row of e.
+
+    None where they are used otherwise.
+    """
+    if name_of(exponentials) != "exp" or len(exponentials.users) != 2:
+        return None
+    for sums, product in itertools.permutations(exponentials.users):
+        quotients = [*product.users]
+        if name_of(product) not in ("matmul", "bmm") or _args(product)[0] is not exponentials or len(quotients) != 1:
+            continue
+        [quotient] = quotients
+        is_quotient = quotient.op.startswith("call_") and name_of(quotient) == "div" and not quotient.kwargs
+        if is_quotient and _args(quotient) == (product, sums) and _is_of_rows(sums, "sum", exponentials):
+            return sums, product, quotient
+    return None
+
+
 def _is_of_rows(node: Any, name: str, of: Any) -> bool:
     """Whether it is that reduction of each row of something, and keeps its dimension."""
     if not isinstance(node, fx.Node) or name_of(node) != name or _args(node)[0] is not of:
@@ -207,7 +226,7 @@ def attentions_in(graph: Captured) -> list[Attention | Refusal]:
 def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
     """The attention around a softmax. Raises Refused with the reason where it is none that could be rewritten."""
     ndim, by_hand = len(shape_of(softmax)), _by_hand(softmax)
-    dim = -1 if by_hand else argument(softmax, 1, "dim", -1)
+    dim = -1 if name_of(softmax) not in SOFTMAX else argument(softmax, 1, "dim", -1)
     if dim not in (-1, ndim - 1):
         raise Refused(f"its softmax goes over dimension {dim}, not over the last one")
     if ndim < 3:
@@ -216,12 +235,14 @@ def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
     scores = up.walk(by_hand[0].args[0] if by_hand else softmax.args[0])
     if scores is None:
         raise Refused(up.why or "no matmul of queries and keys leads to it")
-    output, dropout, down = _downwards(softmax)
+    late = _divided_late(softmax)
+    product, dropout, down = (late[1], (0.0, False), []) if late else _downwards(softmax)
     query, key = _queries_and_keys(scores)
     if up.is_transposed:
         query, key = key, query
-    value, order = _values(output, (*down, softmax))
-    chain = scores, *reversed(up.chain), *(by_hand or ()), softmax, *down, output
+    value, order = _values(product, (*down, softmax))
+    output = late[2] if late else product
+    chain = scores, *reversed(up.chain), *(by_hand or ()), softmax, *(late[:2] if late else ()), *down, output
     masks = [*up.masks, *_added_by_the_matmul(scores, up)]
     between = *up.chain, *down
     if (up.is_transposed or order or up.temperatures) and any(name_of(node) in VIEWS for node in between):

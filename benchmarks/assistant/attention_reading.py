@@ -136,7 +136,7 @@ class Reader:
         if left and isinstance(node.op, ast.Sub) and right and right.of_rows:
             return self._less(left, right)
         if left and isinstance(node.op, ast.Div) and left.is_exponential:
-            return self._divided(left, right)
+            return self._divided(node, left, right)
         scores, other = (left, node.right) if left and not left.value else (right, node.left)
         if scores is None or scores.value:
             return None
@@ -153,12 +153,17 @@ class Reader:
             raise NotWritten("something is subtracted from its scores that is not read")
         return replace(scores, is_logarithm=True) if of_rows.of_rows == "logsumexp" else scores
 
-    @staticmethod
-    def _divided(exponentials: Scores, by: Scores | None) -> Scores:
-        """Weights. Raises NotWritten where the divisor is not the sum of each row of these exponentials."""
-        if by != replace(exponentials, of_rows="sum"):
+    def _divided(self, node: ast.expr, exponentials: Scores, by: Scores | None) -> Scores:
+        """Weights, or the output where they were multiplied with the values before.
+
+        Raises NotWritten where the divisor is not the sum of each row of these exponentials.
+        """
+        if by != replace(exponentials, of_rows="sum", value=""):
             raise NotWritten("its exponentials are divided by something that is not read as their sum")
-        return replace(exponentials, is_exponential=False, is_softmax=True)
+        weights = replace(exponentials, is_exponential=False, is_softmax=True)
+        if weights.value:
+            self.output, self.found = node, weights
+        return weights
 
     def _reduced(self, name: str, scores: Scores) -> Scores:
         """A reduction of each row. Raises NotWritten for one that belongs to no softmax."""
@@ -183,6 +188,9 @@ class Reader:
         if name == "einsum":
             return self._einsum(node)
         values = {key: self.value(argument) for key, argument in given.items()}
+        first = values.get(0)
+        if name == "div" and first and first.is_exponential and first.value and [*given] == [0, 1]:
+            return self._divided(node, first, values[1])
         places = [key for key, value in values.items() if value and not value.value]
         if not places:
             return None
@@ -191,7 +199,7 @@ class Reader:
         if places == [0, 1] and name in ("sub", "div"):
             other = values[1]
             assert other is not None
-            return self._less(scores, other) if name == "sub" else self._divided(scores, other)
+            return self._less(scores, other) if name == "sub" else self._divided(node, scores, other)
         if len(places) > 1:
             raise NotWritten(f"its scores go twice into {name}")
         if place == 0 and (name in CASTS or (name == "detach" and scores.of_rows == "largest")):
@@ -284,6 +292,8 @@ class Reader:
             self.order = (*range(self.dimensions - 2), self.dimensions - 1, self.dimensions - 2)
             self.output, self.found = node, replace(other, value=transposed(self.words(left), self.dimensions))
             return self.found
+        if weights and weights.is_exponential and not (other or weights.value or weights.of_rows):
+            return replace(weights, value=self.words(right))   # divided afterwards
         if weights is None or other is not None or not weights.is_softmax or weights.is_transposed or weights.value:
             return None if weights and weights.value else self._refuse_product()
         self.output, self.found = node, replace(weights, value=self.words(right))

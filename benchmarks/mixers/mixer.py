@@ -34,12 +34,18 @@ class Mixer:
 
     def given(self, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Given:
         """As the recurrence has it. Keys of a delta rule have length 1: else what it replaces could grow."""
-        g = -F.softplus(gates[0]) if self.decays else constant_decay(q)
+        g = self.decay(q, *gates)
         if self.replaces:
             return Given(q, F.normalize(k, dim=-1), v, g, torch.sigmoid(gates[-1]))
-        if self.discretizes:
-            v = (-g.unsqueeze(-1) * v).to(v.dtype)
-        return Given(q / math.sqrt(q.size(-1)), k, v, g)
+        return Given(q / math.sqrt(q.size(-1)), k, self.values(v, g), g)
+
+    def decay(self, q: Tensor, *gates: Tensor) -> Tensor:
+        """Its logarithm [B, H, S]."""
+        return -F.softplus(gates[0]) if self.decays else constant_decay(q)
+
+    def values(self, v: Tensor, g: Tensor) -> Tensor:
+        """What is written of v."""
+        return (-g.unsqueeze(-1) * v).to(v.dtype) if self.discretizes else v
 
     def by(self, form: Form) -> Mix:
         """A call of its own, which a compiler can take."""

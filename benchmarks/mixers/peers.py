@@ -51,9 +51,10 @@ def _retention(chunk_retention) -> Mix:
 
 
 def _gated(mixer: Mixer, chunk_simple_gla) -> Mix:
+    """It scales queries itself: `mixer.given` would do it first, in a kernel more."""
     def mix(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
-        given = mixer.given(q, k, v, *gates)
-        return chunk_simple_gla(*_turned(q, given.k, given.v), g=given.g.transpose(1, 2))[0].transpose(1, 2)
+        g = mixer.decay(q, *gates)
+        return chunk_simple_gla(*_turned(q, k, mixer.values(v, g)), g=g.transpose(1, 2))[0].transpose(1, 2)
     return mix
 
 

@@ -245,6 +245,24 @@ class OfALogSoftmax(Attention):
         return self.drop(weights) @ v
 
 
+class DividedLate(Attention):
+    """Fewer divisions: the output's, not the weights'."""
+
+    def attend(self, q, k, v):
+        scores = (q @ k.mT) * self.scale
+        scores = scores.masked_fill(self.tril == 0, -math.inf)
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        return weights @ v / weights.sum(-1, keepdim=True)
+
+
+class DividedLateByName(Attention):
+    def attend(self, q, k, v):
+        weights = torch.exp((q @ k.mT) * self.scale)
+        total = weights.sum(dim=-1, keepdim=True)
+        output = torch.matmul(weights, v)
+        return output.div(total)
+
+
 class NoSoftmax(Attention):
     """Exponentials over something else than the sum of their row."""
 
@@ -271,6 +289,18 @@ class SumsOfOthers(NoSoftmax):
 class SumOfAll(NoSoftmax):
     def divisor(self, scores):
         return scores.sum((-2, -1), keepdim=True)
+
+
+class DividedLateByMore(Attention):
+    def attend(self, q, k, v):
+        weights = torch.exp((q @ k.mT) * self.scale)
+        return weights @ v / (weights.sum(-1, keepdim=True) + 1)
+
+
+class DividedLateByAll(Attention):
+    def attend(self, q, k, v):
+        weights = torch.exp((q @ k.mT) * self.scale)
+        return weights @ v / weights.sum((-2, -1), keepdim=True)
 
 
 class LessTheLogarithmOfColumns(Attention):
@@ -387,7 +417,7 @@ RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereB
          ValuesFirst, Pixels, EinsumValuesFirst, LessItsLargest, LessItsMaximum, Alibi,
          Cosine, DividedByATemperature,
          SoftmaxByHand, ExponentialsOverTheirSum, NamedSum, NamedPlaces, NamedValues, LessItsLogarithm,
-         OfALogSoftmax)
+         OfALogSoftmax, DividedLate, DividedLateByName)
 
 
 # ------------------------------------------------------------------------------------- what can't be rewritten, and why

@@ -73,6 +73,7 @@ def test_its_advice_can_be_pasted(spelling, evaluated, tmp_path):
 @pytest.mark.parametrize("spelling", [
     spellings.OneMoreInItsSum, spellings.SumsOfColumns, spellings.SumsOfOthers, spellings.SumOfAll,
     spellings.LessTheLogarithmOfColumns, spellings.LessAnothersLogarithm, spellings.OfALogSoftmaxOfColumns,
+    spellings.DividedLateByMore, spellings.DividedLateByAll,
 ], ids=lambda spelling: spelling.__name__)
 def test_exponentials_of_another_sum_are_no_softmax(spelling):
     assert sdpa.find(read(made(spelling), Inputs.of(X))) == []
