@@ -1,4 +1,5 @@
 """LayerNorm and RMSNorm by hand, as they stand in a graph."""
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +45,13 @@ class Norm(Region):
 
 
 def roots(graph: Captured) -> list[fx.Node]:
-    """Every square root of a mean that is kept as a dimension: where a norm by hand may be."""
+    """Every square root of a mean that is kept as a dimension, and what is scaled to length 1: where a norm by hand may
+    be.
+    """
     found = []
     for node in graph.nodes:
         is_root = _calls(node, "sqrt", "rsqrt", "std") or _is_power(node, (0.5, -0.5))
-        if is_root and 1 in shape_of(node):
+        if (is_root and 1 in shape_of(node)) or _calls(node, "normalize"):
             found.append(node)
     return found
 
@@ -60,6 +63,8 @@ def norms_in(graph: Captured) -> list[Norm | Refusal]:
 
 def norm_at(root: fx.Node, graph: Captured) -> Norm | None:
     """The norm around a root; None where it is none. Raises Refused where it is another function than the library's."""
+    if _calls(root, "normalize"):
+        return _of_length_one(root, graph)
     added = _bare(root.args[0])
     if not _calls(added, "add") or _calls(root, "std"):
         _refuse_a_root_alone(root, added)
@@ -82,6 +87,36 @@ def norm_at(root: fx.Node, graph: Captured) -> Norm | None:
         return None
     norm.x = _uncast(x)
     _with_affine(norm)
+    norm.nodes = between(norm.x, norm.output, graph)
+    refuse_mixed_gradients(graph, norm.nodes)
+    return norm
+
+
+def _of_length_one(normalized: fx.Node, graph: Captured) -> Norm | None:
+    """The RMSNorm that scales x to length 1 and multiplies it by the root of its width; None for another multiple.
+
+    Its epsilon is the least length. Of a mean of squares that is its square over the width.
+    """
+    x, width_of = _args(normalized)[0], shape_of(normalized)
+    dim, least = argument(normalized, 2, "dim", 1), argument(normalized, 3, "eps", 1e-12)
+    if argument(normalized, 1, "p", 2.0) != 2 or not isinstance(dim, int) or not isinstance(least, float):
+        return None
+    dim %= len(width_of)
+    norm, is_multiplied = Norm(graph, (), x, normalized, least**2 / width_of[dim], False, dim), False
+    while len(norm.output.users) == 1:
+        (user,) = norm.output.users
+        if not _calls(user, "mul"):
+            break
+        other = next((each for each in _args(user) if each is not norm.output), None)
+        if isinstance(other, fx.Node) and norm.weight is None and _is_along(other, norm):
+            norm.weight = other
+        elif isinstance(other, (int, float)) and not is_multiplied and math.isclose(other, norm.width**0.5):
+            is_multiplied = True
+        else:
+            break
+        norm.output = user
+    if not is_multiplied:
+        return None
     norm.nodes = between(norm.x, norm.output, graph)
     refuse_mixed_gradients(graph, norm.nodes)
     return norm
@@ -208,6 +243,11 @@ def _with_affine(norm: Norm) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- nodes
+
+
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    """What it is called with, of whatever types."""
+    return node.args
 
 
 def _calls(node: Any, *names: str) -> bool:

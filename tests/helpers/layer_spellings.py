@@ -147,9 +147,41 @@ class LastByThree(Norm):
         return y * self.weight.view(1, 1, -1) + self.bias
 
 
+class RMSNormByLength(Norm):
+    """As lucidrains' code has it."""
+
+    def forward(self, x):
+        return F.normalize(x, dim=-1) * WIDTH**0.5 * self.weight
+
+
+class RMSNormByLengthWithOne(Norm):
+    """Its weight is what is beyond 1, and the root comes last."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = WIDTH**0.5
+
+    def forward(self, x):
+        x = F.normalize(x, p=2.0, dim=2, eps=1e-6)
+        return x * (self.weight + 1) * self.scale
+
+
+class RMSNormByLength2d(nn.Module):
+    """Over the channels of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.g = nn.Parameter(torch.rand(1, 8, 1, 1) + 0.5)
+
+    def forward(self, x):
+        x = x.unflatten(-1, (4, -1))
+        return F.normalize(x, dim=1) * self.g * (x.shape[1] ** 0.5)
+
+
 NORMS = (LayerNormByMeans, LayerNormByVar, LayerNormBare, RMSNormOfLlama, RMSNormByPowers, RMSNormInHuggingFacesManner,
          LayerNormByBoth, LayerNormByMoments, LayerNormThatKeepsItsMean, RMSNormUnderItsOwnName,
-         OverTheSequence, LayerNorm2d, ChannelNorm, RMSNorm2d, LastByThree)
+         OverTheSequence, LayerNorm2d, ChannelNorm, RMSNorm2d, LastByThree, RMSNormByLength,
+         RMSNormByLengthWithOne, RMSNormByLength2d)
 
 
 class UnbiasedLayerNorm(Norm):
@@ -184,7 +216,23 @@ class OfTwoDimensions(Norm):
         return (x - x.mean(1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + self.eps)
 
 
-OTHER_FUNCTIONS = (UnbiasedLayerNorm, EpsilonOutside, StandardDeviation, OfAnotherMean, OverTwo, OfTwoDimensions)
+class OfLengthOne(Norm):
+    def forward(self, x):
+        return F.normalize(x, dim=-1) * self.weight
+
+
+class OfAnotherLength(Norm):
+    def forward(self, x):
+        return F.normalize(x, dim=-1) * 1.001 * WIDTH**0.5
+
+
+class OfAnotherNorm(Norm):
+    def forward(self, x):
+        return F.normalize(x, p=1.0, dim=-1) * WIDTH**0.5 * self.weight
+
+
+OTHER_FUNCTIONS = (UnbiasedLayerNorm, EpsilonOutside, StandardDeviation, OfAnotherMean, OverTwo, OfTwoDimensions,
+                   OfLengthOne, OfAnotherLength, OfAnotherNorm)
 
 
 class Three(nn.Module):
