@@ -9,7 +9,8 @@ chunks by Triton kernels; beside flash-linear-attention and mamba-ssm where they
 recurrence in FP64, its output and every gradient. Then all of a mixer and a length are timed in shared rounds, forward
 and with their backward, beside causal attention of the same sizes by scaled_dot_product_attention: alone, as the block
 of the five steps with the mixer in attention's place, and as one step of decoding behind so many others, from a state
-and by attention over its cache. --quick leaves out the block and retention, and compiles at the longest length alone.
+and by attention over its cache. --quick leaves out the block and retention, times loops at the shortest length alone,
+and compiles SSD at the longest.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from benchmarks.measure.options import numbers
-from benchmarks.mixers.mixer import COMPILED, MIXERS, WAYS, Mixer
+from benchmarks.mixers.mixer import COMPILED, LOOP, MIXERS, WAYS, Mixer
 from benchmarks.mixers.peers import PEERS
 from benchmarks.records import RESULTS
 from benchmarks.records.files import file_of
@@ -46,6 +47,7 @@ from common.command_line import Parser
 from common.measure.cases import Case, Group
 from common.runtime.iteration import FORWARD, LAUNCHES
 
+COMPILED_IF_QUICK = "SSD"
 NOT_QUICK = "linear attention, decay", BLOCK           # much like SSD; and compiling blocks takes minutes
 
 
@@ -58,14 +60,23 @@ def groups(options: Options) -> Iterator[Group]:
                 yield from by_part[part](MIXERS[name], length, options)
 
 
-def _ways(length: int, options: Options) -> list[str]:
-    at_the_end = not options.quick or length == max(options.lengths)
-    return [way for way in options.way or WAYS if way in WAYS and (way != COMPILED or at_the_end)]
+def _ways(mixer: Mixer, length: int, options: Options) -> list[str]:
+    """Loops and the compiler take most of a run."""
+    left_out = set()
+    if options.quick and length != min(options.lengths):
+        left_out.add(LOOP)
+    if not _compiles(mixer, length, options):
+        left_out.add(COMPILED)
+    return [way for way in options.way or WAYS if way in WAYS and way not in left_out]
+
+
+def _compiles(mixer: Mixer, length: int, options: Options) -> bool:
+    return not options.quick or (mixer.name == COMPILED_IF_QUICK and length == max(options.lengths))
 
 
 def _alone(mixer: Mixer, length: int, options: Options) -> Iterator[Group]:
     sizes, device = Sizes.of(of_length(options.config, length)), options.device
-    cases = [control(mixer, sizes), *(case(mixer, way, sizes, device) for way in _ways(length, options))]
+    cases = [control(mixer, sizes), *(case(mixer, way, sizes, device) for way in _ways(mixer, length, options))]
     cases += [peer_case(mixer, name, sizes, device) for name in PEERS if name in (options.way or PEERS)]
     cases += [case(mixer, f"chunks of {size}", sizes, device, size) for size in options.chunks]
     yield Group(cases, calibrated=False, may_not_fit=True)
@@ -82,7 +93,8 @@ def _in_a_block(mixer: Mixer, length: int, options: Options) -> Iterator[Group]:
 
 def _decoding(mixer: Mixer, length: int, options: Options) -> Iterator[Group]:
     sizes = Sizes.of(of_length(options.config, length))
-    steps = [step_control(mixer, sizes), *(step_case(mixer, way, sizes) for way in (STEP, STEP_COMPILED))]
+    ways = (STEP, STEP_COMPILED) if _compiles(mixer, length, options) else (STEP,)
+    steps = [step_control(mixer, sizes), *(step_case(mixer, way, sizes) for way in ways)]
     yield Group(steps, modes=(FORWARD,), calibrated=False, limited=False, may_not_fit=True)
 
 
@@ -110,7 +122,7 @@ def refine(options: Options) -> None:
     options.launches = LAUNCHES[:1]
     if options.lengths is None:
         every = (512, 2048, 8192, 16384) if on_gpu else (256, 1024)
-        shortest = (512, 2048) if on_gpu else (128, 256)
+        shortest = (512, 2048) if on_gpu else (64, 256)
         options.lengths = shortest if options.quick else every
     if options.quick and not on_gpu:
         options.config = options.config.replace(batch_size=1, seq_len=min(options.lengths))

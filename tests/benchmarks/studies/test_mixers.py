@@ -147,7 +147,23 @@ def test_a_quick_run_leaves_out_the_block_unless_it_is_asked_for(asked, expected
     options = SimpleNamespace(device=CPU, config=BlockConfig(2, 512, 64, 4), lengths=None, quick=True, mixer=None,
                               part=asked)
     mixers.refine(options)
-    assert (options.part, options.mixer, options.lengths) == (expected, ["SSD", "gated delta rule"], (128, 256))
+    assert (options.part, options.mixer, options.lengths) == (expected, ["SSD", "gated delta rule"], (64, 256))
+
+
+@unit
+def test_a_quick_run_loops_at_the_shortest_length_and_compiles_ssd_at_the_longest():
+    options = SimpleNamespace(device=CPU, config=BlockConfig(2, 512, 64, 4), lengths=None, quick=True, mixer=None,
+                              part=None, way=None, chunks=())
+    mixers.refine(options)
+    ways = {}
+    for group in mixers.groups(options):
+        for case in group.cases:
+            if case.name != ATTENTION:
+                ways.setdefault((case.name, case.variant["size"][2]), set()).add(case.variant["way"])
+    looped = {of for of, names in ways.items() if "a loop" in names}
+    compiled = {of for of, names in ways.items() if {"chunks, compiled", subjects.STEP_COMPILED} & names}
+    assert looped == {("SSD", 64), ("gated delta rule", 64)} and compiled == {("SSD", 256)}
+    assert {"chunks, compiled", subjects.STEP_COMPILED} <= ways["SSD", 256]
 
 
 @unit
