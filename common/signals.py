@@ -82,11 +82,16 @@ class _Again:
         self.otherwise = otherwise
 
     def __call__(self, dropped: Any) -> None:
-        number = _number_of(dropped.exc_value)
+        number, seconds = _number_of(dropped.exc_value), AGAIN_SECONDS
         if number is None:
             self.otherwise(dropped)
-        else:                                              # by another thread: in here it would be dropped again
-            threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number)).start()
+            return
+        while True:
+            try:                                           # by another thread: in here it would be dropped again
+                threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+                return
+            except (KeyboardInterrupt, Terminated):        # so it was: this machine is busy
+                seconds *= 10
 
 
 def _number_of(error: BaseException | None) -> int | None:

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -124,3 +125,25 @@ def test_a_signal_that_comes_in_a_finalizer_is_not_lost(number, usual_signals, m
         Finalized(lambda: signal.raise_signal(number))
         time.sleep(60)
     assert len(passed_on) == 1
+
+
+@unit
+@by_signal
+def test_a_signal_that_comes_again_too_early_is_not_lost(number, usual_signals, monkeypatch):
+    """As on a busy machine: the thread that sends it runs before the hook is over."""
+    class Busy(threading.Timer):
+        def start(self):
+            super().start()
+            time.sleep(0.05)
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: None)
+    monkeypatch.setattr(signals, "command", lambda: "a_script.py")
+    monkeypatch.setattr(signals.threading, "Timer", Busy)
+    signals._watch()
+    signals.end_in_order()
+
+    class Finalized:
+        def __del__(self):
+            signal.raise_signal(number)
+    with pytest.raises((KeyboardInterrupt, signals.Terminated)):
+        Finalized()
+        time.sleep(5)
