@@ -2,7 +2,6 @@
 
 Scores may be capped before the masks: cap * tanh(scale * q k^T).
 """
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,17 +18,17 @@ from benchmarks.assistant.graph import (
     Refused,
     Region,
     Unknown,
+    args_of,
     argument,
     refuse_mixed_gradients,
     regions,
     shape_of,
 )
 from benchmarks.assistant.normal import name_of
+from benchmarks.assistant.softmaxes import SOFTMAX, divided_late, row_maximum_of, softmax_by_hand, softmaxes
 from benchmarks.measure.calls import BLOCKING
 
 CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous")
-SOFTMAX = ("softmax", "_softmax")
-LOG_SOFTMAX = ("log_softmax", "_log_softmax")
 PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 VIEWS = ("view", "reshape")
 
@@ -160,64 +159,6 @@ def missing_dimensions(attention: Attention, whole: int) -> int:
     return (2 if own <= 2 else whole) - own
 
 
-def softmaxes(graph: Captured) -> list[fx.Node]:
-    """Those of the library, and the last operation of each by hand; exponentials where only the output is divided."""
-    calls = [node for node in graph.nodes if node.op.startswith("call_")]
-    return [node for node in calls if name_of(node) in SOFTMAX or _by_hand(node) or _divided_late(node)]
-
-
-def _by_hand(node: fx.Node) -> tuple[fx.Node, ...] | None:
-    """What stands between scores and a softmax by hand; the first is a function of the scores. None where it is none.
-
-    Exponentials over the sum of their row; the exponential of scores less their logsumexp, or of a log_softmax.
-    """
-    given = _args(node)
-    if node.kwargs or not all(isinstance(each, fx.Node) for each in given):
-        return None
-    if name_of(node) == "div" and len(given) == 2:
-        above, below = given
-        return (above, below) if name_of(above) == "exp" and _is_of_rows(below, "sum", above) else None
-    if name_of(node) != "exp" or len(given) != 1:
-        return None
-    [logarithm] = given
-    if name_of(logarithm) in LOG_SOFTMAX and _is_last(argument(logarithm, 1, "dim"), logarithm):
-        return (logarithm,)
-    if name_of(logarithm) != "sub" or logarithm.kwargs or len(logarithm.args) != 2:
-        return None
-    scores, subtracted = _args(logarithm)
-    return (subtracted, logarithm) if _is_of_rows(subtracted, "logsumexp", scores) else None
-
-
-def _divided_late(exponentials: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """(their sums, their product with the values, the quotient), as where e @ v is divided by the sum of each row of e.
-
-    None where they are used otherwise.
-    """
-    if name_of(exponentials) != "exp" or len(exponentials.users) != 2:
-        return None
-    for sums, product in itertools.permutations(exponentials.users):
-        quotients = [*product.users]
-        if name_of(product) not in ("matmul", "bmm") or _args(product)[0] is not exponentials or len(quotients) != 1:
-            continue
-        [quotient] = quotients
-        is_quotient = quotient.op.startswith("call_") and name_of(quotient) == "div" and not quotient.kwargs
-        if is_quotient and _args(quotient) == (product, sums) and _is_of_rows(sums, "sum", exponentials):
-            return sums, product, quotient
-    return None
-
-
-def _is_of_rows(node: Any, name: str, of: Any) -> bool:
-    """Whether it is that reduction of each row of something, and keeps its dimension."""
-    if not isinstance(node, fx.Node) or name_of(node) != name or _args(node)[0] is not of:
-        return False
-    return _is_last(argument(node, 1, "dim"), of) and bool(argument(node, 2, "keepdim", False))
-
-
-def _is_last(dim: Any, of: fx.Node) -> bool:
-    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    return dim in (-1, len(shape_of(of)) - 1)
-
-
 def attentions_in(graph: Captured) -> list[Attention | Refusal]:
     """The attention around every softmax, or why it is none that could be rewritten."""
     return regions(graph, softmaxes(graph), attention_at)
@@ -225,7 +166,7 @@ def attentions_in(graph: Captured) -> list[Attention | Refusal]:
 
 def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
     """The attention around a softmax. Raises Refused with the reason where it is none that could be rewritten."""
-    ndim, by_hand = len(shape_of(softmax)), _by_hand(softmax)
+    ndim, by_hand = len(shape_of(softmax)), softmax_by_hand(softmax)
     dim = -1 if name_of(softmax) not in SOFTMAX else argument(softmax, 1, "dim", -1)
     if dim not in (-1, ndim - 1):
         raise Refused(f"its softmax goes over dimension {dim}, not over the last one")
@@ -235,7 +176,7 @@ def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
     scores = up.walk(by_hand[0].args[0] if by_hand else softmax.args[0])
     if scores is None:
         raise Refused(up.why or "no matmul of queries and keys leads to it")
-    late = _divided_late(softmax)
+    late = divided_late(softmax)
     product, dropout, down = (late[1], (0.0, False), []) if late else _downwards(softmax)
     query, key = _queries_and_keys(scores)
     if up.is_transposed:
@@ -363,7 +304,7 @@ class _Upwards:
 
     def _sub(self, node: fx.Node) -> Any:
         scores, other = node.args[0], node.args[1]
-        if row_maximum := _row_maximum(other, scores):         # a softmax takes no notice of it
+        if row_maximum := row_maximum_of(other, scores):       # a softmax takes no notice of it
             self.chain += row_maximum
             return scores
         scores, other = self._scores_and(node)
@@ -403,11 +344,11 @@ class _Upwards:
         return scores
 
     def _masked_fill(self, node: fx.Node) -> Any:
-        scores, mask, value = _args(node)
+        scores, mask, value = args_of(node)
         return self._filled(scores, mask, value, True)
 
     def _where(self, node: fx.Node) -> Any:
-        condition, yes, no = _args(node)
+        condition, yes, no = args_of(node)
         if shape_of(yes) == self.shape:
             return self._filled(yes, condition, no, False)
         return self._filled(no, condition, yes, True)
@@ -421,34 +362,13 @@ class _Upwards:
 
     def _scores_and(self, node: fx.Node) -> tuple[Any, Any]:
         """(the operand that has the shape of the scores, the other one)."""
-        first, second = _args(node)
+        first, second = args_of(node)
         for leads in (_leads_to_a_matmul, _depends_on_a_matmul):
             if shape_of(first) == self.shape and leads(first):
                 return first, second
             if leads(second):
                 return second, first
         return (first, second) if isinstance(first, fx.Node) else (second, first)
-
-
-def _row_maximum(node: Any, scores: Any) -> list[fx.Node]:
-    """The operations that give the largest of each row of the scores, the last first; none for another value."""
-    chain: list[fx.Node] = []
-    while isinstance(node, fx.Node) and node.op.startswith("call_"):
-        chain.append(node)
-        name = name_of(node)
-        if name in ("amax", "max"):
-            is_of_rows = argument(node, 1, "dim") in (-1, len(shape_of(scores)) - 1)
-            is_kept = argument(node, 2, "keepdim", False)
-            return chain if is_of_rows and is_kept and node.args[0] is scores else []
-        if name != "detach" and not (name == "getitem" and node.args[1] == 0):
-            return []
-        node = node.args[0]
-    return []
-
-
-def _args(node: fx.Node) -> tuple[Any, ...]:
-    """What it is called with, of whatever types."""
-    return node.args
 
 
 def _number(value: Any) -> float | None:
@@ -496,7 +416,7 @@ def _queries_and_keys(scores: fx.Node) -> tuple[Operand, Operand]:
     if name == "baddbmm":
         query, key = argument(scores, 1, "batch1"), argument(scores, 2, "batch2")
     else:
-        query, key = _args(scores)
+        query, key = args_of(scores)
     return Operand(query), Operand(key, _swapped(len(shape_of(key))))
 
 
@@ -540,7 +460,7 @@ def _swaps_the_last(node: Any, ndim: int) -> bool:
     if not isinstance(node, fx.Node):
         return False
     if name_of(node) in ("transpose", "swapaxes", "swapdims"):
-        swapped = set(_args(node)[1:])
+        swapped = set(args_of(node)[1:])
         return {dim % ndim for dim in swapped if isinstance(dim, int)} == {ndim - 1, ndim - 2}
     if name_of(node) == "permute":
         dims: Any = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.assistant import einsum
-from benchmarks.assistant.attention import CASTS, LOG_SOFTMAX, SOFTMAX
+from benchmarks.assistant.attention import CASTS
+from benchmarks.assistant.softmaxes import LOG_SOFTMAX, SOFTMAX
 from benchmarks.assistant.technique import NotWritten
 from benchmarks.assistant.words import called, is_of_module
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from benchmarks.assistant.attention import Attention, Causal, Mask, attention_at, causal, infinite, is_causal, softmaxes
+from benchmarks.assistant.attention import Attention, Causal, Mask, attention_at, causal, infinite, is_causal
 from benchmarks.assistant.graph import Captured, Refused, shape_of
 from benchmarks.assistant.rewriting import Assumed, erase_unused, same_buffers
+from benchmarks.assistant.softmaxes import softmaxes
 
 # (the attention, [query, key, value] of four dimensions, the mask or None where it is causal or has none, where the
 # nodes are put) -> the call

@@ -103,6 +103,11 @@ class Unknown(Exception):
     """A value that is not known before a call."""
 
 
+def args_of(node: fx.Node) -> tuple[Any, ...]:
+    """What it is called with, of whatever types."""
+    return node.args
+
+
 def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
     """An argument of a call, positional or by keyword."""
     if len(node.args) > place:

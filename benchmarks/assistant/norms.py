@@ -11,6 +11,7 @@ from benchmarks.assistant.graph import (
     Refusal,
     Refused,
     Region,
+    args_of,
     argument,
     between,
     refuse_mixed_gradients,
@@ -97,17 +98,17 @@ def _of_length_one(normalized: fx.Node, graph: Captured) -> Norm | None:
 
     Its epsilon is the least length. Of a mean of squares that is its square over the width.
     """
-    x, width_of = _args(normalized)[0], shape_of(normalized)
+    x, shape = args_of(normalized)[0], shape_of(normalized)
     dim, least = argument(normalized, 2, "dim", 1), argument(normalized, 3, "eps", 1e-12)
     if argument(normalized, 1, "p", 2.0) != 2 or not isinstance(dim, int) or not isinstance(least, float):
         return None
-    dim %= len(width_of)
-    norm, is_multiplied = Norm(graph, (), x, normalized, least**2 / width_of[dim], False, dim), False
+    dim %= len(shape)
+    norm, is_multiplied = Norm(graph, (), x, normalized, least**2 / shape[dim], False, dim), False
     while len(norm.output.users) == 1:
         (user,) = norm.output.users
         if not _calls(user, "mul"):
             break
-        other = next((each for each in _args(user) if each is not norm.output), None)
+        other = next((each for each in args_of(user) if each is not norm.output), None)
         if isinstance(other, fx.Node) and norm.weight is None and _is_along(other, norm):
             norm.weight = other
         elif isinstance(other, (int, float)) and not is_multiplied and math.isclose(other, norm.width**0.5):
@@ -243,11 +244,6 @@ def _with_affine(norm: Norm) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- nodes
-
-
-def _args(node: fx.Node) -> tuple[Any, ...]:
-    """What it is called with, of whatever types."""
-    return node.args
 
 
 def _calls(node: Any, *names: str) -> bool:

@@ -4,7 +4,6 @@ Parameters have the canonical names of `common.block.parameters`; the layer of t
 are ordered [decay | strength], a row a head, as far as the mixer has them.
 """
 import dataclasses
-import functools
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from benchmarks.mixers import forms
 from benchmarks.mixers.mixer import Mix, Mixer
 from benchmarks.mixers.work import of_mixer
 from common import steps
+from common.block import oracle
 from common.block.config import BlockConfig
 from common.block.workload import ATTENTION, MATMUL, Operation, Workload
 
@@ -74,31 +74,27 @@ def build(mixer: Mixer, mix: Mix, config: BlockConfig, values: dict[str, Tensor]
     return block
 
 
-def exact_mix(mixer: Mixer, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None) -> Tensor:
-    """For `oracle.reference`: in chunks, which the tests hold against the recurrence in FP64.
+def truth_of(mixer: Mixer) -> oracle.Mix:
+    """What `oracle.reference` is given: in chunks, which the tests hold against the recurrence in FP64.
 
     Step by step, all states of a long sequence would not fit.
     """
-    split = () if gates is None else by_head(gates, q.size(1))
-    return forms.chunked(mixer.given(q, k, v, *split))[0]
-
-
-def truth_of(mixer: Mixer):
-    """(q, k, v [B, H, S, D], gates [B, S, G H] or None) -> y, as `oracle.block` calls it."""
-    return functools.partial(exact_mix, mixer)
+    def mix(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None) -> Tensor:
+        split = () if gates is None else by_head(gates, q.size(1))
+        return forms.chunked(mixer.given(q, k, v, *split))[0]
+    return mix
 
 
 def workload(of_block: Workload, mixer: Mixer, config: BlockConfig, dtype: torch.dtype) -> Workload:
     """The block's, with the mixer's work in place of attention's, and the gates' projection."""
     own = of_mixer(mixer, (config.batch_size, config.num_heads, config.seq_len, config.head_dim), dtype)
     N, E, rows = config.tokens, config.hidden_size, mixer.gates * config.num_heads
-    gates = Operation("gates", MATMUL, 2 * N * E * rows, N * rows * dtype.itemsize, own.matmul, (N, E, rows))
+    flops, moved, shape = 2 * N * E * rows, N * rows * dtype.itemsize, (N, E, rows)
 
-    def without_attention(operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
-        return tuple(operation for operation in operations if operation.kind != ATTENTION)
-    forward, backward = without_attention(of_block.forward) + own.forward, without_attention(of_block.backward)
-    backward += own.backward
-    if rows:
-        twice = dataclasses.replace(gates, name="gates backward", flops=2 * gates.flops, bytes=2 * gates.bytes)
-        forward, backward = (*forward, gates), (*backward, twice)
-    return dataclasses.replace(of_block, forward=forward, backward=backward)
+    def in_place(operations: tuple[Operation, ...], of_mixer: tuple[Operation, ...], name: str, times: int
+                 ) -> tuple[Operation, ...]:
+        others = tuple(operation for operation in operations if operation.kind != ATTENTION)
+        gates = (Operation(name, MATMUL, times * flops, times * moved, own.matmul, shape),) if rows else ()
+        return others + of_mixer + gates
+    return dataclasses.replace(of_block, forward=in_place(of_block.forward, own.forward, "gates", 1),
+                               backward=in_place(of_block.backward, own.backward, "gates backward", 2))

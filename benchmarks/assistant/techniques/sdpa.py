@@ -7,13 +7,14 @@ from torch import fx
 from torch.nn import functional as F
 
 from benchmarks.assistant import attention_source
-from benchmarks.assistant.attention import Attention, missing_dimensions, softmaxes
+from benchmarks.assistant.attention import Attention, missing_dimensions
 from benchmarks.assistant.attention_rewriting import rewrite_attention
 from benchmarks.assistant.fusing import Given, fused_or_why_not, softmax_left
 from benchmarks.assistant.graph import Captured, Refusal, place_of, with_stars
 from benchmarks.assistant.predicting import Basis, Prediction
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed
+from benchmarks.assistant.softmaxes import softmaxes
 from benchmarks.assistant.source import Place
 from benchmarks.assistant.spending import BY_HAND
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique

@@ -148,10 +148,9 @@ def _constants(k: Tensor, v: Tensor) -> dict:
 
 
 def _of_an_inverse(dtype: torch.dtype) -> str:
-    """Twelve products after one another: TF32 is enough for what BF16 rounds away afterwards, and for it alone.
+    """Twelve products after one another. TF32 is coarse, but BF16, to which the result is rounded, is coarser.
 
-    Three TF32 products are as good as one in FP32, which would be unrolled into so much code that it compiles for
-    minutes.
+    Elsewhere three TF32 products make one: a product in FP32 would be unrolled into code that compiles for minutes.
     """
     return "tf32" if dtype == torch.bfloat16 else "tf32x3"
 

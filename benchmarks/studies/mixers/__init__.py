@@ -62,12 +62,14 @@ def groups(options: Options) -> Iterator[Group]:
 
 def _ways(mixer: Mixer, length: int, options: Options) -> list[str]:
     """Loops and the compiler take most of a run."""
+    if options.way:
+        return [way for way in options.way if way in WAYS]
     left_out = set()
     if options.quick and length != min(options.lengths):
         left_out.add(LOOP)
     if not _compiles(mixer, length, options):
         left_out.add(COMPILED)
-    return [way for way in options.way or WAYS if way in WAYS and way not in left_out]
+    return [way for way in WAYS if way not in left_out]
 
 
 def _compiles(mixer: Mixer, length: int, options: Options) -> bool:
@@ -117,6 +119,8 @@ def refine(options: Options) -> None:
     """Lengths, mixers and parts."""
     options.mixer = options.mixer or _unless_quick(MIXERS, options)
     options.part = options.part or _unless_quick(PARTS, options)
+    if options.part == [BLOCK] and options.way and not set(options.way) & set(WAYS):
+        raise ValueError(f"--way: a block is built by {', '.join(WAYS)} alone")
     on_gpu = options.device.type == "cuda"
     options.config = options.config.replace(amp_dtype=torch.bfloat16 if on_gpu else None)
     options.launches = LAUNCHES[:1]

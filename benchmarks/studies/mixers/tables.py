@@ -1,5 +1,5 @@
 """What the study of mixers tells of its records: a table for each part and length, what pays from where, a chart."""
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from benchmarks.mixers import forms
 from benchmarks.mixers.mixer import CHUNKS, COMPILED, MIXERS, TRITON, bytes_of_a_cache, bytes_of_a_step
@@ -83,8 +83,7 @@ def _table(every: list[Run], width: int | None) -> str:
     headers = ["mixer", "by", "error", "forward ms", "f+b ms", "x attention forward", "x attention f+b",
                "% of limit", "f+b %", "GiB", "J"]
     rows = [_row(every, run) for run in every if run.status == "ok"]
-    shown = [place for place in range(len(headers)) if place < 2 or {row[place] for row in rows} > {""}
-             or {row[place] for row in rows} - {"", "n/a"}]
+    shown = [place for place in range(len(headers)) if place < 2 or any(row[place] for row in rows)]
     return table([only(row, shown) for row in rows], only(headers, shown), width, keys=2)
 
 
@@ -119,8 +118,8 @@ def _beside_attention(every: list[Run], run: Run, mode: str) -> Times | None:
         return None
     for other in every:
         of = other.variant
-        if (other.case["name"] == ATTENTION and of["beside"] == run.variant["beside"]
-                and of.get("compiled") == run.variant.get("compiled")):
+        is_control = other.case["name"] == ATTENTION and of["beside"] == run.variant["beside"]
+        if is_control and of.get("compiled") == run.variant.get("compiled") and other.info["run"] == run.info["run"]:
             return paired(other, run, mode)
     return None
 
@@ -295,8 +294,8 @@ def _fastest_by_length(by_length: ByLength) -> dict[str, list[tuple[float, float
 def answer(lines: list[Record]) -> str:
     """The fastest mixer at the longest length, beside attention."""
     by_length = _by_length(lines, MIXER)
-    every: Sequence[Run] = by_length[max(by_length)] if by_length else []
-    found = [(times[0], run) for run in every if (times := _beside_attention(list(every), run, BOTH))]
+    every = by_length[max(by_length)] if by_length else []
+    found = [(times[0], run) for run in every if (times := _beside_attention(every, run, BOTH))]
     if not found:
         return NO_ANSWER
     faster, fastest = max(found, key=lambda each: each[0])

@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.assistant import why
-from benchmarks.assistant.attention import attention_at, softmaxes
+from benchmarks.assistant.attention import attention_at
 from benchmarks.assistant.fusing import Given, MaskGiven, fused_or_why_not
 from benchmarks.assistant.program import read
+from benchmarks.assistant.softmaxes import softmaxes
 from benchmarks.assistant.techniques import flex_attention, sdpa
 from benchmarks.measure.calls import Inputs
 from common.block.evidence import Evidence, judge

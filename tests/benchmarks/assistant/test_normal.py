@@ -6,10 +6,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.assistant.attention import attention_at, softmaxes
+from benchmarks.assistant.attention import attention_at
 from benchmarks.assistant.normal import is_in_place, name_of
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
+from benchmarks.assistant.softmaxes import softmaxes
 from benchmarks.assistant.techniques import fused_qkv, library_norm, sdpa
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.judge import validate

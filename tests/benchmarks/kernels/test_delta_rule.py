@@ -10,12 +10,10 @@ pytest.importorskip("triton")
 from benchmarks.kernels.triton import delta_rule as module
 from benchmarks.kernels.triton.delta_rule import CHUNK, delta_rule
 from common.block import oracle
+from tests.helpers.chunk_cases import DECAYS, GATES, TIMES_OF_A_GRADIENT
 from tests.helpers.kernel_cases import DEVICE, on_a_gpu
 
 unit = pytest.mark.unit
-GATES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-TIMES_OF_A_GRADIENT = 2
-DECAYS = {"of all sizes": (-5.0, -1e-3), "near 1": (-1e-6, -1e-7), "near 0": (-40.0, -20.0)}
 NAMES = "k", "v", "g", "b"
 
 

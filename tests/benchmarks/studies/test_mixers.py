@@ -134,7 +134,7 @@ def test_on_a_gpu_its_kernels_run():
     ("cuda", torch.bfloat16, (512, 2048, 8192, 16384)), ("cpu", None, (256, 1024))])
 def test_on_a_gpu_it_computes_in_16_bits(device, dtype, lengths):
     options = SimpleNamespace(device=torch.device(device), config=BlockConfig(2, 512, 64, 4), lengths=None, quick=False,
-                              mixer=None, part=None)
+                              mixer=None, part=None, way=None)
     mixers.refine(options)
     assert (options.config.amp_dtype, options.lengths) == (dtype, lengths)
     assert Sizes.of(options.config).dtype == (dtype or torch.float32)
@@ -145,7 +145,7 @@ def test_on_a_gpu_it_computes_in_16_bits(device, dtype, lengths):
 @pytest.mark.parametrize("asked, expected", [(None, ["mixer", "decoding"]), (["block"], ["block"])])
 def test_a_quick_run_leaves_out_the_block_unless_it_is_asked_for(asked, expected):
     options = SimpleNamespace(device=CPU, config=BlockConfig(2, 512, 64, 4), lengths=None, quick=True, mixer=None,
-                              part=asked)
+                              part=asked, way=None)
     mixers.refine(options)
     assert (options.part, options.mixer, options.lengths) == (expected, ["SSD", "gated delta rule"], (64, 256))
 
@@ -164,6 +164,21 @@ def test_a_quick_run_loops_at_the_shortest_length_and_compiles_ssd_at_the_longes
     compiled = {of for of, names in ways.items() if {"chunks, compiled", subjects.STEP_COMPILED} & names}
     assert looped == {("SSD", 64), ("gated delta rule", 64)} and compiled == {("SSD", 256)}
     assert {"chunks, compiled", subjects.STEP_COMPILED} <= ways["SSD", 256]
+
+
+@unit
+def test_a_quick_run_takes_the_way_that_is_asked_for():
+    options = SimpleNamespace(device=CPU, config=BlockConfig(2, 512, 64, 4), lengths=None, quick=True, mixer=None,
+                              part=["mixer"], way=["a loop", "chunks, compiled"], chunks=())
+    mixers.refine(options)
+    for group in mixers.groups(options):
+        assert [case.variant["way"] for case in group.cases] == ["SDPA", "a loop", "chunks, compiled"]
+
+
+@unit
+def test_a_block_by_a_library_is_told(study_main):
+    status, _, said = study_main("mixers", "--part", "block", "--way", "mamba-ssm")
+    assert status == 2 and "--way: a block is built by a loop, at once," in said
 
 
 @unit
@@ -243,6 +258,18 @@ def test_a_library_that_is_right_is_timed_with_its_backward(monkeypatch):
     subject, result = prepared_peer(monkeypatch, MIXERS["SSD"].by(forms.chunked))
     assert subject.has(BOTH) and {*result.errors} == {"y", "dq", "dk", "dv", "dg"} and NO_BACKWARD not in result.variant
     assert not subject.inputs[0].is_contiguous() and subject.cotangents[0].stride() == subject.inputs[0].stride()
+
+
+@integration
+def test_a_row_stands_beside_attention_of_its_own_run(study_main, tmp_path):
+    """A file may hold several runs of one mixer and length."""
+    path = tmp_path / "records.jsonl"
+    for way in ("chunks", "at once"):
+        study_main("mixers", *ALONE, "--way", way, "--lengths", "16", "--json", str(path))
+    every = [run for run in runs(read(path)) if run.status == "ok"]
+    assert [run.variant["way"] for run in every] == ["SDPA", "chunks", "SDPA", "at once"]
+    for control, run in (every[:2], every[2:]):
+        assert tables._beside_attention(every, run, BOTH) == tables.paired(control, run, BOTH) is not None
 
 
 @unit
