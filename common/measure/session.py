@@ -297,7 +297,7 @@ class Session:
                 row = entry.result.rows[mode, launch]
                 self._fits(lambda: measurement.read_state(work, row, entry.result, self.device, expected[key],
                                                           group.metered))
-                for other in self.launches:
+                for other in self._launches(group):
                     entry.result.rows[mode, other].state = row.state
 
         samples = self._sample(mode, works, clock, expected, visit)
@@ -411,6 +411,9 @@ class Session:
             result.status, result.reason = "failed", f"{mode} did not run as {result.name} claims: {seen.because}"
         self.write(row_records(result, mode))
 
+    def _launches(self, group: Group) -> Sequence[str]:
+        return group.launches or self.launches
+
     def _ready(self, group: Group, mode: str) -> dict[Key, Work]:
         """What is timed, by case and way of launching; sets up the rows of each case."""
         works: dict[Key, Work] = {}
@@ -420,7 +423,7 @@ class Session:
             if not entry.subject.has(mode):
                 continue
             with self._judged(entry):
-                for launch in self.launches:
+                for launch in self._launches(group):
                     self.say(Phase.WARMING_UP, f"{entry.case.name}, {mode}, {launch}")
                     row = entry.result.rows[mode, launch] = measurement.row_of(entry.subject, mode)
                     if work := measurement.ready(entry.subject, mode, launch, row, watched=group.watched):

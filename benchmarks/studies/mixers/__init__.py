@@ -49,6 +49,7 @@ from common.runtime.iteration import FORWARD, LAUNCHES
 
 COMPILED_IF_QUICK = "SSD"
 NOT_QUICK = "linear attention, decay", BLOCK           # much like SSD; and compiling blocks takes minutes
+EAGER = LAUNCHES[:1]                                   # no host holds up such kernels; it does a step of decoding
 
 
 def groups(options: Options) -> Iterator[Group]:
@@ -81,7 +82,7 @@ def _alone(mixer: Mixer, length: int, options: Options) -> Iterator[Group]:
     cases = [control(mixer, sizes), *(case(mixer, way, sizes, device) for way in _ways(mixer, length, options))]
     cases += [peer_case(mixer, name, sizes, device) for name in PEERS if name in (options.way or PEERS)]
     cases += [case(mixer, f"chunks of {size}", sizes, device, size) for size in options.chunks]
-    yield Group(cases, calibrated=False, may_not_fit=True)
+    yield Group(cases, launches=EAGER, calibrated=False, may_not_fit=True)
 
 
 def _in_a_block(mixer: Mixer, length: int, options: Options) -> Iterator[Group]:
@@ -90,7 +91,7 @@ def _in_a_block(mixer: Mixer, length: int, options: Options) -> Iterator[Group]:
     kinds = sorted({way in COMPILED_BLOCKS for way in ways})
     cases: list[Case] = [block_control(mixer, compiled, config, device) for compiled in kinds]
     cases += [mixer_block_case(mixer, way, config, device) for way in ways]
-    yield Group(cases, calibrated=False, metered=device.type == "cuda", may_not_fit=True)
+    yield Group(cases, launches=EAGER, calibrated=False, metered=device.type == "cuda", may_not_fit=True)
 
 
 def _decoding(mixer: Mixer, length: int, options: Options) -> Iterator[Group]:
@@ -123,7 +124,6 @@ def refine(options: Options) -> None:
         raise ValueError(f"--way: a block is built by {', '.join(WAYS)} alone")
     on_gpu = options.device.type == "cuda"
     options.config = options.config.replace(amp_dtype=torch.bfloat16 if on_gpu else None)
-    options.launches = LAUNCHES[:1]
     if options.lengths is None:
         every = (512, 2048, 8192, 16384) if on_gpu else (256, 1024)
         shortest = (512, 2048) if on_gpu else (64, 256)

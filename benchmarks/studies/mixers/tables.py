@@ -1,4 +1,5 @@
 """What the study of mixers tells of its records: a table for each part and length, what pays from where, a chart."""
+import math
 from collections.abc import Callable, Iterable
 
 from benchmarks.mixers import forms
@@ -9,7 +10,7 @@ from benchmarks.records.read import Run, extra, info, metric, paired, runs, valu
 from benchmarks.show.charts import Charts, lines_chart
 from benchmarks.show.tables import NO_ANSWER, framed, joules
 from benchmarks.studies.mixers.subjects import ATTENTION, BLOCK, DECODING, MIXER, NO_BACKWARD
-from benchmarks.studies.recipes.speed import pays_from
+from benchmarks.studies.recipes.speed import Times, fewest_that_pay, length_in_words, pays_from
 from common.block.config import DTYPES
 from common.block.workload import COPY
 from common.report.metrics import PEAK_MEMORY, SHARE
@@ -29,17 +30,19 @@ BLOCKS = """\
 The whole block: x attention is beside step 2, or where it is compiled beside step 3. Error: the largest of the branch
 and the gradients of x and of every parameter. J: joules of a forward+backward."""
 DECODES = """\
-A step of decoding behind so many others: a mixer reads and writes its state, attention reads its cache. Error: the
-larger of y's and the state's. Bytes: the length from which on attention moves more of them than a mixer."""
+A step of decoding behind so many others: a mixer reads and writes its state, attention reads its cache; by the faster
+way of launching that was recorded. Error: the larger of y's and the state's. Bytes: the length from which on attention
+moves more of them than a mixer."""
 CHUNKS_SAID = """\
 Forward+backward at the longest length, uncompiled. Longer chunks do more work inside, and less from chunk to chunk."""
 PAYS = """\
 Pays from: the shortest length from which on its interval is above 1 at all that were measured. FLOPs: the length from
 which on its products are no more than attention's. Predicted, of ways in chunks of 64: from which on it takes no longer
 than attention, were all products at this machine's matmul rate, or all tensors moved at the rate of a copy."""
+MODES_SAID = ((BOTH, "f+b"), (FORWARD, "forward"))
+SAME = 1.1                                 # lengths that the chart marks once
 
 ByLength = dict[int, list[Run]]
-Times = tuple[float, float, float]         # a ratio, and its interval
 
 
 def text(lines: list[Record], width: int | None = None) -> str:
@@ -128,28 +131,44 @@ def _beside_attention(every: list[Run], run: Run, mode: str) -> Times | None:
 
 
 def _crossover(by_length: ByLength, lines: list[Record], width: int | None) -> list[str]:
-    """Speed beside attention's at each length, and from which on it pays: of both passes; and memory."""
+    """Speed beside attention's at each length; from which on it pays; and memory."""
     if len(by_length) < 2:
         return []
-    ways = _ways(by_length, lambda run: run.case["name"] != ATTENTION and "chunk" not in run.variant)
-    peaks, blocks = _peaks(lines), []
-    for mode, title in ((BOTH, "x attention, f+b"), (FORWARD, "x attention, forward")):
-        rows = []
-        for (name, way), of in ways.items():
-            times = _all_times(by_length, of, mode)
-            run = next(iter(of.values()))
-            if not times:                                  # no backward
-                continue
-            rows.append([name, way, *(_short(times[at][0]) if at in times else "" for at in by_length),
-                         pays_from(times), _as_few_flops_from(run), _predicted_in_words(run, mode == BOTH, peaks)])
-        headers = [title, "by", *_headers(by_length), "pays from", "FLOPs", "predicted"]
-        blocks.append(table(rows, headers, width, keys=2))
+    blocks = [_beside_each_length(by_length, mode, said, width) for mode, said in MODES_SAID]
+    blocks += [_pays(by_length, lines, width), PAYS]
     every = _ways(by_length, lambda run: "chunk" not in run.variant)
     rows = [[*key, *(_gibibytes(of[at]) if at in of else "" for at in by_length)] for key, of in every.items()]
     rows = [row for row in rows if any(row[2:])]
     if rows:
         blocks.append(table(rows, ["GiB, f+b", "by", *_headers(by_length)], width, keys=2))
-    return [*blocks, PAYS]
+    return blocks
+
+
+def _mixer_ways(by_length: ByLength) -> dict[tuple[str, str], dict[int, Run]]:
+    return _ways(by_length, lambda run: run.case["name"] != ATTENTION and "chunk" not in run.variant)
+
+
+def _beside_each_length(by_length: ByLength, mode: str, said: str, width: int | None) -> str:
+    """A row a way that was timed in that mode."""
+    rows = []
+    for (name, way), of in _mixer_ways(by_length).items():
+        if times := _all_times(by_length, of, mode):
+            rows.append([name, way, *(_short(times[at][0]) if at in times else "" for at in by_length)])
+    return table(rows, [f"x attention, {said}", "by", *_headers(by_length)], width, keys=2)
+
+
+def _pays(by_length: ByLength, lines: list[Record], width: int | None) -> str:
+    """From which length on each way pays, and should."""
+    rows = []
+    for (name, way), of in _mixer_ways(by_length).items():
+        run = next(iter(of.values()))
+        peaks, row = _peaks(lines, run), [name, way]
+        for mode, _ in MODES_SAID:
+            times = _all_times(by_length, of, mode)
+            row += [pays_from(times), _predicted_in_words(run, mode == BOTH, peaks)] if times else ["", ""]
+        rows.append([*row, _as_few_flops_from(run)])
+    headers = [header for _, said in MODES_SAID for header in (f"{said} pays from", "predicted")]
+    return table(rows, ["crossover", "by", *headers, "FLOPs"], width, keys=2)
 
 
 def _short(times: float) -> str:
@@ -178,14 +197,13 @@ def _all_times(by_length: ByLength, of: dict[int, Run], mode: str) -> dict[int, 
 
 
 def _as_few_flops_from(run: Run) -> str:
-    length = MIXERS[run.case["name"]].as_few_flops_from(run.variant["way"], run.variant["size"][3])
-    return "never" if length is None else f"{length:,}"
+    return length_in_words(MIXERS[run.case["name"]].as_few_flops_from(run.variant["way"], run.variant["size"][3]))
 
 
-def _peaks(lines: list[Record]) -> Peaks:
-    """The last that were measured in a burst."""
+def _peaks(lines: list[Record], run: Run) -> Peaks:
+    """The last that were measured in a burst where that run was."""
     rates = {extra(line)["of"]: values(line)[0] for line in lines
-             if metric(line) == "peak" and extra(line)["yardstick"] == BURST}
+             if metric(line) == "peak" and extra(line)["yardstick"] == BURST and info(line)["run"] == run.info["run"]}
     return Peaks(rates, rates.pop(COPY, 0.0))
 
 
@@ -206,8 +224,7 @@ def _is_predicted(run: Run, peaks: Peaks) -> bool:
 def _predicted_in_words(run: Run, backward: bool, peaks: Peaks) -> str:
     if not _is_predicted(run, peaks):
         return ""
-    length = _predicted(run, backward, peaks)
-    return "never" if length is None else f"{length:,}"
+    return length_in_words(_predicted(run, backward, peaks))
 
 
 def _by_chunk(by_length: ByLength, width: int | None) -> list[str]:
@@ -271,13 +288,23 @@ def charts(lines: list[Record]) -> Charts:
 
 
 def _marks(by_length: ByLength, lines: list[Record]) -> dict[str, float]:
-    """Where each mixer in chunks should cross attention."""
-    found: dict[str, float] = {}
+    """Where mixers in chunks should cross attention: those that are nearly one are marked once."""
+    found: dict[str, int] = {}
     for (name, _), of in _ways(by_length, lambda run: run.variant["way"] in IN_CHUNKS).items():
-        length = _predicted(next(iter(of.values())), True, _peaks(lines))
-        if length:
-            found[f"predicted: {name}"] = length
-    return found
+        run = next(iter(of.values()))
+        if length := _predicted(run, True, _peaks(lines, run)):
+            found[name] = length
+    if not found:
+        return {}
+    groups: list[list[str]] = []
+    for name in sorted(found, key=found.__getitem__):
+        if groups and found[name] <= SAME * found[groups[-1][0]]:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    if len(groups) == 1:
+        return {"predicted": found[groups[0][0]]}
+    return {f"predicted: {', '.join(names)}": found[names[0]] for names in groups}
 
 
 def _fastest_by_length(by_length: ByLength) -> dict[str, list[tuple[float, float]]]:
@@ -292,14 +319,17 @@ def _fastest_by_length(by_length: ByLength) -> dict[str, list[tuple[float, float
 
 
 def answer(lines: list[Record]) -> str:
-    """The fastest mixer at the longest length, beside attention."""
+    """From which length on the fastest way of each mixer pays, with its backward."""
     by_length = _by_length(lines, MIXER)
-    every = by_length[max(by_length)] if by_length else []
-    found = [(times[0], run) for run in every if (times := _beside_attention(every, run, BOTH))]
-    if not found:
+    fewest: dict[str, int | None] = {}
+    for (name, _), of in _mixer_ways(by_length).items():
+        times = _all_times(by_length, of, BOTH)
+        if times:
+            lengths = [length for length in (fewest_that_pay(times), fewest.get(name)) if length]
+            fewest[name] = min(lengths, default=None)
+    if not fewest:
         return NO_ANSWER
-    faster, fastest = max(found, key=lambda each: each[0])
-    where = "on a CPU " if fastest.info["device"] == "cpu" else ""
-    name = f"{fastest.case['name']} ({fastest.variant['way']})"
-    return (f"{where}at S {max(by_length):,} {name} is {faster:.2f} times as fast as causal attention, "
-            "forward+backward")
+    where = "on a CPU " if runs(lines)[0].info["device"] == "cpu" else ""
+    pays = [f"{name} from S {length:,}" if length else f"{name} at none up to S {max(by_length):,}"
+            for name, length in sorted(fewest.items(), key=lambda each: each[1] or math.inf)]
+    return f"{where}with its backward, {', '.join(pays)}"

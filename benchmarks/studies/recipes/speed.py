@@ -15,6 +15,7 @@ TIMED = LAYER, BLOCK, MAP, SERVED = "layer", "block", "map", "map of inference" 
 ERRORS = ("y", "dx", "dweight", "branch", "input gradient", "parameter gradient")
 SHORT, PAYS = {BOTH: "f+b", FORWARD: "forward"}, {BOTH: "pays from", FORWARD: "pays up to"}
 HEADERS = ("matmuls", "attention", "casts", "amax", "rest")            # of KINDS
+Times = tuple[float, float, float]         # a ratio, and its interval
 SAID = """\
 x BF16: how many times as fast as in BF16, in the same rounds. f+b: forward+backward. Error: the largest of y and the
 gradients, against FP64; of a block that of its branch and gradients. Matmuls to rest are ms by kind of kernel (casts:
@@ -213,7 +214,7 @@ def _kept(gain: Gain) -> str:
 
 def _map(layers: Sequence[Run], mode: str, width: int | None) -> list[str]:
     """A row for each recipe, way, K and N; a column for each number of tokens."""
-    cells: dict[tuple[str, str, str], dict[int, tuple[float, float, float]]] = {}
+    cells: dict[tuple[str, str, str], dict[int, Times]] = {}
     for _, of_shape in _interleaved(layers, size_of):
         plain = _plain(of_shape)
         for run in of_shape:
@@ -233,25 +234,34 @@ def _map(layers: Sequence[Run], mode: str, width: int | None) -> list[str]:
     return [table(rows, headers, width, keys=3)]
 
 
-def _in_short(times: tuple[float, float, float] | None) -> str:
+def _in_short(times: Times | None) -> str:
     """Without the interval."""
     return f"{times[0]:.2f}{verdict(*times[1:])}" if times else ""
 
 
-def pays_from(of_row: dict[int, tuple[float, float, float]]) -> str:
-    """Tokens -> (ratio, low, high) to the fewest from which on all pay, in words."""
+def pays_from(of_row: dict[int, Times]) -> str:
+    """The fewest tokens from which on all pay, in words."""
+    return length_in_words(fewest_that_pay(of_row))
+
+
+def pays_up_to(of_row: dict[int, Times]) -> str:
+    """The most tokens up to which all pay, in words."""
+    return length_in_words(_last_that_pays(sorted(of_row.items())))
+
+
+def fewest_that_pay(of_row: dict[int, Times]) -> int | None:
+    """The fewest tokens from which on all are faster; None where the most are not."""
     return _last_that_pays(sorted(of_row.items(), reverse=True))
 
 
-def pays_up_to(of_row: dict[int, tuple[float, float, float]]) -> str:
-    """Tokens -> (ratio, low, high) to the most up to which all pay, in words."""
-    return _last_that_pays(sorted(of_row.items()))
-
-
-def _last_that_pays(ordered: list[tuple[int, tuple[float, float, float]]]) -> str:
+def _last_that_pays(ordered: list[tuple[int, Times]]) -> int | None:
     last = None
     for tokens, (_, low, _) in ordered:
         if low <= 1:
             break
         last = tokens
-    return "never" if last is None else f"{last:,}"
+    return last
+
+
+def length_in_words(tokens: int | None) -> str:
+    return "never" if tokens is None else f"{tokens:,}"

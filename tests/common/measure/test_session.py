@@ -92,6 +92,20 @@ def test_what_is_not_calibrated_or_kept_is_as_the_group_says(some):
 
 
 @integration
+def test_a_group_is_launched_by_its_own_ways(monkeypatch, studies_in_seconds):
+    some, asked = Session("ladder", CPU, 6), []
+    ready = measurement.ready
+
+    def seen(subject, mode, launch, row, **how):
+        asked.append(launch)
+        return ready(subject, mode, launch, row, **how) if launch == "eager" else None
+    monkeypatch.setattr(measurement, "ready", seen)
+    some.measure(group_of(0, modes=[FORWARD]))
+    some.measure(group_of(0, modes=[FORWARD], launches=LAUNCHES))
+    assert asked == ["eager", *LAUNCHES]
+
+
+@integration
 def test_records_are_written_as_they_become_final(studies_in_seconds, tmp_path, monkeypatch):
     """Those of the check before anything is timed, those of a pass before the next one."""
     some = Session("ladder", CPU, 6, file=RecordFile(str(tmp_path / "out")))
