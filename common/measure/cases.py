@@ -80,7 +80,7 @@ class Group:
     """Cases that are timed in the same rounds, and how."""
     cases: Sequence[Case]
     modes: Sequence[str] = MODES
-    launches: Sequence[str] | None = None  # ways of launching; None: those of the session
+    launches: Sequence[str] | None = None  # ways of launching in rounds; None: those of the session
     profiled: int = 0                      # the first so many rounds have iterations under the profiler
     calibrated: bool = True                # a matmul and a copy take part in the rounds
     metered: bool = False                  # joules of an iteration, by the faster way of launching

@@ -49,7 +49,7 @@ from common.runtime.iteration import FORWARD, LAUNCHES
 
 COMPILED_IF_QUICK = "SSD"
 NOT_QUICK = "linear attention, decay", BLOCK           # much like SSD; and compiling blocks takes minutes
-EAGER = LAUNCHES[:1]                                   # no host holds up such kernels; it does a step of decoding
+EAGER = LAUNCHES[:1]                                   # a step of decoding is launch-bound, nothing else here is
 
 
 def groups(options: Options) -> Iterator[Group]:

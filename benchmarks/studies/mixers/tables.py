@@ -10,7 +10,7 @@ from benchmarks.records.read import Run, extra, info, metric, paired, runs, valu
 from benchmarks.show.charts import Charts, lines_chart
 from benchmarks.show.tables import NO_ANSWER, framed, joules
 from benchmarks.studies.mixers.subjects import ATTENTION, BLOCK, DECODING, MIXER, NO_BACKWARD
-from benchmarks.studies.recipes.speed import Times, fewest_that_pay, length_in_words, pays_from
+from benchmarks.studies.recipes.speed import SHORT, Times, fewest_that_pay, length_in_words, pays_from
 from common.block.config import DTYPES
 from common.block.workload import COPY
 from common.report.metrics import PEAK_MEMORY, SHARE
@@ -31,15 +31,15 @@ The whole block: x attention is beside step 2, or where it is compiled beside st
 and the gradients of x and of every parameter. J: joules of a forward+backward."""
 DECODES = """\
 A step of decoding behind so many others: a mixer reads and writes its state, attention reads its cache; by the faster
-way of launching that was recorded. Error: the larger of y's and the state's. Bytes: the length from which on attention
-moves more of them than a mixer."""
+way of launching that was recorded. Error: the larger of y's and the state's. Launch-bound: at so many lengths the
+time is the host's, for launching, so that x attention says little of the kernels. Bytes: the length from which on
+attention moves more of them than a mixer."""
 CHUNKS_SAID = """\
 Forward+backward at the longest length, uncompiled. Longer chunks do more work inside, and less from chunk to chunk."""
 PAYS = """\
 Pays from: the shortest length from which on its interval is above 1 at all that were measured. FLOPs: the length from
 which on its products are no more than attention's. Predicted, of ways in chunks of 64: from which on it takes no longer
 than attention, were all products at this machine's matmul rate, or all tensors moved at the rate of a copy."""
-MODES_SAID = ((BOTH, "f+b"), (FORWARD, "forward"))
 SAME = 1.1                                 # lengths that the chart marks once
 
 ByLength = dict[int, list[Run]]
@@ -134,7 +134,7 @@ def _crossover(by_length: ByLength, lines: list[Record], width: int | None) -> l
     """Speed beside attention's at each length; from which on it pays; and memory."""
     if len(by_length) < 2:
         return []
-    blocks = [_beside_each_length(by_length, mode, said, width) for mode, said in MODES_SAID]
+    blocks = [_beside_each_length(by_length, mode, width) for mode in SHORT]
     blocks += [_pays(by_length, lines, width), PAYS]
     every = _ways(by_length, lambda run: "chunk" not in run.variant)
     rows = [[*key, *(_gibibytes(of[at]) if at in of else "" for at in by_length)] for key, of in every.items()]
@@ -148,26 +148,26 @@ def _mixer_ways(by_length: ByLength) -> dict[tuple[str, str], dict[int, Run]]:
     return _ways(by_length, lambda run: run.case["name"] != ATTENTION and "chunk" not in run.variant)
 
 
-def _beside_each_length(by_length: ByLength, mode: str, said: str, width: int | None) -> str:
+def _beside_each_length(by_length: ByLength, mode: str, width: int | None) -> str:
     """A row a way that was timed in that mode."""
     rows = []
     for (name, way), of in _mixer_ways(by_length).items():
         if times := _all_times(by_length, of, mode):
             rows.append([name, way, *(_short(times[at][0]) if at in times else "" for at in by_length)])
-    return table(rows, [f"x attention, {said}", "by", *_headers(by_length)], width, keys=2)
+    return table(rows, [f"x attention, {SHORT[mode]}", "by", *_headers(by_length)], width, keys=2)
 
 
 def _pays(by_length: ByLength, lines: list[Record], width: int | None) -> str:
-    """From which length on each way pays, and should."""
+    """From which length on each way pays: measured, and predicted."""
     rows = []
     for (name, way), of in _mixer_ways(by_length).items():
         run = next(iter(of.values()))
         peaks, row = _peaks(lines, run), [name, way]
-        for mode, _ in MODES_SAID:
+        for mode in SHORT:
             times = _all_times(by_length, of, mode)
             row += [pays_from(times), _predicted_in_words(run, mode == BOTH, peaks)] if times else ["", ""]
         rows.append([*row, _as_few_flops_from(run)])
-    headers = [header for _, said in MODES_SAID for header in (f"{said} pays from", "predicted")]
+    headers = [header for said in SHORT.values() for header in (f"{said} pays from", "predicted")]
     return table(rows, ["crossover", "by", *headers, "FLOPs"], width, keys=2)
 
 
@@ -255,10 +255,16 @@ def _decoding(by_length: ByLength, width: int | None) -> list[str]:
         for length in by_length:
             ms = of[length].best_ms(FORWARD) if length in of else None
             row += [figures(ms) if ms else "", _short(times[length][0]) if length in times else ""]
-        rows.append([*row, pays_from(times), _larger_cache_from(of.values())])
+        rows.append([*row, pays_from(times), _launch_bound(of.values()), _larger_cache_from(of.values())])
     for length in by_length:
         headers += [f"S {length:,} ms", "x attention"]
-    return [table(rows, [*headers, "pays from", "bytes"], width, keys=2), DECODES] if rows else []
+    return [table(rows, [*headers, "pays from", "launch-bound", "bytes"], width, keys=2), DECODES] if rows else []
+
+
+def _launch_bound(every: Iterable[Run]) -> str:
+    """At how many lengths the time that is shown is the host's."""
+    bound = [run.best(FORWARD) == "eager" and bool(run.launch_bound(FORWARD)) for run in every]
+    return f"{sum(bound)} of {len(bound)}"
 
 
 def _larger_cache_from(every: Iterable[Run]) -> str:
@@ -294,8 +300,6 @@ def _marks(by_length: ByLength, lines: list[Record]) -> dict[str, float]:
         run = next(iter(of.values()))
         if length := _predicted(run, True, _peaks(lines, run)):
             found[name] = length
-    if not found:
-        return {}
     groups: list[list[str]] = []
     for name in sorted(found, key=found.__getitem__):
         if groups and found[name] <= SAME * found[groups[-1][0]]:
@@ -332,4 +336,4 @@ def answer(lines: list[Record]) -> str:
     where = "on a CPU " if runs(lines)[0].info["device"] == "cpu" else ""
     pays = [f"{name} from S {length:,}" if length else f"{name} at none up to S {max(by_length):,}"
             for name, length in sorted(fewest.items(), key=lambda each: each[1] or math.inf)]
-    return f"{where}with its backward, {', '.join(pays)}"
+    return f"{where}forward+backward: {'; '.join(pays)}"

@@ -61,10 +61,10 @@ def test_each_form_is_timed_beside_attention(study_main, tmp_path):
     assert len(re.findall(crossed, out, re.MULTILINE)) == 1, out
     crossed = r"^SSD +chunks +(?:never|16|64) +(?:never|[\d,]+) +(?:never|16|64) +(?:never|[\d,]+) +204$"
     assert len(re.findall(crossed, out, re.MULTILINE)) == 1, out
-    row = r"^SSD +a step(, compiled)? +\d\.\de-0\d +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ +(?:never|16|64) +16$"
+    row = r"^SSD +a step(, compiled)? +\d\.\de-0\d +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ +(?:never|16|64) +0 of 2 +16$"
     steps = re.findall(row, out, re.MULTILINE)
     assert steps == ["", ", compiled"], out
-    assert re.fullmatch(r"on a CPU with its backward, SSD (from S (16|64)|at none up to S 64)", STUDY.answer(lines))
+    assert re.fullmatch(r"on a CPU forward\+backward: SSD (from S (16|64)|at none up to S 64)", STUDY.answer(lines))
 
 
 @integration
@@ -289,6 +289,20 @@ def test_a_step_of_decoding_is_captured_too_and_nothing_else():
     assert launched == {subjects.MIXER: ("eager",), subjects.BLOCK: ("eager",), subjects.DECODING: None}
 
 
+def launched(by, bound):
+    """A run whose faster way of launching is that one, with eager runs that are launch-bound or not."""
+    return SimpleNamespace(best=lambda mode: by, launch_bound=lambda mode: bound)
+
+
+@unit
+@pytest.mark.parametrize("every, said", [
+    ([launched("eager", True), launched("eager", True)], "2 of 2"),
+    ([launched("eager", True), launched("eager", False)], "1 of 2"),
+    ([launched("graph", True), launched("eager", None)], "0 of 2")])
+def test_lengths_at_which_a_step_is_launch_bound_are_counted(every, said):
+    assert tables._launch_bound(every) == said
+
+
 SLOW, SAME, FAST = (0.9, 0.8, 0.95), (1.1, 0.9, 1.3), (2.0, 1.9, 2.1)
 
 
@@ -300,13 +314,13 @@ SLOW, SAME, FAST = (0.9, 0.8, 0.95), (1.1, 0.9, 1.3), (2.0, 1.9, 2.1)
     ({("SSD", "chunks"): {64: FAST, 256: FAST}, ("SSD", "at once"): {64: SLOW, 256: FAST}}, "SSD from S 64"),
     ({("SSD", "chunks"): {64: FAST, 256: SAME}}, "SSD at none up to S 256"),
     ({("SSD", "chunks"): {64: SLOW, 256: SAME}, ("gated delta rule", "chunks"): {64: FAST, 256: FAST}},
-     "gated delta rule from S 64, SSD at none up to S 256")])
+     "gated delta rule from S 64; SSD at none up to S 256")])
 def test_the_answer_is_from_where_on_each_mixer_pays(times, said, monkeypatch):
     run = SimpleNamespace(info={"device": "cuda"}, variant={"part": "mixer", "size": (1, 1, 256, 16)})
     monkeypatch.setattr(tables, "runs", lambda lines: [run])
     monkeypatch.setattr(tables, "_mixer_ways", lambda by_length: {key: key for key in times})
     monkeypatch.setattr(tables, "_all_times", lambda by_length, of, mode: times[of])
-    assert tables.answer([]) == f"with its backward, {said}"
+    assert tables.answer([]) == f"forward+backward: {said}"
 
 
 @unit

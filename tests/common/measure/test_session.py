@@ -93,15 +93,15 @@ def test_what_is_not_calibrated_or_kept_is_as_the_group_says(some):
 
 @integration
 def test_a_group_is_launched_by_its_own_ways(monkeypatch, studies_in_seconds):
-    some, asked = Session("ladder", CPU, 6), []
+    some, asked = Session("ladder", CPU, 6, launches=LAUNCHES), []
     ready = measurement.ready
 
     def seen(subject, mode, launch, row, **how):
         asked.append(launch)
         return ready(subject, mode, launch, row, **how) if launch == "eager" else None
     monkeypatch.setattr(measurement, "ready", seen)
+    some.measure(group_of(0, modes=[FORWARD], launches=LAUNCHES[:1]))
     some.measure(group_of(0, modes=[FORWARD]))
-    some.measure(group_of(0, modes=[FORWARD], launches=LAUNCHES))
     assert asked == ["eager", *LAUNCHES]
 
 
