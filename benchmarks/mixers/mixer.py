@@ -93,34 +93,38 @@ def constant_decay(q: Tensor) -> Tensor:
     return torch.log1p(-torch.exp2(-5 - heads)).view(1, H, 1).expand(B, H, S)
 
 
-Step = Callable[..., Tensor]               # state [B, H, D, D], which moves on in place, and a Mix's of one step -> y
+Step = Callable[..., Tensor]       # state [B, H, D, D], where the next one goes, and a Mix's inputs of one step -> y
 
 
 def step_of(mixer: Mixer) -> Step:
     """One step of decoding."""
-    def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
+    def step(state: Tensor, following: Tensor, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
         y, after = forms.recurrent(mixer.given(q, k, v, *gates), state)
-        state.copy_(after)
+        following.copy_(after)
         return y
     return step
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Steps from a state that moves on with each call. What is compiled stays an attribute, so that it can be seen."""
+    """Repeats one step: it reads one state and writes another, so that each call, also a graph's, computes the same.
+
+    What is compiled stays an attribute, so that it can be seen.
+    """
     step: Step
     state: Tensor
+    following: Tensor
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        return self.step(self.state, *inputs)
+        return self.step(self.state, self.following, *inputs)
 
 
 def step_errors(step: Step, mixer: Mixer, state: Tensor, inputs: Sequence[Tensor]) -> dict[str, float]:
-    """What -> relative L2 error of y, and of the state behind it, against the recurrence in FP64; `state` stays."""
-    own = state.clone()
-    y = step(own, *inputs)
+    """What -> relative L2 error of y, and of the next state, against the recurrence in FP64."""
+    following = torch.empty_like(state)
+    y = step(state, following, *inputs)
     exact_y, after = forms.recurrent(mixer.given(*(each.double() for each in inputs)), state.double())
-    return {"y": oracle.relative_error(y, exact_y), "state": oracle.relative_error(own, after)}
+    return {"y": oracle.relative_error(y, exact_y), "state": oracle.relative_error(following, after)}
 
 
 def bytes_of_a_step(width: int) -> int:

@@ -204,7 +204,7 @@ def step_case(mixer: Mixer, way: str, sizes: Sizes) -> Case:
         with torch.no_grad():
             found = step_errors(step, mixer, state, inputs)
         _require(found, sizes, result)
-        return _subject(Decoder(step, state), inputs, torch.zeros_like(inputs[0]), sizes)
+        return _subject(Decoder(step, state, torch.empty_like(state)), inputs, torch.zeros_like(inputs[0]), sizes)
     return _case(mixer.name, way, sizes, prepare, mixer.name, part=DECODING)
 
 

@@ -123,7 +123,7 @@ def test_steps_of_decoding_go_on_where_a_sequence_ended(name):
         for place in range(SHAPE[2] - steps, SHAPE[2]):
             one = [each[:, :, place:place + 1] for each in inputs]
             assert max(step_errors(step, mixer, state, one).values()) < 1e-12
-            y = step(state, *one)
+            y = step(state, state, *one)
             assert (y - expected[:, :, place:place + 1]).norm() < 1e-12 * expected.norm()
     assert (state - end).norm() < 1e-12 * end.norm()
 
@@ -137,5 +137,17 @@ def test_a_state_read_and_written_is_as_large_as_a_cache_of_as_many_steps_as_it_
 def test_a_compiled_step_is_seen_to_be_compiled():
     """Else nobody would notice that it was compiled again while it was timed."""
     step, state = step_of(MIXERS["SSD"]), torch.zeros(2, 3, 8, 8)
-    assert compiler.holds_compiled(Decoder(torch.compile(step), state))
-    assert not compiler.holds_compiled(Decoder(step, state))
+    assert compiler.holds_compiled(Decoder(torch.compile(step), state, state.clone()))
+    assert not compiler.holds_compiled(Decoder(step, state, state.clone()))
+
+
+@unit
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_step_that_is_repeated_computes_the_same(name):
+    """A replay of a CUDA graph is compared with an eager run: both must start from the same state."""
+    mixer = MIXERS[name]
+    q, *others = (each.detach()[:, :, :1] for each in mixer.inputs(SHAPE, 0, CPU))
+    state = torch.randn(*SHAPE[:2], SHAPE[3], SHAPE[3], generator=torch.Generator().manual_seed(1))
+    decoder = Decoder(step_of(mixer), state, torch.empty_like(state))
+    assert torch.equal(decoder(q, *others), decoder(q, *others))
+    assert not torch.equal(decoder.following, state)

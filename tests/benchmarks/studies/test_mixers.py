@@ -102,11 +102,10 @@ def test_a_step_of_decoding_that_is_wrong_fails(wrong, what, study_main, monkeyp
     right = subjects.step_of
 
     def step_of(mixer):
-        def step(state, *inputs):
-            own = state.clone()
-            y = right(mixer)(own, *inputs)
-            if what == "y":
-                state.copy_(own)
+        def step(state, following, *inputs):
+            y = right(mixer)(state, following, *inputs)
+            if what == "state":
+                following.copy_(state)
             return wrong(state, y)
         return step
     monkeypatch.setattr(subjects, "step_of", step_of)
