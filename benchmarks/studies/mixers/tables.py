@@ -110,6 +110,17 @@ def _gibibytes(run: Run) -> str:
     return "" if memory is None else number(memory * PEAK_MEMORY.scale, ".2f")
 
 
+def _per_token(run: Run) -> str:
+    """Its peak memory in KiB: not all lengths need have as many tokens."""
+    memory = run.figure(PEAK_MEMORY, BOTH, "eager")
+    return "" if memory is None else figures(memory * PEAK_MEMORY.scale * 2**20 / _tokens(run))
+
+
+def _tokens(run: Run) -> int:
+    batch, _, length, _ = run.variant["size"]
+    return batch * length
+
+
 def _times(every: list[Run], run: Run, mode: str) -> str:
     times = _beside_attention(every, run, mode)
     return ratio(times) + verdict(*times[1:]) if times else ""
@@ -137,10 +148,10 @@ def _crossover(by_length: ByLength, lines: list[Record], width: int | None) -> l
     blocks = [_beside_each_length(by_length, mode, width) for mode in SHORT]
     blocks += [_pays(by_length, lines, width), PAYS]
     every = _ways(by_length, lambda run: "chunk" not in run.variant)
-    rows = [[*key, *(_gibibytes(of[at]) if at in of else "" for at in by_length)] for key, of in every.items()]
+    rows = [[*key, *(_per_token(of[at]) if at in of else "" for at in by_length)] for key, of in every.items()]
     rows = [row for row in rows if any(row[2:])]
     if rows:
-        blocks.append(table(rows, ["GiB, f+b", "by", *_headers(by_length)], width, keys=2))
+        blocks.append(table(rows, ["KiB per token, f+b", "by", *_headers(by_length)], width, keys=2))
     return blocks
 
 
@@ -284,13 +295,13 @@ def summary(lines: list[Record], width: int | None = None) -> str:
 
 
 def charts(lines: list[Record]) -> Charts:
-    """The time of a forward+backward by length: of attention, and of each mixer by its fastest way."""
+    """The time of a forward+backward per token, by length: of attention, and of each mixer by its fastest way."""
     by_length = _by_length(lines, MIXER)
     series = _fastest_by_length(by_length)
     if len(by_length) < 2 or not series:
         return {}
-    title = "The same count of tokens at each length"
-    return {"time": lambda: lines_chart(series, "S", "ms, forward+backward", title, _marks(by_length, lines))}
+    title = "Each by its fastest way"
+    return {"time": lambda: lines_chart(series, "S", "ns per token, forward+backward", title, _marks(by_length, lines))}
 
 
 def _marks(by_length: ByLength, lines: list[Record]) -> dict[str, float]:
@@ -317,9 +328,10 @@ def _fastest_by_length(by_length: ByLength) -> dict[str, list[tuple[float, float
     for (name, _), of in ways.items():
         for length, run in of.items():
             if ms := run.best_ms(BOTH):
+                per_token = 1e6 * ms / _tokens(run)
                 fastest = found.setdefault(name, {})
-                fastest[length] = min(ms, fastest.get(length, ms))
-    return {name: [(float(length), ms) for length, ms in of.items()] for name, of in found.items()}
+                fastest[length] = min(per_token, fastest.get(length, per_token))
+    return {name: [(float(length), per_token) for length, per_token in of.items()] for name, of in found.items()}
 
 
 def answer(lines: list[Record]) -> str:

@@ -356,3 +356,12 @@ def test_records_name_sizes_and_what_they_stand_beside(study_main, tmp_path):
     variants = [json.loads(line)["benchmark"]["extra_info"]["case"]["variant"] for line in path.read_text().splitlines()
                 if '"SSD"' in line]
     assert {tuple(each["size"]) for each in variants if each} == {(8, 4, 16, 16)}
+
+
+@unit
+def test_lengths_with_other_counts_of_tokens_are_drawn_per_token(monkeypatch):
+    def timed(batch, length):
+        return SimpleNamespace(variant={"size": [batch, 8, length, 64]}, best_ms=lambda mode: 2.0)
+    every = {("SSD", "chunks"): {512: timed(4, 512), 1024: timed(1, 1024)}}
+    monkeypatch.setattr(tables, "_ways", lambda by_length, kept: every)
+    assert tables._fastest_by_length({}) == {"SSD": [(512.0, 2e6 / 2048), (1024.0, 2e6 / 1024)]}
