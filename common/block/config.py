@@ -9,6 +9,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.f
 LAYER_NORM_EPS = 1e-5
 NARROWEST = 32              # E in TF32 or 16 bits: over fewer elements roundings average out so little that a right
                             # block can fail the check
+LARGEST = 2**24             # of a size: more is taken for a slip of the keyboard
 FP8_WEIGHTS = ("per-call", "cached", "kept")
 
 
@@ -39,14 +40,14 @@ class BlockConfig:
             object.__setattr__(self, "ffn_hidden_size", 4 * self.hidden_size)
         for name in ("batch_size", "seq_len", "hidden_size", "num_heads", "ffn_hidden_size"):
             value, least = getattr(self, name), 3 if name == "hidden_size" else 1     # LayerNorm makes two values +-1
-            if type(value) is not int or not least <= value <= 2**24:
-                raise ValueError(f"{name} is {value}: give a whole number from {least} to {2**24}")
+            if type(value) is not int or not least <= value <= LARGEST:
+                raise ValueError(f"{name} is {value}: give a whole number from {least} to {LARGEST}")
         if self.hidden_size % self.num_heads:
             heads = min((n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0),
                         key=lambda n: abs(n - self.num_heads))
             unit = math.lcm(self.num_heads, 16)                # FP8 takes multiples of 16 alone
             width = max(math.ceil(NARROWEST / unit), round(self.hidden_size / unit)) * unit
-            tries = [f"hidden_size {width}"] if width <= 2**24 else []
+            tries = [f"hidden_size {width}"] if width <= LARGEST else []
             if self.hidden_size >= NARROWEST or not tries:
                 tries.append(f"num_heads {heads}")
             raise ValueError(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}: "

@@ -106,3 +106,9 @@ def test_numbers_are_a_list_of_sizes(text, value):
 def test_what_are_no_numbers_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="give whole numbers such as 1,2,4"):
         options.numbers(text)
+
+
+def test_numbers_go_up_to_what_a_block_takes():
+    assert options.numbers("1,16777216") == (1, 2**24)
+    with pytest.raises(argparse.ArgumentTypeError, match="give numbers up to 16777216"):
+        options.numbers("1,16777217")

@@ -343,7 +343,7 @@ def test_without_records_there_is_no_answer():
 
 @unit
 @pytest.mark.parametrize("wrong", [["--mixer", "RWKV"], ["--way", "by magic"], ["--part", "model"],
-                                   ["--lengths", "0"], ["--lengths", "long"]])
+                                   ["--lengths", "0"], ["--lengths", "long"], ["--lengths", "16777217"]])
 def test_wrong_options_are_told(wrong, study_main):
     status, _, said = study_main("mixers", *wrong)
     assert status == 2 and wrong[0] in said
