@@ -39,10 +39,10 @@ def _built():
         return f"CUDA kernels can't run here: {reason}"
     from torch.utils import cpp_extension  # here, as it warns where there is no GPU
     major, minor = torch.cuda.get_device_capability()
-    folder = _cache() / _key((major, minor))
+    folder = cache_folder() / _key((major, minor))
     folder.mkdir(parents=True, exist_ok=True)
     before = cpp_extension.CUDA_HOME
-    with _alone(folder):
+    with alone(folder):
         try:
             cpp_extension.CUDA_HOME = str(cuda_home())       # torch guesses it when imported, and a wrapper misleads it
             return cpp_extension.load(
@@ -71,8 +71,7 @@ def compiler_missing() -> str:
     """Why CUDA C++ can't be compiled for this torch, in one line; empty where it can."""
     if (home := cuda_home()) is None:
         return "there is no nvcc: install CUDA's toolkit, or set CUDA_HOME"
-    sentences = _output(str(home / "bin" / "nvcc"), "--version")
-    version = re.search(r"release (\d+)\.(\d+)", sentences)
+    version = re.search(r"release (\d+)\.(\d+)", nvcc_version())
     wanted = (torch.version.cuda or "").partition(".")[0]
     if not version:
         return f"{home}/bin/nvcc does not say its version"
@@ -98,6 +97,12 @@ def cuda_home() -> Path | None:
     return None
 
 
+def nvcc_version() -> str:
+    """All that nvcc says of itself; nothing where there is none."""
+    home = cuda_home()
+    return _output(str(home / "bin" / "nvcc"), "--version") if home else ""
+
+
 def first_error(log: str) -> str:
     """The first line of a compiler's output that is an error, else its last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
@@ -114,7 +119,7 @@ def _output(*command: str) -> str:
     return done.stdout + done.stderr
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
     """Where builds are kept: a folder of this user's own, since what is in it gets executed."""
     if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen)
@@ -123,16 +128,14 @@ def _cache() -> Path:
 
 def _key(capability: tuple[int, int]) -> str:
     """A folder's name for all that a build depends on."""
-    home = cuda_home()
-    nvcc = _output(str(home / "bin" / "nvcc"), "--version") if home else ""
-    content = hashlib.sha256(repr((NVCC_FLAGS, nvcc)).encode())
+    content = hashlib.sha256(repr((NVCC_FLAGS, nvcc_version())).encode())
     for path in sorted(path for end in ("cu", "cuh", "h", "cpp") for path in FOLDER.glob(f"*.{end}")):
         content.update(path.name.encode() + path.read_bytes())
     return "torch{}-cuda{}-sm{}{}-{}".format(torch.__version__, torch.version.cuda, *capability,
                                              content.hexdigest()[:16])
 
 
-class _alone:
+class alone:
     """While it lasts, no other process builds in `folder`: a second one waits, and finds the build done.
 
     The operating system forgets this lock when its process dies. torch's own is a file that stays and would be waited

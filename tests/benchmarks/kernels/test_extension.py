@@ -213,10 +213,10 @@ def test_a_build_is_of_one_torch_one_gpu_and_these_sources(toolkit, tmp_path, mo
 @pytest.mark.unit
 def test_builds_are_kept_where_the_user_wants_them(monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/somewhere")
-    assert str(extension._cache()) == "/somewhere"
+    assert str(extension.cache_folder()) == "/somewhere"
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert str(extension._cache()) == "/caches/transformer-block"
+    assert str(extension.cache_folder()) == "/caches/transformer-block"
 
 
 @pytest.mark.unit
@@ -225,10 +225,10 @@ def test_two_builds_of_one_folder_wait_for_each_other_and_not_the_dead(tmp_path)
     order = []
 
     def second():
-        with extension._alone(tmp_path):
+        with extension.alone(tmp_path):
             order.append("second")
 
-    with extension._alone(tmp_path):
+    with extension.alone(tmp_path):
         assert not (tmp_path / "lock").exists()
         other = threading.Thread(target=second)
         other.start()

@@ -1,0 +1,163 @@
+"""Attention's forward in CUDA C++, rung by rung: a file for each idea, to be read beside the one before it.
+
+    for rung in RUNGS:
+        y, log_sum = attention(rung, q, k, v, causal=True)
+
+The files are those of the folder attention/. Each compiles alone, by nvcc, into a library of one function; what the files share is in series.cuh (how one is
+called), wgmma.cuh and tma.cuh (Hopper's instructions). A library is kept in the folder of the other kernels' builds.
+"""
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..inputs import require_dtype, require_like
+from . import extension
+
+FOLDER = extension.FOLDER / "attention"
+ARCHITECTURE = "sm_90a"                   # Hopper, with the instructions that no later GPU has
+HOPPER = (9, 0)
+WIDTHS = (64, 128)
+MOST_HEADS = 2**16 - 1                    # of all sequences: blocks along a grid's second dimension
+FLAGS = ["-O3", "-std=c++17", "-lineinfo", f"-gencode=arch=compute_90a,code={ARCHITECTURE}", "-shared", "-Xcompiler",
+         "-fPIC"]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One file of the series."""
+    path: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.path.stem.partition("_")[0])
+
+    @property
+    def name(self) -> str:
+        """ "5 swizzled", as tables name it."""
+        return self.path.stem.replace("_", " ")
+
+    def source(self) -> str:
+        return self.path.read_text()
+
+    @property
+    def idea(self) -> str:
+        """The title at its top."""
+        return self.source().partition("\n")[0].partition(": ")[2].rstrip(".")
+
+
+RUNGS = tuple(sorted(map(Rung, FOLDER.glob("[0-9]*.cu")), key=lambda rung: rung.number))
+
+
+class _Arguments(ctypes.Structure):
+    """As in series.cuh."""
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("q", "k", "v", "y", "log_sum")),
+                *((name, ctypes.c_int32) for name in ("batch", "heads", "kv_heads", "length", "width", "is_bfloat16",
+                                                      "is_causal")),
+                ("stream", ctypes.c_void_p)]
+
+
+@functools.cache
+def missing() -> str:
+    """Why the series can't be built and run here, in one line; empty where it can."""
+    if reason := extension.missing():
+        return reason
+    capability = torch.cuda.get_device_capability()
+    if capability != HOPPER:
+        return "the GPU has compute capability {}.{}, and the series is written for 9.0 (Hopper)".format(*capability)
+    return ""
+
+
+def attention(rung: Rung, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> tuple[Tensor, Tensor]:
+    """(softmax(q k^T / sqrt(D)) v [B, H, S, D], the logarithm of each row's sum of exp(score) [B, H, S] in FP32).
+
+    q [B, H, S, D], k and v [B, G, S, D] with D 64 or 128 and H a multiple of G, of one dtype (float16, bfloat16) on one
+    GPU; H / G heads of q share one of k and v. `causal` hides from query i all keys behind i. Scores and sums are in
+    FP32, and what multiplies v is rounded to 16 bits. No gradients. Raises ValueError for anything else, RuntimeError
+    where the series can't run.
+    """
+    _require(q, k, v)
+    if reason := missing():
+        raise RuntimeError(f"the series can't run here: {reason}")
+    q, k, v = (_aligned(each) for each in (q, k, v))
+    B, H, S, D = q.shape
+    y, log_sum = torch.empty_like(q), q.new_empty(B, H, S, dtype=torch.float32)
+    if not q.numel():
+        return y, log_sum
+    with torch.cuda.device(q.device):
+        arguments = _Arguments(
+            *(each.data_ptr() for each in (q, k, v, y, log_sum)), B, H, k.size(1), S, D, q.dtype == torch.bfloat16,
+            causal, torch.cuda.current_stream().cuda_stream)
+        if error := _library(rung).attention_forward(ctypes.byref(arguments)):
+            raise RuntimeError(f"{rung.path.name}: {error.decode()}")
+    return y, log_sum
+
+
+def _require(q: Tensor, k: Tensor, v: Tensor) -> None:
+    require_dtype("q", q, (torch.float16, torch.bfloat16))
+    if q.ndim != 4 or q.size(3) not in WIDTHS or not 0 < q.size(2) < 2**24:
+        raise ValueError(f"q is {tuple(q.shape)}: give [B, H, S, D] with S from 1 to {2**24 - 1} and D 64 or 128")
+    if not isinstance(k, Tensor) or k.ndim != 4 or not k.size(1) or q.size(1) % k.size(1):
+        raise ValueError(f"k is {tuple(getattr(k, 'shape', ()))} beside q {tuple(q.shape)}: give [B, G, S, D], H a "
+                         "multiple of G")
+    require_like("k", k, q, (q.size(0), k.size(1), *q.shape[2:]), name_of_x="q")
+    require_like("v", v, k, name_of_x="k")
+    if q.size(0) * q.size(1) > MOST_HEADS:
+        raise ValueError(f"q is {tuple(q.shape)}: give at most {MOST_HEADS} heads in all sequences together")
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v)):
+        raise ValueError("the series has no backward: call it under torch.no_grad(), or detach q, k and v")
+    if not q.is_cuda:
+        raise ValueError(f"q is on {q.device}: a CUDA kernel needs a GPU")
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous, and from a multiple of 16 bytes on: what copies take."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+@functools.cache
+def _library(rung: Rung) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(built(rung)))
+    library.attention_forward.restype = ctypes.c_char_p
+    return library
+
+
+def built(rung: Rung) -> Path:
+    """Its library, from the cache where it is there. Raises RuntimeError with nvcc's first error."""
+    folder = extension.cache_folder() / "attention"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{rung.path.stem}-{_key(rung)}.so"
+    with extension.alone(folder):
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as beside:
+                unfinished = Path(beside) / path.name
+                done = compiled(rung, unfinished)
+                if done.returncode:
+                    raise RuntimeError(
+                        f"{rung.path.name} does not build: {extension.first_error(done.stdout + done.stderr)}")
+                os.replace(unfinished, path)
+    return path
+
+
+def compiled(rung: Rung, into: Path, *more_flags: str) -> subprocess.CompletedProcess[str]:
+    """What nvcc said. Raises RuntimeError where there is none."""
+    if (home := extension.cuda_home()) is None:
+        raise RuntimeError("there is no nvcc: install CUDA's toolkit, or set CUDA_HOME")
+    return subprocess.run([str(home / "bin" / "nvcc"), *FLAGS, *more_flags, str(rung.path), "-o", str(into)],
+                          capture_output=True, text=True, check=False)
+
+
+def _key(rung: Rung) -> str:
+    """Of all that a build depends on."""
+    content = hashlib.sha256(repr((FLAGS, extension.nvcc_version())).encode())
+    for path in [rung.path, *sorted([*FOLDER.glob("*.cuh"), *extension.FOLDER.glob("*.cuh")])]:
+        content.update(path.name.encode() + path.read_bytes())
+    return content.hexdigest()[:16]
