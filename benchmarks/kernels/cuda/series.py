@@ -3,8 +3,9 @@
     for rung in RUNGS:
         y, log_sum = attention(rung, q, k, v, causal=True)
 
-The files are those of the folder attention/. Each compiles alone, by nvcc, into a library of one function; what the files share is in series.cuh (how one is
-called), wgmma.cuh and tma.cuh (Hopper's instructions). A library is kept in the folder of the other kernels' builds.
+The files are those of the folder attention/. Each compiles alone, by nvcc, into a library of one function. They share
+series.cuh (how one is called), and wgmma.cuh and tma.cuh (Hopper's instructions). A library is kept in the folder of
+the other kernels' builds.
 """
 import ctypes
 import functools

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(THREADS) forward(const Inputs<T> in) {
             wgmma::multiply<T, KEYS>(s, wgmma::described(q_tile + wgmma::place<ROWS>(0, 2 * d), 0),
                                      wgmma::described(k_tile + wgmma::place<KEYS>(0, 2 * d), 0), d > 0);
         wgmma::end();
-        wgmma::wait<0>();
+        wgmma::wait<0>(s);
 
         if (in.is_causal || first_key + KEYS > in.length)
 #pragma unroll
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(THREADS) forward(const Inputs<T> in) {
         for (int j = 0; j < KEYS / 16; ++j)
             wgmma::multiply<T, D>(out, p[j], wgmma::described(v_tile + wgmma::place<KEYS>(16 * j, 0), KEYS * 128));
         wgmma::end();
-        wgmma::wait<0>();
+        wgmma::wait<0>(out);
     }
 
 #pragma unroll

@@ -59,7 +59,7 @@ forward(const Inputs<T> in, const __grid_constant__ tma::Matrix q, const __grid_
             wgmma::multiply<T, KEYS>(s, wgmma::described(q_tile + wgmma::place<ROWS>(0, 2 * d), 0),
                                      wgmma::described(k_tile + wgmma::place<KEYS>(0, 2 * d), 0), d > 0);
         wgmma::end();
-        wgmma::wait<0>();
+        wgmma::wait<0>(s);
 
         if (in.is_causal || first_key + KEYS > in.length)
 #pragma unroll
@@ -108,7 +108,7 @@ forward(const Inputs<T> in, const __grid_constant__ tma::Matrix q, const __grid_
         for (int j = 0; j < KEYS / 16; ++j)
             wgmma::multiply<T, D>(out, p[j], wgmma::described(v_tile + wgmma::place<KEYS>(16 * j, 0), KEYS * 128));
         wgmma::end();
-        wgmma::wait<0>();
+        wgmma::wait<0>(out);
     }
 
 #pragma unroll

@@ -28,9 +28,15 @@ __device__ inline uint64_t described(const void* tile, int panels) {
 __device__ inline void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most the last LEFT groups are still running.
-template <int LEFT>
-__device__ void wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
+// Waits until at most the last LEFT groups are still running. `sums` are then complete: no use of them may be moved to
+// before this, which the compiler would be free to do.
+template <int LEFT, int N>
+__device__ void wait(float (&sums)[N][4]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+#pragma unroll
+    for (auto& four : sums)
+        asm volatile("" : "+f"(four[0]), "+f"(four[1]), "+f"(four[2]), "+f"(four[3])::"memory");
+}
 
 // What ordinary threads wrote to shared memory is seen by products and by TMA only after this.
 __device__ inline void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
