@@ -71,7 +71,7 @@ def parser_of(words: list[str]) -> tuple[Parser, list[str]] | None:
             if not arguments or arguments[0] == "NAME":
                 return None
             module, *arguments = arguments
-        if module in ("kernels", "pages", "mixed", "measure.counters"):
+        if module in ("kernels", "kernels.cuda.series", "pages", "mixed", "measure.counters"):
             return None
         if module == "compare":
             return compare.parser(), arguments

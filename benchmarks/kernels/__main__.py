@@ -6,12 +6,13 @@ Each kernel runs twice and must give the same bits; whether these are right is w
 fusions. Exit status: 0 ok, 1 bits differ, 2 usage, 3 out of memory, 4 skipped for want of a GPU, 130 interrupted.
 """
 import argparse
+import functools
 import itertools
 import sys
 
 import torch
 
-from benchmarks.kernels.cuda import extension
+from benchmarks.kernels.cuda import extension, series
 from benchmarks.kernels.operations import EXPERIMENTS, Experiment, tensors
 from common.block.config import dtype_name
 from common.command_line import Parser, early_ends, hush
@@ -51,7 +52,15 @@ def main(argv: list[str] | None = None) -> int:
             for level, load in experiment.by_hand.items():
                 if level == "Triton" or (level == "CUDA C++" and not extension.missing()):
                     different += _compare(name, level, load(), experiment)
+        for rung in () if series.missing() else series.RUNGS:
+            rung_alone = functools.partial(_forward, rung)
+            different += _compare("attention", f"rung {rung.name}", rung_alone, EXPERIMENTS["attention"])
     return EXIT["failed" if different else "ok"]
+
+
+def _forward(rung: series.Rung, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """A rung has no backward."""
+    return series.attention(rung, q.detach(), k.detach(), v.detach())[0]
 
 
 def _compare(name: str, level: str, call, experiment: Experiment) -> int:

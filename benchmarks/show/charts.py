@@ -82,12 +82,14 @@ def plot_series(axis, series: Mapping[str, Points], names: Sequence[str]) -> Non
                       zorder=3 - place / 100)
 
 
-def lines_chart(series: Mapping[str, Points], x: str, y: str, title: str, marks: Mapping[str, float]):
-    """Name -> [(x, y), ...] as lines on two logarithmic axes; `marks`, text -> x, as dotted lines."""
+def lines_chart(series: Mapping[str, Points], x: str, y: str, title: str, marks: Mapping[str, float],
+                logarithmic_x: bool = True):
+    """Name -> [(x, y), ...] as lines over logarithmic y; `marks`, text -> x, as dotted lines."""
     from matplotlib.ticker import LogLocator
     figure, axis = plt().subplots(figsize=(8, 4.2), layout="constrained")
     plot_series(axis, series, list(series))
-    axis.set_xscale("log", base=2)
+    if logarithmic_x:
+        axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     ticks = sorted({at for points in series.values() for at, _ in points})
     axis.set_xticks(ticks)
@@ -96,7 +98,7 @@ def lines_chart(series: Mapping[str, Points], x: str, y: str, title: str, marks:
     axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))            # all nine of a decade would collide
     axis.yaxis.set_minor_formatter("{x:g}")
     axis.tick_params(labelsize=7, which="both")
-    axis.set_xlabel(f"{x}, logarithmic")
+    axis.set_xlabel(f"{x}, logarithmic" if logarithmic_x else x)
     axis.set_ylabel(f"{y}, logarithmic")
     axis.set_title(title, fontsize=9)
     for row, (word, at) in enumerate(marks.items()):

@@ -45,7 +45,8 @@ from common.text import NOT_AVAILABLE, figures, markdown, number, ratio
 
 ROOT = steps.ROOT
 PAGES = [ROOT / name for name in ("README.md", "common/README.md", "benchmarks/README.md",
-                                  "benchmarks/results/README.md", "benchmarks/kernels/README.md")]
+                                  "benchmarks/results/README.md", "benchmarks/kernels/README.md",
+                                  "benchmarks/kernels/cuda/attention/README.md")]
 REFERENCE = "h200"                     # begins the names of the machines that most was recorded on
 NEAR = 0.15                            # of a predicted gain: one that is measured within it was predicted well
 WIDTH = 120                            # characters of a table that a page shows

@@ -3,6 +3,8 @@
     for rung in RUNGS:
         y, log_sum = attention(rung, q, k, v, causal=True)
 
+    ncu --csv --print-units base -k regex:forward python -m benchmarks.kernels.cuda.series      # each rung once
+
 The files are those of the folder attention/. Each compiles alone, by nvcc, into a library of one function. They share
 series.cuh (how one is called), and wgmma.cuh and tma.cuh (Hopper's instructions). A library is kept in the folder of
 the other kernels' builds.
@@ -12,12 +14,15 @@ import functools
 import hashlib
 import os
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from common.outcome import EXIT
 
 from ..inputs import require_dtype, require_like
 from . import extension
@@ -62,7 +67,18 @@ class _Arguments(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_void_p) for name in ("q", "k", "v", "y", "log_sum")),
                 *((name, ctypes.c_int32) for name in ("batch", "heads", "kv_heads", "length", "width", "is_bfloat16",
                                                       "is_causal")),
-                ("stream", ctypes.c_void_p)]
+                ("stream", ctypes.c_void_p), ("facts", ctypes.c_void_p)]
+
+
+class Facts(ctypes.Structure):
+    """What a kernel takes: registers of a thread, bytes of shared memory and threads of a block, how many blocks a
+    multiprocessor holds at once, and what of a thread's registers was spilled to memory, in bytes."""
+    registers: int
+    shared_bytes: int
+    threads: int
+    blocks: int
+    spilled_bytes: int
+    _fields_ = [(name, ctypes.c_int32) for name in ("registers", "shared_bytes", "threads", "blocks", "spilled_bytes")]
 
 
 @functools.cache
@@ -88,17 +104,31 @@ def attention(rung: Rung, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) 
     if reason := missing():
         raise RuntimeError(f"the series can't run here: {reason}")
     q, k, v = (_aligned(each) for each in (q, k, v))
+    y, log_sum = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    if q.numel():
+        _call(rung, q, k, v, y, log_sum, causal)
+    return y, log_sum
+
+
+def facts(rung: Rung, width: int, dtype: torch.dtype) -> Facts:
+    """Of its kernel for heads of that width, on this GPU; nothing runs. Raises RuntimeError where it can't."""
+    if reason := missing():
+        raise RuntimeError(f"the series can't run here: {reason}")
+    found, x = Facts(), torch.empty(1, 1, 1, width, dtype=dtype, device="cuda")
+    _call(rung, x, x, x, x, x.new_empty(1, 1, 1, dtype=torch.float32), False, found)
+    return found
+
+
+def _call(rung: Rung, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor, causal: bool,
+          told: Facts | None = None) -> None:
+    """On q's GPU and its current stream. Raises RuntimeError with CUDA's error."""
     B, H, S, D = q.shape
-    y, log_sum = torch.empty_like(q), q.new_empty(B, H, S, dtype=torch.float32)
-    if not q.numel():
-        return y, log_sum
     with torch.cuda.device(q.device):
         arguments = _Arguments(
             *(each.data_ptr() for each in (q, k, v, y, log_sum)), B, H, k.size(1), S, D, q.dtype == torch.bfloat16,
-            causal, torch.cuda.current_stream().cuda_stream)
+            causal, torch.cuda.current_stream().cuda_stream, ctypes.addressof(told) if told is not None else None)
         if error := _library(rung).attention_forward(ctypes.byref(arguments)):
             raise RuntimeError(f"{rung.path.name}: {error.decode()}")
-    return y, log_sum
 
 
 def _require(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -162,3 +192,19 @@ def _key(rung: Rung) -> str:
     for path in [rung.path, *sorted([*FOLDER.glob("*.cuh"), *extension.FOLDER.glob("*.cuh")])]:
         content.update(path.name.encode() + path.read_bytes())
     return content.hexdigest()[:16]
+
+
+def main() -> int:
+    """Each rung once, at a size that fills a GPU: what a profiler watches. Returns the exit status."""
+    if reason := missing():
+        print(f"series: skipped: {reason}", file=sys.stderr)
+        return EXIT["skipped"]
+    q, k, v = (torch.randn(4, 16, 4096, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    for rung in RUNGS:
+        attention(rung, q, k, v, causal=False)
+    torch.cuda.synchronize()
+    return EXIT["ok"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

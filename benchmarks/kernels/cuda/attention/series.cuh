@@ -7,12 +7,18 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+// What a kernel takes of a multiprocessor.
+struct Facts {
+    int32_t registers, shared_bytes, threads, blocks, spilled_bytes;     // of a thread, a block, a block; of it; a thread
+};
+
 struct Arguments {
     const void *q, *k, *v;                       // [B, H, S, D], [B, G, S, D], [B, G, S, D]: H / G heads of q share one
     void* y;                                     // [B, H, S, D]
     float* log_sum;                              // [B, H, S]: the logarithm of each row's sum of exp(score)
     int32_t batch, heads, kv_heads, length, width, is_bfloat16, is_causal;
     cudaStream_t stream;
+    Facts* facts;                                // where it is not null, they are told, and nothing runs
 };
 
 constexpr float LOG2_E = 1.4426950408889634f;    // exp(x) is exp2(LOG2_E x), and exp2 is one instruction
@@ -62,13 +68,29 @@ __device__ unsigned pack(float first, float second) {
 __device__ inline float2 unpacked(__half2 pair) { return __half22float2(pair); }
 __device__ inline float2 unpacked(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
 
+inline cudaError_t tell(const void* kernel, int threads, int shared_bytes, Facts& facts) {
+    cudaFuncAttributes attributes;
+    if (const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel))
+        return error;
+    facts.registers = attributes.numRegs;
+    facts.shared_bytes = shared_bytes + static_cast<int>(attributes.sharedSizeBytes);
+    facts.threads = threads;
+    facts.spilled_bytes = static_cast<int>(attributes.localSizeBytes);
+    return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&facts.blocks, kernel, threads, shared_bytes);
+}
+
 // Starts a kernel with a block for each `rows` rows of each head. Returns what went wrong, or null.
 template <typename Kernel, typename... Parameters>
 const char* start(Kernel kernel, int rows, int threads, int shared_bytes, const Arguments& a, Parameters... parameters) {
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     const dim3 blocks((a.length + rows - 1) / rows, a.batch * a.heads);
-    kernel<<<blocks, threads, shared_bytes, a.stream>>>(parameters...);
-    const cudaError_t error = cudaGetLastError();
+    cudaError_t error;
+    if (a.facts) {
+        error = tell(reinterpret_cast<const void*>(kernel), threads, shared_bytes, *a.facts);
+    } else {
+        kernel<<<blocks, threads, shared_bytes, a.stream>>>(parameters...);
+        error = cudaGetLastError();
+    }
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
