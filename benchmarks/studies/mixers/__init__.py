@@ -82,7 +82,7 @@ def _alone(mixer: Mixer, length: int, options: Options) -> Iterator[Group]:
     cases = [control(mixer, sizes), *(case(mixer, way, sizes, device) for way in _ways(mixer, length, options))]
     cases += [peer_case(mixer, name, sizes, device) for name in PEERS if name in (options.way or PEERS)]
     cases += [case(mixer, f"chunks of {size}", sizes, device, size) for size in options.chunks]
-    yield Group(cases, launches=EAGER, calibrated=False, may_not_fit=True)
+    yield Group(cases, launches=EAGER, calibrated=False, metered=device.type == "cuda", may_not_fit=True)
 
 
 def _in_a_block(mixer: Mixer, length: int, options: Options) -> Iterator[Group]:

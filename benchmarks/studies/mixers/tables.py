@@ -91,13 +91,18 @@ def _table(every: list[Run], width: int | None) -> str:
 
 
 def _row(every: list[Run], run: Run) -> list[str]:
-    found = [error for what, error in run.errors().items() if what != "output"]
     used = joules(run, BOTH)
     name = f"{ATTENTION}, beside {run.variant['beside']}" if run.case["name"] == ATTENTION else run.case["name"]
-    return [name, run.variant["way"], f"{max(found):.1e}" if found else "",
+    return [name, run.variant["way"], _error(run),
             *(figures(ms) if (ms := run.best_ms(mode)) else "" for mode in MODES),
             *(_times(every, run, mode) for mode in MODES),
             *(_percent(run, mode) for mode in MODES), _gibibytes(run), figures(used) if used else ""]
+
+
+def _error(run: Run) -> str:
+    """The largest of its checks."""
+    found = [error for what, error in run.errors().items() if what != "output"]
+    return f"{max(found):.1e}" if found else ""
 
 
 def _percent(run: Run, mode: str) -> str:
@@ -148,10 +153,10 @@ def _crossover(by_length: ByLength, lines: list[Record], width: int | None) -> l
     blocks = [_beside_each_length(by_length, mode, width) for mode in SHORT]
     blocks += [_pays(by_length, lines, width), PAYS]
     every = _ways(by_length, lambda run: "chunk" not in run.variant)
-    rows = [[*key, *(_per_token(of[at]) if at in of else "" for at in by_length)] for key, of in every.items()]
-    rows = [row for row in rows if any(row[2:])]
-    if rows:
-        blocks.append(table(rows, ["KiB per token, f+b", "by", *_headers(by_length)], width, keys=2))
+    for title, cell in (("KiB per token, f+b", _per_token), ("error", _error)):
+        rows = [[*key, *(cell(of[at]) if at in of else "" for at in by_length)] for key, of in every.items()]
+        if rows := [row for row in rows if any(row[2:])]:
+            blocks.append(table(rows, [title, "by", *_headers(by_length)], width, keys=2))
     return blocks
 
 

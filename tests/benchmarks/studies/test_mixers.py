@@ -53,9 +53,12 @@ def test_each_form_is_timed_beside_attention(study_main, tmp_path):
     assert "SSD, mamba-ssm: skipped: its kernels need a GPU" in out
     assert STUDY.report(lines) in out and "S 64\n" in out
     assert "SSD, chunks, Triton: skipped: its Triton kernels need a GPU" in out
-    rows = re.findall(r"^SSD +(a loop|at once|chunks(?:, compiled)?) +\d\.\de-0\d +\d", out, re.MULTILINE)
+    ways, error = "(a loop|at once|chunks(?:, compiled)?)", r"\d\.\de-0\d"
+    rows = re.findall(rf"^SSD +{ways} +{error} +[\d.,]+ +[\d.,]+", out, re.MULTILINE)
     assert not re.search("^f.b by chunks", out, re.MULTILINE)
     assert rows == 2 * ["a loop", "at once", "chunks", "chunks, compiled"]
+    errors = re.findall(rf"^SSD +{ways} +{error} +{error}$", out, re.MULTILINE)
+    assert errors == ["a loop", "at once", "chunks", "chunks, compiled"]
     assert len(re.findall(r"^SSD +chunks +[\d.]+ +[\d.]+$", out, re.MULTILINE)) == 2, out       # f+b, and forward
     crossed = r"^SSD +a loop +(?:never|16|64) +(?:never|16|64) +32$"
     assert len(re.findall(crossed, out, re.MULTILINE)) == 1, out
@@ -284,8 +287,10 @@ def test_a_step_of_decoding_is_captured_too_and_nothing_else():
     """It is a few kernels, which a host launches more slowly than they run."""
     options = SimpleNamespace(mixer=["SSD"], part=list(subjects.PARTS), way=["chunks"], chunks=(), lengths=(64,),
                               quick=False, config=BlockConfig(2, 64, 64, 4), device=torch.device("cuda"))
-    launched = {group.cases[-1].variant["part"]: group.launches for group in mixers.groups(options)}
-    assert launched == {subjects.MIXER: ("eager",), subjects.BLOCK: ("eager",), subjects.DECODING: None}
+    by_part = {group.cases[-1].variant["part"]: group for group in mixers.groups(options)}
+    assert {part: group.launches for part, group in by_part.items()} == {
+        subjects.MIXER: ("eager",), subjects.BLOCK: ("eager",), subjects.DECODING: None}
+    assert by_part[subjects.MIXER].metered and by_part[subjects.BLOCK].metered, "joules of both"
 
 
 def launched(by, bound):
