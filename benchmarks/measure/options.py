@@ -86,10 +86,16 @@ def count(text: str) -> int:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """"1,2,4" -> (1, 2, 4), each at most what a `BlockConfig` takes. Raises argparse.ArgumentTypeError."""
+    """"1,2,4" -> (1, 2, 4). Raises argparse.ArgumentTypeError."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) >= 1 for word in words):
         raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers such as 1,2,4")
-    if max(int(word) for word in words) > LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r}: give numbers up to {LARGEST}")
     return tuple(int(word) for word in words)
+
+
+def lengths(text: str) -> tuple[int, ...]:
+    """The same, each at most what a `BlockConfig` takes."""
+    found = numbers(text)
+    if max(found) > LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r}: give numbers up to {LARGEST}")
+    return found

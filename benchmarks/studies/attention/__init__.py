@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.kernels.cuda import series
-from benchmarks.measure.options import numbers
+from benchmarks.measure.options import lengths
 from benchmarks.records import RESULTS
 from benchmarks.records.files import file_of
 from benchmarks.records.read import read
@@ -45,7 +45,7 @@ def add_arguments(parser: Parser) -> None:
     add("--way", choices=(*RUNG, *LIBRARIES), action="append", help="only this one; may be repeated")
     add("--mask", choices=MASKS, action="append", help="only this one (default: both)")
     add("--width", type=int, choices=series.WIDTHS, action="append", help="of a head (default: both)")
-    add("--lengths", type=numbers, metavar="LIST",
+    add("--lengths", type=lengths, metavar="LIST",
         help="lengths of a sequence, of as many as the shape has tokens for (default: 512,2048,8192,16384; on a CPU "
              "128,512)")
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from benchmarks.measure.options import numbers
+from benchmarks.measure.options import lengths
 from benchmarks.mixers.mixer import COMPILED, LOOP, MIXERS, WAYS, Mixer
 from benchmarks.mixers.peers import PEERS
 from benchmarks.records import RESULTS
@@ -109,9 +109,9 @@ def add_arguments(parser: Parser) -> None:
         help="the mixer alone, the block around it, or a step of decoding; may be repeated (default: all)")
     add("--way", choices=(*WAYS, *PEERS), action="append",
         help="only this way, beside attention; may be repeated (a step of decoding has its own)")
-    add("--chunks", type=numbers, metavar="LIST", default=(),
+    add("--chunks", type=lengths, metavar="LIST", default=(),
         help="by chunks of so many steps, too, beside the usual ones of 64")
-    add("--lengths", type=numbers, metavar="LIST",
+    add("--lengths", type=lengths, metavar="LIST",
         help="lengths of a sequence, of as many as the shape has tokens for (default: 512,2048,8192,16384; on a CPU "
              "256,1024)")
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.measure.options import numbers
+from benchmarks.measure.options import lengths
 from benchmarks.patterns import checking
 from benchmarks.patterns.ways import SDPA, WAYS
 from benchmarks.records import RESULTS
@@ -112,7 +112,7 @@ def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("--pattern", choices=PATTERNS, action="append",
         help=f"only this one; may be repeated (default: all; a quick run leaves out {', '.join(NOT_QUICK)})")
-    add("--lengths", type=numbers, metavar="LIST",
+    add("--lengths", type=lengths, metavar="LIST",
         help="lengths of a sequence, of as many as the shape has tokens for (default: 2048,16384; on a CPU 512,2048)")
 
 

@@ -108,7 +108,7 @@ def test_what_are_no_numbers_is_refused(text):
         options.numbers(text)
 
 
-def test_numbers_go_up_to_what_a_block_takes():
-    assert options.numbers("1,16777216") == (1, 2**24)
+def test_lengths_go_up_to_what_a_block_takes():
+    assert options.lengths("1,16777216") == (1, 2**24) and options.numbers("16777217") == (2**24 + 1,)
     with pytest.raises(argparse.ArgumentTypeError, match="give numbers up to 16777216"):
-        options.numbers("1,16777217")
+        options.lengths("1,16777217")
