@@ -9,7 +9,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.f
 LAYER_NORM_EPS = 1e-5
 NARROWEST = 32              # E in TF32 or 16 bits: over fewer elements roundings average out so little that a right
                             # block can fail the check
-LARGEST = 2**24             # of a size: more is taken for a slip of the keyboard
+LARGEST = 2**24             # of a size: more is taken for a typing error
 FP8_WEIGHTS = ("per-call", "cached", "kept")
 
 

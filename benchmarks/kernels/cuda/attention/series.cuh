@@ -9,7 +9,10 @@
 
 // What a kernel takes of a multiprocessor.
 struct Facts {
-    int32_t registers, shared_bytes, threads, blocks, spilled_bytes;     // of a thread, a block, a block; of it; a thread
+    int32_t registers;                           // of a thread, when it starts
+    int32_t shared_bytes, threads;               // of a block
+    int32_t blocks;                              // that a multiprocessor holds at once
+    int32_t spilled_bytes;                       // of a thread's registers, to memory
 };
 
 struct Arguments {
