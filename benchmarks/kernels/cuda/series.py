@@ -3,7 +3,7 @@
     for rung in RUNGS:
         y, log_sum = attention(rung, q, k, v, causal=True)
 
-    ncu --csv --print-units base -k regex:forward python -m benchmarks.kernels.cuda.series      # each rung once
+    python -m benchmarks.kernels.cuda.series            # each rung once, under ncu: attention/README.md has the command
 
 The files are those of the folder attention/. Each compiles alone, by nvcc, into a library of one function. They share
 series.cuh (how one is called), and wgmma.cuh and tma.cuh (Hopper's instructions). A library is kept in the folder of
@@ -49,14 +49,6 @@ class Rung:
     def name(self) -> str:
         """ "5 swizzled", as tables name it."""
         return self.path.stem.replace("_", " ")
-
-    def source(self) -> str:
-        return self.path.read_text()
-
-    @property
-    def idea(self) -> str:
-        """The title at its top."""
-        return self.source().partition("\n")[0].partition(": ")[2].rstrip(".")
 
 
 RUNGS = tuple(sorted(map(Rung, FOLDER.glob("[0-9]*.cu")), key=lambda rung: rung.number))

@@ -26,7 +26,7 @@ from common.command_line import Parser
 from common.measure.cases import Group
 from common.runtime.iteration import FORWARD, LAUNCHES
 
-EAGER = LAUNCHES[:1]                       # a forward here takes longer than its launch
+EAGER = LAUNCHES[:1]                       # a table marks where a forward takes no longer than its launch
 
 
 def groups(options: Options) -> Iterator[Group]:

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from benchmarks.kernels.cuda import series
 from benchmarks.kernels.cuda.series import RUNGS
+from benchmarks.mixers import forms
 from benchmarks.show.study import Options
 from common.block import oracle
 from common.block.config import dtype_name
@@ -37,7 +38,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attend_by(way: str, mask: str) -> Attend:
-    """Attention by a rung or a library. Raises NotImplementedError with the reason where there is none here."""
+    """Attention by a rung or a library that runs here."""
     is_causal = mask == CAUSAL
     if way in RUNG:
         return lambda q, k, v: series.attention(RUNG[way], q, k, v, is_causal)[0]
@@ -93,9 +94,8 @@ def exact(head: Sequence[Tensor], is_causal: bool) -> tuple[Tensor, Tensor]:
 def errors(way: str, attend: Attend, inputs: Sequence[Tensor], mask: str) -> dict[str, float]:
     """Of y, and of what a rung returns beside it, in the first and the last head: no two share a result."""
     q, k, v = inputs
-    found = {"y": attend(q, k, v)}
-    if way in RUNG:
-        found["log sum"] = series.attention(RUNG[way], q, k, v, mask == CAUSAL)[1]
+    results = series.attention(RUNG[way], q, k, v, mask == CAUSAL) if way in RUNG else (attend(q, k, v),)
+    found = dict(zip(("y", "log sum"), results, strict=False))
     worst = dict.fromkeys(found, 0.0)
     for sample, head in sorted({(0, 0), (q.size(0) - 1, q.size(1) - 1)}):
         truth = exact([each[sample, head] for each in inputs], mask == CAUSAL)
@@ -107,7 +107,7 @@ def errors(way: str, attend: Attend, inputs: Sequence[Tensor], mask: str) -> dic
 def flops(size: Sequence[int], mask: str) -> float:
     """Of a forward: two products over all pairs, or over half of them."""
     B, H, S, D = size
-    return 4 * B * H * S**2 * D * (0.5 if mask == CAUSAL else 1)
+    return B * H * forms.flops_of_attention(S, D, D) * (1 if mask == CAUSAL else 2)
 
 
 def case(way: str, mask: str, size: tuple[int, int, int, int], options: Options) -> Case:

@@ -14,7 +14,8 @@ from common.text import figures, only, ratio, table
 
 SAID = """\
 TFLOP/s, by the median. x cuDNN: how many times as fast, in the same rounds; its interval is in the records. Error: of
-y, or of the logarithm of the rows' sums, against FP64."""
+y, or of the logarithm of the rows' sums, against FP64. *: more than a fifth of its time is the host's, for
+launching."""
 STEPS = """\
 x before: how many times as fast as the rung before it, in the same rounds. % of limit: of this machine's matmul rate.
 Registers are of a thread when it starts, KiB of shared memory of a block, and blocks are those that a multiprocessor
@@ -67,6 +68,11 @@ def rate(run: Run) -> float | None:
     return flops(run.variant["size"], run.variant["mask"]) / ms / 1e9 if ms else None
 
 
+def _rate(run: Run) -> str:
+    found = rate(run)
+    return figures(found) + "*" * bool(run.launch_bound(FORWARD)) if found else ""
+
+
 def _by_length(kind: Kind, timed: Timed, width: int | None) -> str:
     mask, head_width = kind
     ways = dict.fromkeys(way for of in timed.values() for way in of)
@@ -77,7 +83,7 @@ def _by_length(kind: Kind, timed: Timed, width: int | None) -> str:
         for of in timed.values():
             run = of.get(way)
             times = paired(of.get(CUDNN), run, FORWARD) if way != CUDNN else None
-            row += [figures(found) if run and (found := rate(run)) else "", f"{times[0]:.2f}" if times else ""]
+            row += [_rate(run) if run else "", f"{times[0]:.2f}" if times else ""]
         rows.append(row)
     for length in timed:
         headers += [f"S {length:,} TFLOP/s", "x cuDNN"]
@@ -86,7 +92,7 @@ def _by_length(kind: Kind, timed: Timed, width: int | None) -> str:
 
 
 def _by_rung(kind: Kind, timed: Timed, width: int | None) -> str:
-    """What each idea buys, at the longest length that all rungs have."""
+    """What each idea buys, at the longest length that most rungs have."""
     (mask, head_width), length = kind, _longest_of_most(timed)
     of, rows, before = timed[length], [], None
     for rung in RUNGS:
@@ -96,7 +102,7 @@ def _by_rung(kind: Kind, timed: Timed, width: int | None) -> str:
         takes = run.variant["takes"]
         times = paired(before, run, FORWARD)
         share = run.figure(SHARE[BURST], FORWARD)
-        rows.append([rung.name, figures(found) if (found := rate(run)) else "",
+        rows.append([rung.name, _rate(run),
                      ratio(times) + verdict(*times[1:]) if times else "", "" if share is None else f"{share:.0f}",
                      takes["registers"], f"{takes['shared_bytes'] / 1024:.0f}", takes["blocks"]])
         before = run

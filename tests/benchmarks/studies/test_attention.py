@@ -97,6 +97,15 @@ def test_half_of_all_pairs_are_under_a_causal_mask():
 
 
 @unit
+@pytest.mark.parametrize("ms, launch_bound, said", [(1.0, False, "1.07"), (1.0, True, "1.07*"), (1.0, None, "1.07"),
+                                                    (None, None, "")])
+def test_a_time_that_is_the_hosts_is_marked(ms, launch_bound, said):
+    run = SimpleNamespace(best_ms=lambda mode: ms, launch_bound=lambda mode: launch_bound,
+                          variant={"size": [1, 1, 2048, 128], "mask": "causal"})
+    assert tables._rate(run) == said
+
+
+@unit
 def test_the_longest_length_that_most_rungs_have_is_shown():
     timed = {512: ["1 tiles", "2 online softmax"], 2048: ["1 tiles", "2 online softmax"], 8192: ["2 online softmax"]}
     assert tables._longest_of_most({length: dict.fromkeys(ways) for length, ways in timed.items()}) == 2048
