@@ -73,7 +73,6 @@ class Facts(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int32) for name in ("registers", "shared_bytes", "threads", "blocks", "spilled_bytes")]
 
 
-@functools.cache
 def missing() -> str:
     """Why the series can't be built and run here, in one line; empty where it can."""
     if reason := extension.missing():

@@ -77,8 +77,9 @@ def test_attention_is_in_16_bits_alone(monkeypatch, capsys):
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    """torch says that there is one, and CUDA C++ can be built; nothing is run on it."""
+    """torch says that there is one before Hopper, and CUDA C++ can be built; nothing is run on it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(same_bits.extension, "missing", lambda: "")
     loads = {name: {"Triton": lambda: None, "CUDA C++": lambda: None, "Liger": None} for name in ("SiLU", "RMSNorm")}
     experiments = {}
@@ -97,6 +98,17 @@ def test_kernels_by_hand_are_run_and_no_library_s(a_gpu, monkeypatch):
     compared.clear()
     assert same_bits.main([]) == 0
     assert compared == [("SiLU", "Triton"), ("RMSNorm", "Triton")]
+
+
+@pytest.mark.unit
+def test_the_series_is_run_on_hopper(a_gpu, monkeypatch):
+    compared = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(same_bits, "EXPERIMENTS", {"attention": same_bits.EXPERIMENTS["SiLU"]})
+    monkeypatch.setattr(same_bits, "_compare", lambda name, level, *_: compared.append((name, level)) or 0)
+    assert same_bits.main([]) == 0
+    rungs = [f"rung {rung.name}" for rung in same_bits.series.RUNGS]
+    assert compared == [("attention", level) for level in ["Triton", "CUDA C++", *rungs]]
 
 
 @pytest.mark.unit
