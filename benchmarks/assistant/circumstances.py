@@ -46,7 +46,9 @@ def circumstances(model: nn.Module, given: Inputs) -> list[Circumstance]:
     shapes = [outputs(model, each) for each in wanted]
     found = [each for each, shape in zip(wanted, shapes, strict=True) if shape is not None]
     others = [(f"on a length of {length}", of_length(inputs, length), length) for length in (LENGTH // 2, 1)]
-    for words, narrowed, length in (*others, ("with one query beside more keys", with_one_query(inputs), 1)):
+    if any(shapes[0] or []):                               # a loss alone would hide that targets were broadcast
+        others.append(("with one query beside more keys", with_one_query(inputs), 1))
+    for words, narrowed, length in others:
         # What comes out must be as long: a mask of the old length may only happen to broadcast.
         expected = _cut(shapes[0] or [], _length_of(inputs), length)
         if narrowed and outputs(model, each := Circumstance(words, narrowed, mode)) == expected:

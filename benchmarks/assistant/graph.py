@@ -37,9 +37,9 @@ class Captured:
         with _disable_current_modes(), torch.no_grad():
             return self._value(node, {})
 
-    def value_where(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    def value_where(self, node: fx.Node, known: dict[fx.Node, Any], gradients: bool = False) -> Any:
         """The same of a node that depends on some others too, whose values are given."""
-        with _disable_current_modes(), torch.no_grad():
+        with _disable_current_modes(), torch.set_grad_enabled(gradients):
             return self._value(node, known)
 
     def _value(self, node: Any, known: dict[fx.Node, Any]) -> Any:

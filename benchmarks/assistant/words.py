@@ -37,6 +37,10 @@ def operands_of(node: ast.expr) -> list[ast.expr]:
     """What an expression is computed from, in the order of the operation's arguments; of a method its object first."""
     if isinstance(node, ast.BinOp):
         return [node.left, node.right]
+    if isinstance(node, ast.UnaryOp):
+        return [node.operand]
+    if isinstance(node, ast.Subscript):
+        return [node.value, node.slice]
     if not isinstance(node, ast.Call):
         return []
     operands = list(node.args)
@@ -71,12 +75,18 @@ def _is(node: fx.Node, expression: ast.expr) -> bool:
     """Whether an expression may be that operation."""
     if isinstance(expression, ast.BinOp):
         return _OPERATORS.get(type(expression.op)) == name_of(node)
+    if isinstance(expression, ast.UnaryOp):
+        return isinstance(expression.op, ast.USub) and name_of(node) == "neg"
+    if isinstance(expression, ast.Subscript):
+        return name_of(node) == "getitem"
     return called(expression).rstrip("_") == name_of(node)
 
 
 def _parts(node: fx.Node, expression: ast.expr) -> Iterator[tuple[fx.Node, ast.expr]]:
     """(node, expression) of what an operation is computed from, all the way down in one statement."""
     for inner, part in zip(node.args, operands_of(expression), strict=False):
+        if isinstance(inner, tuple) and isinstance(part, ast.Tuple):
+            yield from ((each, own) for each, own in zip(inner, part.elts, strict=False) if isinstance(each, fx.Node))
         if isinstance(inner, fx.Node):
             yield inner, part
             if _is(inner, part):

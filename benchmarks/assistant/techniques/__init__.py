@@ -16,6 +16,7 @@ from benchmarks.assistant.techniques import (
     graph_break,
     host_sync,
     library_gelu,
+    library_loss,
     library_norm,
     library_silu,
     loop,
@@ -28,6 +29,5 @@ from benchmarks.assistant.techniques import (
 
 EVERY: tuple[Technique, ...] = tuple(module.TECHNIQUE for module in (
     tf32, autocast, channels_last, fold_batchnorm, sdpa, flex_attention, library_norm, library_gelu, library_silu,
-    fused_qkv, fp8, cast_once, compiled, cuda_graph, graph_break, host_sync, loop, mask_is_causal, repeat_kv,
-    alignment, optimizer, checkpointing,
-    dynamic))
+    library_loss, fused_qkv, fp8, cast_once, compiled, cuda_graph, graph_break, host_sync, loop, mask_is_causal,
+    repeat_kv, alignment, optimizer, checkpointing, dynamic))

@@ -64,6 +64,17 @@ def test_one_query_beside_more_keys():
     assert [tuple(t.shape) for t in one.inputs.args] == [(2, 1, 4), (2, 7, 4)]
 
 
+@pytest.mark.unit
+def test_a_loss_is_not_asked_for_one_query():
+    """Targets of the old length would be broadcast, and the sum would not show it."""
+    class Loss(nn.Module):
+        def forward(self, x, targets):
+            return (x.log_softmax(-1) * targets).sum(-1).mean()
+    found = circumstances(Loss(), Inputs.of((torch.randn(2, 9, 4), torch.randn(2, 9, 4))))
+    assert "on a length of 1" in {each.words for each in found}
+    assert "with one query beside more keys" not in {each.words for each in found}
+
+
 SOURCE = """
     import torch
     from torch import nn
