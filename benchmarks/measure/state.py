@@ -211,7 +211,10 @@ def _generator_undo(generator: Generator) -> Callable[[], object]:
 
 def seed_all(seed: int, generators: list[Generator]) -> None:
     """Seed torch, Python's `random`, numpy, and generators that a callable has for itself."""
-    torch.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.manual_seed(seed)
+    else:                                  # torch.manual_seed would keep a traceback a call, for when it is
+        torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
     for generator in generators:

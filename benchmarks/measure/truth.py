@@ -352,7 +352,7 @@ def quick_collections() -> Iterator[None]:
 
     Where somebody has frozen objects already, theirs stay frozen.
     """
-    is_ours = not gc.get_freeze_count()
+    is_ours = not somebody_froze()
     if is_ours:
         gc.collect()
         gc.freeze()
@@ -361,6 +361,11 @@ def quick_collections() -> Iterator[None]:
     finally:
         if is_ours:
             gc.unfreeze()
+
+
+def somebody_froze() -> bool:
+    """Whether there are objects that no collection looks at."""
+    return gc.get_freeze_count() > 0
 
 
 def free_memory() -> None:

@@ -44,8 +44,7 @@ def measure_burst(workload: Workload, device: torch.device, known: Peaks | None 
         rates[name] = max(_matmul_rate(shape, name, device) for shape in sorted(shapes))
     if known and known.bandwidth:
         return Peaks(rates, known.bandwidth)
-    copy, moved = copy_work(device)
-    return Peaks(rates, moved / _best_seconds(copy, device))
+    return Peaks(rates, _copy_rate(device))
 
 
 def square(device: torch.device) -> tuple[int, int, int]:
@@ -58,6 +57,12 @@ def _matmul_rate(shape: tuple[int, ...], dtype: str, device: torch.device) -> fl
     """FLOP/s of an [m, k] x [k, n] matmul."""
     m, k, n = shape
     return 2 * m * k * n / _best_seconds(matmul_work("forward", m, k, n, dtype, device), device)
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Bytes/s that are read and written."""
+    copy, moved = copy_work(device)
+    return moved / _best_seconds(copy, device)
 
 
 def _best_seconds(work: Callable, device: torch.device) -> float:

@@ -10,12 +10,12 @@ from torch.nn import functional as F
 
 from benchmarks.examples import pairs
 from benchmarks.examples.pairs import fused, gelu, random, tensor
-from benchmarks.measure import fitting
+from benchmarks.measure import fitting, truth
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import validate
 from benchmarks.measure.observing import Work
-from benchmarks.measure.truth import free_memory, quick_collections
+from benchmarks.measure.truth import free_memory, quick_collections, somebody_froze
 from common.runtime import machine
 
 pytestmark = pytest.mark.unit
@@ -205,7 +205,8 @@ def test_memory_that_is_free_is_some_and_no_more_than_there_is():
 
 
 @pytest.fixture
-def nothing_frozen():
+def nothing_frozen(monkeypatch):
+    monkeypatch.setattr(truth, "somebody_froze", somebody_froze)
     count = gc.get_freeze_count()
     gc.unfreeze()
     yield

@@ -1,0 +1,31 @@
+"""What the tests of the studies and of the assistant share."""
+import functools
+import gc
+
+import pytest
+import torch
+
+from common.runtime import peaks
+
+_of_square, _of_copy = functools.cache(peaks._matmul_rate), functools.cache(peaks._copy_rate)
+
+
+def _of_any_shape(shape, name, device):
+    return _of_square(peaks.square(device), name, device)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_machine_that_is_measured_once():
+    """A CPU's rate of a large square stands for all shapes, and is measured once, as is that of a copy."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(peaks, "_matmul_rate", _of_any_shape)
+            patch.setattr(peaks, "_copy_rate", _of_copy)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def quick_collections_in_each_test(quick_collections):
+    """What earlier tests left, as what a compiler keeps, is looked at once."""
+    gc.collect()
+    gc.freeze()
