@@ -322,13 +322,38 @@ class _Upwards:
 
     def _with_a_mask(self, node: fx.Node, scores: Any, other: Any, sign: float) -> Any:
         alpha: Any = node.kwargs.get("alpha", 1)
-        if not isinstance(other, fx.Node):
-            self.why = "a number is added to its scores"
-            return None
         if scores is not node.args[0] and (sign < 0 or alpha != 1):
             self.why = "its scores are taken from something"
             return None
+        if not isinstance(other, fx.Node):
+            return self._shifted(scores)
         return self._masked(Mask(other, sign * alpha * self.scale), scores)
+
+    def _shifted(self, scores: Any) -> Any:
+        """By one number: a softmax takes no notice of it, a tanh does."""
+        if self.cap is not None:
+            self.why = "a number is added to its scores before the tanh of its soft cap"
+            return None
+        return scores
+
+    def _max(self, node: fx.Node) -> Any:
+        scores, least = self._scores_and(node)
+        return self._at_least(scores, _number(least))
+
+    _maximum = _max
+
+    def _clamp(self, node: fx.Node) -> Any:
+        least, most = argument(node, 1, "min"), argument(node, 2, "max")
+        return self._at_least(node.args[0], _number(least) if most is None else None)
+
+    _clip = _clamp_min = _clamp
+
+    def _at_least(self, scores: Any, least: float | None) -> Any:
+        """Scores of infinity become large ones, whose weights are zero as well."""
+        if least is None or self.cap is not None or self.scale * least > BLOCKING:
+            self.why = "its scores are cut off"
+            return None
+        return scores
 
     def _masked(self, mask: Mask, scores: Any) -> Any:
         if self.is_transposed:

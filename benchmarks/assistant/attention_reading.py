@@ -1,19 +1,23 @@
 """What becomes of the scores of an attention by hand, read from a person's statements: expression by expression."""
 import ast
 import copy
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from benchmarks.assistant import einsum
 from benchmarks.assistant.attention import CASTS
 from benchmarks.assistant.softmaxes import LOG_SOFTMAX, SOFTMAX
 from benchmarks.assistant.technique import NotWritten
 from benchmarks.assistant.words import called, is_of_module
+from benchmarks.measure.calls import BLOCKING
 
 OPERATIONS = {ast.Mult: "mul", ast.Div: "div", ast.Add: "add", ast.Sub: "sub"}
 IGNORED = {"dim", "axis", "dtype", "inplace", "p", "training", "memory_format", "copy", "non_blocking"}
 TRANSPOSES = {"transpose", "swapaxes", "swapdims", "permute"}
 PLACES = {"input": 0, "condition": 0, "mask": 1, "other": 1, "mat2": 1, "value": 2}       # of a keyword
+LEAST = ("max", "maximum", "clamp", "clip", "clamp_min")
 OF_ROWS = {"amax": "largest", "max": "largest", "sum": "sum", "logsumexp": "logsumexp"}
 INFINITE = {"float('-inf')", "-math.inf", "-torch.inf", "-np.inf", "-numpy.inf", "-float('inf')", "-inf",
             "float('-infinity')"}
@@ -207,6 +211,8 @@ class Reader:
             return scores
         if scores.of_rows:
             raise NotWritten(f"the {scores.of_rows} of its rows goes through {name}")
+        if place == 0 and name in LEAST and len(rest) == 1 and self._is_least(rest[0]) and not scores.is_softmax:
+            return scores
         if place == 0 and name in OF_ROWS:
             return self._reduced(name, scores)
         if place == 0 and name == "exp" and not rest and not scores.is_softmax and not scores.is_exponential:
@@ -232,6 +238,13 @@ class Reader:
             return self._with(scores, Fill(self.words(rest[0]), self.words(rest[1]), blocks=False))
         raise NotWritten(f"its scores go through {name}")
 
+    def _is_least(self, node: ast.expr) -> bool:
+        """Whether a number is so low that a score which is lower has no weight either way."""
+        number = _literal(node)
+        if isinstance(number, (int, float)):
+            return number <= BLOCKING
+        return bool(re.search(r"finfo\(.*\)\.min\b", ast.unparse(node)))
+
     def _swaps_the_last(self, name: str, dims: Sequence[ast.expr]) -> bool:
         count = self.dimensions
         if len(dims) == 1 and isinstance(dims[0], (ast.Tuple, ast.List)):
@@ -253,6 +266,8 @@ class Reader:
         if name in ("mul", "div"):
             sign = " * " if name == "mul" else " / "
             return self._multiplied(scores, sign + self.factor(other))
+        if isinstance(_literal(other), (int, float)) and not scores.is_softmax:
+            return scores                                      # a softmax takes no notice of it
         return self._with(scores, Fill(self.words(other) if name == "add" else f"-{self.factor(other)}"))
 
     def _arguments(self, node: ast.Call) -> dict[int | str, ast.expr]:
@@ -366,6 +381,14 @@ class _WithoutScores(ast.NodeTransformer):
         if node.id in self.names:
             raise NotWritten(f"{node.id} is used for something else, too")
         return node
+
+
+def _literal(node: ast.expr) -> Any:
+    """Its value; None where it is no literal."""
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None
 
 
 def permuted(words: str, order: einsum.Order) -> str:

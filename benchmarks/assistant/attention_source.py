@@ -19,6 +19,7 @@ from benchmarks.assistant.source import Place, function_at, function_node_at, te
 from benchmarks.assistant.statements import (
     assigned,
     first_of_two,
+    is_returned_alone,
     lines_of,
     lines_with,
     loaded,
@@ -31,6 +32,7 @@ from benchmarks.assistant.technique import Advice, Found, NotWritten
 
 MASK, QUERY, KEY = "attn_mask", "query", "key"       # the names that these get, where nothing has them yet
 SCORE_MOD = "score_mod", "score", "b", "h", "q_idx", "kv_idx"        # and a score function, and what it is given
+NOT_MADE = "the weights are never written; nothing that was called used them"
 SUPPORTS = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}      # what a model of transformers says
 COMPILED = "compiled_flex_attention = torch.compile(flex.flex_attention, dynamic=False)"
 CAUSAL_BLOCKS = """@functools.lru_cache(maxsize=8)
@@ -105,10 +107,10 @@ class _Writer:
         found, output = self.reader.found, self.reader.output
         if found is None or output is None:
             raise NotWritten("the product with the values is not read")
-        self._refuse_other_uses(last)
+        returned = self._returned_weights(last, output)
         if (found.inside is None) != (self.attention.cap is None):
             raise NotWritten("the tanh of its soft cap is not read")
-        lines = self._lines(found, output, last)
+        lines = [f"{name} = None  # {NOT_MADE}" for name in returned] + self._lines(found, output, last)
         first = self.statements[0]
         if len(lines) > 1 and text_of(self.file).split("\n")[first.lineno - 1][:first.col_offset].strip():
             raise NotWritten("several statements would stand in its place, and it shares a line with others")
@@ -215,11 +217,20 @@ class _Writer:
             dropout = f"({dropout}) if {test} else {before.dropout or '0.0'}"
         return replace(after, fills=(*before.fills, *new), dropout=dropout)
 
-    def _refuse_other_uses(self, last: ast.stmt) -> None:
-        """Raise NotWritten where a statement that stays needs a name that is gone."""
+    def _returned_weights(self, last: ast.stmt, output: ast.expr) -> list[str]:
+        """The names of weights that the function returns beside its output: in this model nothing uses them.
+
+        Raises NotWritten where a statement that stays needs a name that is gone otherwise.
+        """
         gone = {name for statement in self.removed for name in assigned(statement)}
-        if needed_later(gone, self.kept, last, self.reader.output, self.file):
-            raise NotWritten("its scores are used for something else, too")
+        needed = needed_later(gone, self.kept, last, output, self.file)
+        of_kept = {name for statement in self.kept for name in loaded(statement, None)}
+        for name in needed:
+            scores = self.reader.names.get(name)
+            is_weights = scores is not None and scores.is_softmax and not scores.value
+            if not is_weights or name in of_kept or not is_returned_alone(name, last, output, self.file):
+                raise NotWritten("its scores are used for something else, too")
+        return sorted(needed)
 
     def _lines(self, found: Scores, output: ast.expr, last: ast.stmt) -> list[str]:
         """The lines in place of the old ones."""

@@ -37,6 +37,25 @@ def needed_later(names: set[str], kept: Sequence[ast.stmt], last: ast.stmt, repl
     return needed
 
 
+def is_returned_alone(name: str, last: ast.stmt, replaced: ast.expr, file: str) -> bool:
+    """Whether a name is read from the last statement on as an element of what is returned, and nowhere else but within
+    what is replaced.
+    """
+    function = function_node_at(file, last.lineno)
+    if function is None:
+        return False
+    returns = [each.value for each in ast.walk(function) if isinstance(each, ast.Return)]
+    elements = [each for value in returns if isinstance(value, ast.Tuple) for each in value.elts]
+    allowed = {_position(each) for each in (*elements, *ast.walk(replaced)) if isinstance(each, ast.Name)}
+    read = [each for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+            and each.id == name and each.lineno >= last.lineno]
+    return all(_position(each) in allowed for each in read)
+
+
+def _position(node: ast.expr) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
 def target_of(statement: ast.stmt) -> tuple[str, ast.expr] | None:
     """(name, what it becomes) of a statement that gives one name a value, or changes it in place."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):

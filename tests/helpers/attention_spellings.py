@@ -412,10 +412,56 @@ class DividedByATemperature(Attention):
         return F.softmax(q @ k.mT / self.temperature, dim=-1) @ v
 
 
+class ShiftedByANumber(Attention):
+    def attend(self, q, k, v):
+        scores = q @ k.mT * self.scale
+        scores = scores + self.minus - 2.5
+        return F.softmax(scores, dim=-1) @ v
+
+
+class KeptFinite(Attention):
+    """XGLM's, and that of others which came from BART."""
+
+    def attend(self, q, k, v):
+        scores = torch.matmul(q, k.mT) * self.scale + self.minus
+        scores = torch.max(scores, torch.tensor(torch.finfo(scores.dtype).min))
+        return torch.matmul(torch.softmax(scores, dim=-1), v)
+
+
+class ClampedFromBelow(Attention):
+    def attend(self, q, k, v):
+        scores = (q @ k.mT * self.scale + self.minus).clamp(min=-1e30)
+        return scores.softmax(-1) @ v
+
+
+class WithItsWeights(Attention):
+    """As BERT's and most that came from it: the weights are returned, and nobody looks at them."""
+
+    def forward(self, x):
+        B, S, E = x.shape
+        q, k, v = (layer(x).view(B, S, HEADS, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        context, _ = self.attend(q, k, v)
+        return context.transpose(1, 2).reshape(B, S, E)
+
+    def attend(self, q, k, v):
+        scores = q @ k.mT * self.scale + self.minus
+        weights = F.softmax(scores, dim=-1)
+        weights = self.drop(weights)
+        context = weights @ v
+        return context, weights
+
+
+class WithItsWeightsAtOnce(WithItsWeights):
+    def attend(self, q, k, v):
+        weights = (q @ k.mT * self.scale).softmax(-1)
+        return weights @ v, weights
+
+
 RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereBlocked, Unmasked, OtherScale,
          LocalWindow, Slopes, InFloat32, GroupedHeads, Einsum, EinsumAcross, Batched, InPlace,
          ValuesFirst, Pixels, EinsumValuesFirst, LessItsLargest, LessItsMaximum, Alibi,
-         Cosine, DividedByATemperature,
+         Cosine, DividedByATemperature, ShiftedByANumber, KeptFinite, ClampedFromBelow,
+         WithItsWeights, WithItsWeightsAtOnce,
          SoftmaxByHand, ExponentialsOverTheirSum, NamedSum, NamedPlaces, NamedValues, LessItsLogarithm,
          OfALogSoftmax, DividedLate, DividedLateByName)
 
@@ -502,7 +548,30 @@ class TransposedBeforeEinsum(Attention):
         return torch.einsum("bhji,bhjd->bhid", weights.mT, v)
 
 
-REFUSED = {OverQueries: "its weights are transposed", ValuesByColumns: "the second factor",
+class CutOff(Attention):
+    def attend(self, q, k, v):
+        return (q @ k.mT * self.scale).clamp(min=-1.0).softmax(-1) @ v
+
+
+class CutOffAbove(Attention):
+    def attend(self, q, k, v):
+        return (q @ k.mT * self.scale).clamp(-1e30, 1.0).softmax(-1) @ v
+
+
+class FromANumber(Attention):
+    def attend(self, q, k, v):
+        return (1.0 - q @ k.mT * self.scale).softmax(-1) @ v
+
+
+class ShiftedInsideItsCap(Attention):
+    def attend(self, q, k, v):
+        scores = 30 * torch.tanh((q @ k.mT * self.scale + 1.0) / 30)
+        return scores.softmax(-1) @ v
+
+
+REFUSED = {CutOff: "cut off", CutOffAbove: "cut off", FromANumber: "taken from something",
+           ShiftedInsideItsCap: "before the tanh",
+           OverQueries: "its weights are transposed", ValuesByColumns: "the second factor",
            TransposedBeforeEinsum: "multiplied by einsum", LessAnothersLargest: "more than once",
            MaskedBeforeItsTemperature: "put on before they are multiplied by a tensor",
            OneForEachKey: "multiplied by a tensor",
