@@ -175,5 +175,6 @@ def hush() -> None:
                     "Relying on pointer-based detection of packed q/k/v layouts",           # 2.9 has no other way
                     "TensorFloat32 tensor cores for float32 matrix multiplication available",       # it is measured
                     "Synchronization debug mode is a prototype",
+                    "Dynamo detected a call to a `functools.lru_cache`-wrapped function",   # in a library, mostly
                     "The AccumulateGrad node's stream does not match"):     # of a forward before: captures are proved
         warnings.filterwarnings("ignore", message)

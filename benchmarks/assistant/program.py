@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from benchmarks.assistant.analysis import Analysis, analysed
+from benchmarks.assistant.branches import as_uncompiled, asking
 from benchmarks.assistant.breaks import Break, breaks_told
 from benchmarks.assistant.graph import Captured, given_to
 from benchmarks.assistant.normal import normalise
@@ -33,6 +34,7 @@ class Program:
     graphs: list[Captured] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
     not_captured: str = ""                                 # why Dynamo can't run it
+    has_branches: bool = False                             # it does something else where it is compiled
     analysis: Analysis = field(default_factory=Analysis)   # what was recognised in all of that
 
     @property
@@ -69,18 +71,21 @@ def as_written(model: nn.Module) -> nn.Module:
 def read(model: nn.Module, inputs: Inputs, inference: bool = False) -> Program:
     """Run a model once as it is and once under Dynamo, without compiling anything. It is restored afterwards.
 
+    Graph breaks are those of the compiled model. Graphs are of what runs as the model is: where it is not compiled, and
+    does something else then, it is captured once more.
+
     In `inference` it runs without gradients: it may have no backward.
     """
     is_compiled = compiler.is_compiled(model)
     model = as_written(model)
     program = Program(model, inputs, trace(model, inputs), is_compiled)
     names = names_by_id(model)
-    constant = constants_of(model)
+    constant, graphs = constants_of(model), list[Captured]()
 
     def collect(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
         normalise(module)
         captured = Captured(module, given_to(module, constant))
-        program.graphs.append(captured)
+        graphs.append(captured)
 
         def run(*values: Any) -> Any:
             placeholders = [node for node in captured.nodes if node.op == "placeholder"]
@@ -89,13 +94,25 @@ def read(model: nn.Module, inputs: Inputs, inference: bool = False) -> Program:
             return module.forward(*values)
         return run
 
-    with kept(model), fresh_dynamo(), torch.set_grad_enabled(not inference), breaks_told() as program.breaks:
-        try:
-            inputs.as_trained().call(torch.compile(model, backend=collect, dynamic=False))
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            program.not_captured = in_a_line(error)
+    def capture() -> str:
+        """What it raises; "" where it runs."""
+        with kept(model), fresh_dynamo(), torch.set_grad_enabled(not inference):
+            try:
+                inputs.as_trained().call(torch.compile(model, backend=collect, dynamic=False))
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                return in_a_line(error)
+        return ""
+
+    with asking() as asks, breaks_told() as program.breaks:
+        program.not_captured = capture()
+    program.graphs, program.has_branches = list(graphs), asks.asked
+    if program.has_branches and not is_compiled and not compiler.holds_compiled(model):
+        graphs.clear()
+        with as_uncompiled():
+            capture()
+        program.graphs = list(graphs) or program.graphs
     program.breaks = [_where_it_is_called(each, program.trace) for each in program.breaks]
     program.analysis = analysed(program.graphs, program.trace)
     return program

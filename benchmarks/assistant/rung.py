@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.assistant.branches import as_uncompiled
 from benchmarks.assistant.program import Program, as_written
 from benchmarks.assistant.rewriting import rewritten
 from benchmarks.assistant.source import innermost
@@ -50,7 +51,9 @@ class Rung(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run: Any = _in_its_precision if self.plan.matmul_precision else _as_it_is
         dtype = self.plan.autocast
-        with torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext():
+        is_eager = self.plan.passes and not self.plan.compiles
+        with (torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext(),
+              as_uncompiled() if is_eager else contextlib.nullcontext()):
             return run(self, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> "Rung":

@@ -29,7 +29,8 @@ def find(program: Program) -> list[Found]:
     share = f"{100 * passes / trace.bytes:.0f} % of the bytes move outside of matmuls" if trace.bytes else "the model"
     breaks = len(program.breaks)
     count = "no graph break" if not breaks else "1 graph break" if breaks == 1 else f"{breaks} graph breaks"
-    return [Found(None, "", 1, f"{share}; {count}")]
+    branches = "; it asks whether it is compiled, and may do something else then" if program.has_branches else ""
+    return [Found(None, "", 1, f"{share}; {count}{branches}")]
 
 
 def missing(device: torch.device) -> str:
