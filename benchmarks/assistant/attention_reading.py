@@ -38,6 +38,11 @@ class Fill:
         """Whether all that it does is to leave positions out."""
         return self.value.replace('"', "'") in INFINITE
 
+    @property
+    def may_be_none(self) -> bool:
+        """Whether it is a mask as it is named, put on where it is not None: the call takes it either way."""
+        return self.test == f"{self.words} is not None" and not (self.lines or self.value or self.factor)
+
     def seen(self) -> str:
         """As a boolean mask: true where a position is seen."""
         if not self.blocks:

@@ -344,7 +344,7 @@ class _Writer:
 
     def _mask_inline(self, found: Scores) -> bool:
         """Whether one mask can stand in the call itself: nothing comes between that could change what it names."""
-        is_one = len(found.fills) <= 1 and not any(fill.test for fill in found.fills)
+        is_one = len(found.fills) <= 1 and not any(fill.test and not fill.may_be_none for fill in found.fills)
         return self.all_causal or (is_one and not self.kept)
 
     def _saved(self, found: Scores) -> dict[str, str]:

@@ -96,6 +96,16 @@ class OptionalMask(Attention):
         return torch.matmul(weights, v)
 
 
+class AddedWhereItIsGiven(Attention):
+    def attend(self, q, k, v, padding):
+        mask = None if padding is None else torch.where(padding, -1e9, 0.0)
+        scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
+        if mask is not None:
+            scores = scores + mask
+        weights = scores.softmax(dim=-1)
+        return torch.matmul(weights, v)
+
+
 class CausalAndOptional(Attention):
     def attend(self, q, k, v, padding):
         S = q.size(-2)
@@ -255,7 +265,7 @@ class LeastOfItsDtype(Attention):
 
 WRITTEN = (OfStableDiffusion, LeastOfItsDtype, OfOneDimension, HiddenKeys, CausalAlone, CausalAsAnArgument,
            MaskCutUnderTheCondition, NamesThatTheCallHas, ByEinsum, ByEinsumAcross, ByBatchedMatmuls, BiasOnTheLeft,
-           TwoInOneStatement, TwoFillsInAChain, OptionalMask, CausalAndOptional, OptionalThenAdded,
+           TwoInOneStatement, TwoFillsInAChain, OptionalMask, AddedWhereItIsGiven, CausalAndOptional, OptionalThenAdded,
            AddedBeforeItIsScaled, DropoutAsAnArgument, DropoutOfAFunction, InPlace, QueryChanges, NamesAreUsedAgain)
 
 

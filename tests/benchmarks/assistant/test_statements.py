@@ -63,6 +63,8 @@ def test_comments_and_what_something_else_needs_stay(tmp_path):
         return sdpa.advice(program, *sdpa.find(program)).code.splitlines()
     assert code_of(statements.CausalAlone) == ["return F.scaled_dot_product_attention(q, k, v, is_causal=True)"]
     assert code_of(statements.CausalAsAnArgument) == ["return F.scaled_dot_product_attention(q, k, v, attn_mask=~mask)"]
+    assert code_of(statements.AddedWhereItIsGiven) == [
+        "return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)"]
     assert code_of(statements.OptionalMask) == [
         "# Padding is never looked at.", "attn_mask = None", "if padding is not None:",
         "    attn_mask = torch.where(padding, -1e9, 0.0)",
