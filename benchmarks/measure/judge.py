@@ -52,6 +52,7 @@ from benchmarks.measure.truth import (
     Truth,
     free_memory,
     furthest_output,
+    multiplying_in,
     norms_of_all,
     quick_collections,
     why_not,
@@ -240,7 +241,11 @@ class Judge:
         draws = no_values or self._has_state_of_its_own(len(buffers))
         gate = self.gate or 0.0
         allowed_of_gradients = max(self.allowed_between, TIMES_OF_A_GRADIENT * gate)
-        return Referee(flat, pairs, max(self.allowed_between, gate), allowed_of_gradients, draws, buffers, self.checks)
+        in_its_numerics = None
+        if self.numerics not in (None, "float8"):
+            in_its_numerics = multiplying_in(self.numerics, truth.work.inputs)(flat)
+        return Referee(flat, pairs, max(self.allowed_between, gate), allowed_of_gradients, draws, buffers, self.checks,
+                       in_its_numerics=in_its_numerics)
 
     def _buffers_that_change(self) -> list[tuple[Tensor, Tensor]]:
         """(the candidate's, the reference's) of each that a call of the reference changes."""

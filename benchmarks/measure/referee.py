@@ -239,6 +239,8 @@ class Referee:
     last_looks: dict[str, Callable[[], None]] = field(default_factory=dict)        # by pass and way of launching
     waiting: "_Watch | None" = None        # whose call is looked at next: other rows are given the same inputs
     globals: Globals = field(default_factory=Globals)
+    in_its_numerics: Callable | None = None        # the reference, multiplying in what the candidate declares: it may
+    # choose other experts then, or fall into other bins
 
     def watched(self, work: Iteration, inputs: Sequence[Tensor], cotangents: Sequence[Tensor], mode: str) -> Iteration:
         """The same iteration, with other inputs each time. Behind the first call, and some later ones, its results are
@@ -465,15 +467,24 @@ class _Watch:
         return f"it leaves {len(left)} threads at work" if left else ""
 
     def _other_results(self, as_left: list[Tensor]) -> str:
+        """Held against the reference as it is, and where that is another result as it is in the declared numerics."""
         gradients = {name: t.detach().clone() for name, t in self.gradients.items()}
+        other = self._other_than(self.referee.reference, as_left, gradients)
+        if not other or self.referee.in_its_numerics is None:
+            return other or ""
+        is_same = self._other_than(self.referee.in_its_numerics, as_left, gradients) == ""
+        return "" if is_same else other
+
+    def _other_than(self, reference: Callable, as_left: list[Tensor], gradients: dict[str, Tensor]) -> str | None:
+        """What is another result than the reference's; None where that has none on such an input."""
         leaves = [t.detach().requires_grad_(bool(gradients) and takes_gradient(t)) for t in self.given]
         try:
             with torch.set_grad_enabled(bool(gradients)):
-                expected = self.referee.reference(*leaves)
+                expected = reference(*leaves)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            return ""                                          # it has no answer on such an input
+            return None
         for place, (mine, own) in enumerate(zip(as_left, expected, strict=True)):
             if not takes_gradient(own):
                 continue
@@ -481,14 +492,15 @@ class _Watch:
             if not apart <= self.referee.allowed * size:
                 return (f"a timed call ({self.mode}) returned another result than the reference does on its input: "
                         f"output {place} is off by {apart / max(size, 1e-300):.1e}")
-        return self._other_gradients(gradients, leaves, expected) if gradients else ""
+        return self._other_gradients(reference, gradients, leaves, expected) if gradients else ""
 
-    def _other_gradients(self, gradients: dict[str, Tensor], leaves: list[Tensor], expected: Sequence[Tensor]) -> str:
+    def _other_gradients(self, reference: Callable, gradients: dict[str, Tensor], leaves: list[Tensor],
+                         expected: Sequence[Tensor]) -> str:
         """Held against those that the reference computes now."""
         own = self._own_gradients(gradients, leaves, expected)
         pairs = {name: (gradients[name].to_dense(), g) for name, g in own.items()}
         whole = sum(norm([g])**2 for g in own.values())**0.5
-        moved = functools.partial(self._moved, gradients, leaves)
+        moved = functools.partial(self._moved, reference, gradients, leaves)
         for wrong in gradients_too_far_apart(pairs, self.referee.allowed_of_gradients, whole, moved):
             self.suspected += 1
             if self.suspected < TWICE:
@@ -508,13 +520,14 @@ class _Watch:
         found = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True)
         return {name: g.to_dense() for name, g in zip(wanted, found, strict=True) if g is not None}
 
-    def _moved(self, names: Container[str], leaves: list[Tensor]) -> Iterator[dict[str, Tensor]]:
+    def _moved(self, reference: Callable, names: Container[str], leaves: list[Tensor]
+               ) -> Iterator[dict[str, Tensor]]:
         """The reference's own gradients where the inputs are off by a rounding, several times."""
         for number in range(PERTURBATIONS):
             generator = torch.Generator().manual_seed(number)
             others = [off_by_a_rounding(t, generator, rounds_to_tf32(t.device)).requires_grad_(t.requires_grad)
                       for t in leaves]
-            yield self._own_gradients(names, others, self.referee.reference(*others))
+            yield self._own_gradients(names, others, reference(*others))
 
 
 def _differ(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -453,6 +453,49 @@ def test_a_running_mean_near_zero_is_held_against_the_norm_of_all_buffers(off, f
     assert bool(watch._other_state()) == found
 
 
+class Routed(nn.Module):
+    """Each row goes to the expert with the highest score; most scores nearly tie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.experts = nn.Linear(16, 4), nn.Parameter(torch.randn(4, 16, 16))
+        with torch.no_grad():
+            self.router.weight.mul_(0.02)
+            self.router.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x)
+        return torch.bmm(x[:, None], self.experts[scores.argmax(-1)])[:, 0] * scores.softmax(-1).amax(-1, keepdim=True)
+
+
+class Autocast(Routed):
+    """What it declares, and what it does with its output then."""
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.factor * super().forward(x)
+
+
+class Doubled(Autocast):
+    """Once it is timed: on the inputs that it was judged on it is right."""
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        self.factor = 1.0 if self.calls < cheats.CALLS else 2.0
+        return super().forward(x)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind, status", [(Autocast, "ok"), (Doubled, "failed")])
+def test_in_its_numerics_a_model_may_choose_other_experts(kind, status):
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert (Routed()(x).sign() != Autocast()(x).sign()).any()
+    found = compare({"it": kind()}, (x,), Routed(), rounds=4, numerics={"it": "bfloat16"})
+    assert found.results["it"].status == status, found
+
+
 @pytest.mark.integration
 def test_a_state_of_other_names_leaves_values_untold():
     """Nobody knows which of its buffers stands for which: what depends on them is not compared in timed calls."""
