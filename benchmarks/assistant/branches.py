@@ -51,9 +51,9 @@ def as_uncompiled() -> Iterator[None]:
 
 
 def _install() -> None:
-    """Stand between Dynamo and its own answers, once."""
-    handlers = dynamo.TorchInGraphFunctionVariable._get_handlers()
-    for function in ASKED:
+    """Stand between Dynamo and its own answers, once. Where Dynamo keeps them elsewhere, it answers as ever."""
+    handlers: dict[Any, Any] = getattr(dynamo.TorchInGraphFunctionVariable, "_get_handlers", dict)()
+    for function in ASKED if hasattr(dynamo, "tracing_state_functions") else ():
         if function in handlers and not hasattr(handlers[function], "answers_as_told"):
             handlers[function] = _answering(handlers[function])
 

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.assistant.predicting import Basis, Prediction
-from benchmarks.assistant.program import Program, read
+from benchmarks.assistant.program import Program, graphs_of_the_loss, read
 from benchmarks.assistant.repeating import graphs_named
 from benchmarks.assistant.sections import Said, Section, Shown, Table
 from benchmarks.assistant.spending import Spending, spending
@@ -125,6 +125,8 @@ def look_at(name: str, task: Task, session: Session, techniques: Sequence[Techni
     subject = subject_of(task.model, task.work(1, session.seed, forward_only=inference), (0.0, 0.0))
     mode = FORWARD if inference or not subject.has(BOTH) else BOTH
     program.is_inference = mode == FORWARD
+    if task.loss is not None and mode == BOTH:
+        program.graphs_of_the_loss = graphs_of_the_loss(task.loss, program.model, task.given)
     session.say(Phase.PROFILING)
     with graphs_named(task.model):
         spent = spending(task.model, program, subject.iteration(mode), session.device)
@@ -146,7 +148,7 @@ def look_at(name: str, task: Task, session: Session, techniques: Sequence[Techni
 
 def _predicted(technique: Technique, looked: Looked, basis: Basis) -> Prediction | None:
     """What it should buy where it applies; None where it can't, or where nothing is predicted."""
-    places = [each for each in looked.found[technique] if not each.why_not]
+    places = [each for each in looked.found[technique] if each.can_be_tried]
     return technique.predict(basis, places) if places and not looked.missing(technique) else None
 
 

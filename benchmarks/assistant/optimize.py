@@ -215,7 +215,7 @@ class _Assistant:
 
     def _can_try(self, technique: Technique, found: Sequence[Found]) -> bool:
         possible = technique.apply is not None and not technique.missing(self.session.device)
-        return possible and any(not each.why_not for each in found)
+        return possible and any(each.can_be_tried for each in found)
 
     # ------------------------------------------------------------------------------------------------------- measuring
 

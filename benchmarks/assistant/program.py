@@ -32,6 +32,7 @@ class Program:
     optimizer: torch.optim.Optimizer | None = None         # that steps behind it
     others: Sequence[Inputs] = ()                          # that it is called with, too
     graphs: list[Captured] = field(default_factory=list)
+    graphs_of_the_loss: list[Captured] = field(default_factory=list)       # of one that is given beside the model
     breaks: list[Break] = field(default_factory=list)
     not_captured: str = ""                                 # why Dynamo can't run it
     has_branches: bool = False                             # it does something else where it is compiled
@@ -116,6 +117,24 @@ def read(model: nn.Module, inputs: Inputs, inference: bool = False) -> Program:
     program.breaks = [_where_it_is_called(each, program.trace) for each in program.breaks]
     program.analysis = analysed(program.graphs, program.trace)
     return program
+
+
+def graphs_of_the_loss(loss: Callable, model: nn.Module, inputs: Inputs) -> list[Captured]:
+    """What Dynamo captures of a loss that is given beside the model; none where it can't run it."""
+    graphs: list[Captured] = []
+
+    def collect(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        normalise(module)
+        graphs.append(Captured(module, {}, calls=[[]]))
+        return module.forward
+
+    with kept(model), fresh_dynamo(), as_uncompiled():
+        try:
+            torch.compile(loss, backend=collect, dynamic=False)(inputs.as_trained().call(model))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+    return graphs
 
 
 def _where_it_is_called(found: Break, trace: Trace) -> Break:

@@ -29,6 +29,12 @@ class Found:
     region: Region | None = None       # where it is in a graph: that, by its own type
     modules: tuple[str, ...] = ()      # that it is about, by their paths, where it is about some
     dtype: torch.dtype | None = None   # that it is about
+    by_hand: str = ""                  # why no rung has it and no code is tried: a person does it
+
+    @property
+    def can_be_tried(self) -> bool:
+        """Whether a rung can have it."""
+        return not (self.why_not or self.by_hand)
 
 
 @dataclass(frozen=True)

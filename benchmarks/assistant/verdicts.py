@@ -33,6 +33,8 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
     """The verdict on one place."""
     if reason := result.looked.missing(technique) or found.why_not:
         return Opportunity(technique.name, found, "not here", reason)
+    if found.by_hand:
+        return Opportunity(technique.name, found, "by hand", found.by_hand)
     advice, elsewhere = _advice(result, technique, found)
     if technique.apply is None:
         return Opportunity(technique.name, found, "by hand", elsewhere, advice=advice)

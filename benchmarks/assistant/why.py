@@ -54,7 +54,9 @@ def _applied(technique: Technique, looked: Looked, found: list[Found], task: Tas
         return f"nothing was applied: nothing was found ({technique.what})"
     if missing := looked.missing(technique):
         return f"nothing was applied: {missing}"
-    if all(each.why_not for each in found):
+    if any(each.by_hand for each in found) and not any(each.can_be_tried for each in found):
+        return BY_HAND
+    if not any(each.can_be_tried for each in found):
         return "nothing was applied: there is no place where it could be"
     if technique.apply is None:
         return BY_HAND

@@ -1,6 +1,7 @@
 """Cross-entropy by hand becomes the library's: fewer passes over the logits, which are the largest tensor of a GPT."""
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from benchmarks.assistant.graph import Captured, Refusal, Refused
 from benchmarks.assistant.losses import CrossEntropy, by_library, loss_at, losses_in, picks
@@ -8,14 +9,28 @@ from benchmarks.assistant.one_call import in_one_call
 from benchmarks.assistant.predicting import Basis, Prediction, in_one_pass
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed, put_in_place
-from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique
+from benchmarks.assistant.technique import Advice, Found, NotWritten, Plan, Technique, found_at, unique
 from common.block.evidence import Evidence
+
+BESIDE = "the loss is given beside the model, and no rung changes it; the same function"
 
 
 def find(program: Program) -> list[Found]:
     """Every one by hand; where it is another function than the library's, with the reason."""
     every = [each for graph in program.graphs for each in losses_in(graph)]
-    return unique(found_at(each, in_words(each)) for each in every)
+    beside = [each for graph in program.graphs_of_the_loss for each in losses_in(graph)]
+    found = [replace(found_at(each, in_words(each)), by_hand=_beside(each)) for each in beside]
+    return [*unique(found_at(each, in_words(each)) for each in every), *unique(found)]
+
+
+def _beside(found: CrossEntropy | Refusal) -> str:
+    """Why a person does it, with the code to write where that is one line."""
+    if isinstance(found, Refusal):
+        return ""
+    with contextlib.suppress(NotWritten):
+        code = _code_for(found).code
+        return f"{BESIDE}: {code}" if "\n" not in code else BESIDE
+    return BESIDE
 
 
 def in_words(found: CrossEntropy | Refusal) -> str:
@@ -53,8 +68,12 @@ def predict(basis: Basis, found: Sequence[Found]) -> Prediction | None:
 
 def advice(program: Program, found: Found) -> Advice:
     """The library's, in place of the expression of the last operation. Raises NotWritten."""
-    by_hand = found.region
-    assert isinstance(by_hand, CrossEntropy)
+    assert isinstance(found.region, CrossEntropy)
+    return _code_for(found.region)
+
+
+def _code_for(by_hand: CrossEntropy) -> Advice:
+    """Raises NotWritten."""
     return in_one_call(by_hand.nodes, by_hand.output, [by_hand.logits, by_hand.index],
                        lambda words: by_hand.code(*words))
 

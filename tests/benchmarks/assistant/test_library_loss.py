@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from benchmarks.assistant import losses
+from benchmarks.assistant.optimize import optimize, why
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
 from benchmarks.assistant.techniques import autocast, library_loss
@@ -112,3 +113,28 @@ def test_the_rest_of_the_model_may_need_the_logits():
     model = made(WithLogits)
     assert len(found_in(model)[1]) == 1
     is_same(Rung(model, [TECHNIQUE]), model)
+
+
+def given_beside(logits):
+    log_probabilities = torch.log(torch.softmax(logits, dim=-1))
+    return -log_probabilities.gather(-1, TARGETS.unsqueeze(-1)).mean()
+
+
+def smoothed_beside(logits):
+    return spellings.Smoothed.loss(None, logits, TARGETS)
+
+
+def library_beside(logits):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), TARGETS.flatten())
+
+
+@pytest.mark.parametrize("loss, verdicts, words", [
+    (given_beside, ["by hand"], "F.cross_entropy(logits.flatten(0, -2), TARGETS.flatten())"),
+    (smoothed_beside, ["not here"], "label_smoothing"), (library_beside, [], "")], ids=named)
+def test_a_loss_beside_the_model_is_named_and_left(loss, verdicts, words, studies_in_seconds):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(spellings.WIDTH, spellings.CLASSES)
+    result = optimize(model, (X,), quick=True, techniques=[TECHNIQUE], loss=loss)
+    assert [one.verdict for one in result.opportunities] == verdicts and not result.faults
+    assert all(words in one.why for one in result.opportunities), result.opportunities[0].why
+    assert why("library-loss", model, (X,), loss=loss).applied.startswith("nothing was applied")
