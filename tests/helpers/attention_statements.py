@@ -283,6 +283,17 @@ class LooksAtTheWeights(Attention):
         return y
 
 
+class KeepsItsWeightsAtTimes(Attention):
+    keeps = False
+
+    def attend(self, q, k, v, padding):
+        weights = (q @ k.transpose(-1, -2) * q.size(-1) ** -0.5).softmax(-1)
+        context = weights @ v
+        if self.keeps:
+            self.seen = weights
+        return context
+
+
 class OtherwiseSomethingElse(Attention):
     def attend(self, q, k, v, padding):
         scores = q @ k.transpose(-1, -2) * q.size(-1) ** -0.5
@@ -292,4 +303,5 @@ class OtherwiseSomethingElse(Attention):
         return scores.softmax(-1) @ v
 
 
-NOT_WRITTEN = {Swapped: "transpose", LooksAtTheWeights: "something else", OtherwiseSomethingElse: "condition"}
+NOT_WRITTEN = {KeepsItsWeightsAtTimes: "used for something else",
+               Swapped: "transpose", LooksAtTheWeights: "something else", OtherwiseSomethingElse: "condition"}
