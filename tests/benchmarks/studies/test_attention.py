@@ -59,7 +59,7 @@ def test_each_rung_stands_beside_the_one_before(study_main, rungs, tmp_path):
     for mask in subjects.MASKS:
         rows = out.partition(f"{mask}, D 64, S 32")[2].partition("\n\n")[0]
         first, second, fourth = re.findall(r"^\d [a-z ]+  .*$", rows, re.MULTILINE)
-        assert not re.search(r"\[", first) and re.search(r"\d\.\d+ \[\d\.\d+, \d\.\d+\]", second), rows
+        assert not re.search(r"\[", first) and re.search(r"[\d.]+ \[[\d.,]+, [\d.,]+\]", second), rows
         assert not re.search(r"\[", fourth), "the rung before it was not timed"
         assert re.search(r"128 +64 +2$", second)
     assert {(run.variant["way"], run.variant["mask"], run.variant["size"][2]) for run in runs(lines)} == {
