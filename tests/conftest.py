@@ -95,9 +95,9 @@ def quick_collections():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_work_for_nobody():
-    """Dynamo times the guards of each graph behind a flush of all caches, for its log. Python counts what is frozen one
-    by one, and the judge asks whether there is any: there is.
+def without_work_that_no_test_reads():
+    """Dynamo times the guards of each graph, for its log, behind a flush of all caches. The judge asks whether objects
+    are frozen, which Python counts one by one: here there always are some.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: 0.0, raising=False)

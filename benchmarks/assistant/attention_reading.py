@@ -1,7 +1,6 @@
 """What becomes of the scores of an attention by hand, read from a person's statements: expression by expression."""
 import ast
 import copy
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +16,7 @@ OPERATIONS = {ast.Mult: "mul", ast.Div: "div", ast.Add: "add", ast.Sub: "sub"}
 IGNORED = {"dim", "axis", "dtype", "inplace", "p", "training", "memory_format", "copy", "non_blocking"}
 TRANSPOSES = {"transpose", "swapaxes", "swapdims", "permute"}
 PLACES = {"input": 0, "condition": 0, "mask": 1, "other": 1, "mat2": 1, "value": 2}       # of a keyword
-LEAST = ("max", "maximum", "clamp", "clip", "clamp_min")
+KEEPS_AT_LEAST = ("max", "maximum", "clamp", "clip", "clamp_min")             # at a number
 OF_ROWS = {"amax": "largest", "max": "largest", "sum": "sum", "logsumexp": "logsumexp"}
 INFINITE = {"float('-inf')", "-math.inf", "-torch.inf", "-np.inf", "-numpy.inf", "-float('inf')", "-inf",
             "float('-infinity')"}
@@ -216,7 +215,7 @@ class Reader:
             return scores
         if scores.of_rows:
             raise NotWritten(f"the {scores.of_rows} of its rows goes through {name}")
-        if place == 0 and name in LEAST and len(rest) == 1 and self._is_least(rest[0]) and not scores.is_softmax:
+        if place == 0 and name in KEEPS_AT_LEAST and not scores.is_softmax and len(rest) == 1 and _is_least(rest[0]):
             return scores
         if place == 0 and name in OF_ROWS:
             return self._reduced(name, scores)
@@ -242,13 +241,6 @@ class Reader:
         if len(rest) == 2 and (name, place) == ("where", 0) and not is_of_module(node):
             return self._with(scores, Fill(self.words(rest[0]), self.words(rest[1]), blocks=False))
         raise NotWritten(f"its scores go through {name}")
-
-    def _is_least(self, node: ast.expr) -> bool:
-        """Whether a number is so low that a score which is lower has no weight either way."""
-        number = _literal(node)
-        if isinstance(number, (int, float)):
-            return number <= BLOCKING
-        return bool(re.search(r"finfo\(.*\)\.min\b", ast.unparse(node)))
 
     def _swaps_the_last(self, name: str, dims: Sequence[ast.expr]) -> bool:
         count = self.dimensions
@@ -388,11 +380,20 @@ class _WithoutScores(ast.NodeTransformer):
         return node
 
 
+def _is_least(node: ast.expr) -> bool:
+    """Whether a number is so low that a score which is lower has no weight either way."""
+    number = _literal(node)
+    if isinstance(number, (int, float)):
+        return number <= BLOCKING
+    inner = node.args[0] if isinstance(node, ast.Call) and called(node) == "tensor" and node.args else node
+    return isinstance(inner, ast.Attribute) and inner.attr == "min" and called(inner.value) == "finfo"
+
+
 def _literal(node: ast.expr) -> Any:
     """Its value; None where it is no literal."""
     try:
         return ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError):
         return None
 
 

@@ -4,7 +4,7 @@ It is taken in two parts. What gives the target's entry of each row (an index, a
 the graph; what it is taken from is evaluated, and is held against log_softmax with its gradient.
 """
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,12 @@ from benchmarks.assistant.graph import (
     shape_of,
 )
 from benchmarks.assistant.normal import name_of
-from benchmarks.assistant.softmaxes import LOG_SOFTMAX
+from benchmarks.assistant.softmaxes import LOG_SOFTMAX, is_last
 from benchmarks.measure.observing import largest_difference
 
 EXACT, NEAR = 1e-5, 1e-2               # largest difference of the same function in FP32, and of one much like it
 MOST = 16                              # operations before a pick that are looked at
-_SAME_ENTRIES = ("squeeze", "view", "reshape", "flatten", "neg")
+_VIEWS = ("squeeze", "view", "reshape", "flatten")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def pick_at(node: fx.Node, graph: Captured) -> Pick | None:
     rows = given[0]
     if name == "gather":
         index = argument(node, 2, "index")
-        is_of_rows = argument(node, 1, "dim") in (-1, len(shape_of(rows)) - 1)
+        is_of_rows = is_last(argument(node, 1, "dim"), rows)
         is_whole = isinstance(index, fx.Node) and shape_of(index) == (*shape_of(rows)[:-1], 1)
         if not is_of_rows or not is_whole:
             return None
@@ -198,10 +198,8 @@ def _by_one_hot(node: fx.Node, graph: Captured) -> Pick | None:
     product = args_of(node)[0]
     if name_of(product) != "mul" or argument(node, 2, "keepdim", False):
         return None
-    dim = argument(node, 1, "dim")
-    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     factors = args_of(product)
-    if dim not in (-1, len(shape_of(product)) - 1) or not all(isinstance(each, fx.Node) for each in factors):
+    if not is_last(argument(node, 1, "dim"), product) or not all(isinstance(each, fx.Node) for each in factors):
         return None
     for rows, hot in (factors, factors[::-1]):
         index = _one_hot_of(hot, graph)
@@ -217,7 +215,7 @@ def _one_hot_of(node: fx.Node, graph: Captured) -> fx.Node | None:
     name, given = name_of(node), args_of(node)
     if name == "one_hot" and isinstance(given[0], fx.Node):
         return given[0]
-    if name != "scatter" or len(given) != 4 or given[3] != 1 or given[1] not in (-1, len(shape_of(node)) - 1):
+    if name != "scatter" or len(given) != 4 or given[3] != 1 or not is_last(given[1], node):
         return None
     zeros, _, index, _ = given
     is_zero = isinstance(zeros, fx.Node) and name_of(zeros) in ("zeros_like", "zeros", "new_zeros")
@@ -243,9 +241,7 @@ def _of_probabilities(pick: Pick, graph: Captured) -> Around | None:
     """Of softmax(logits), and the logarithm is taken of the entries."""
     if pick.is_negated or pick.reduction != "none":
         return None
-    logarithm = _only_user(pick.output)
-    while logarithm is not None and name_of(logarithm) in ("squeeze", "view", "reshape", "flatten"):
-        logarithm = _only_user(logarithm)
+    _, logarithm = _past_views(pick.output)
     if logarithm is None or name_of(logarithm) not in ("log", "add", "clamp", "clamp_min"):
         return None
     logits = _logits_of(_unviewed(pick.rows), F.softmax, graph)
@@ -261,21 +257,26 @@ def _less_the_sum(pick: Pick, graph: Captured) -> Around | None:
     """logsumexp(logits) - logits[index]."""
     if pick.is_negated or pick.reduction != "none":
         return None
-    entries = pick.output
-    user = _only_user(entries)
-    while user is not None and name_of(user) in ("squeeze", "view", "reshape", "flatten"):
-        entries, user = user, _only_user(user)
+    entries, user = _past_views(pick.output)
     if user is None or name_of(user) != "sub" or len(user.args) != 2 or user.kwargs:
         return None
     before, less = args_of(user)
     sums = before if less is entries else less
     if not isinstance(sums, fx.Node) or shape_of(sums) != shape_of(entries):
         return None
-    apart = _how_far_apart(sums, pick.rows, lambda x, dim: x.logsumexp(dim).reshape(-1), graph, flat=True)
+    apart = _how_far_apart(sums, pick.rows, torch.logsumexp, graph)
     return (pick.rows, user, less is not entries) if apart <= EXACT else None
 
 
-def _logits_of(rows: fx.Node, function: Any, graph: Captured) -> fx.Node | None:
+def _past_views(entries: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """(the same entries in their last shape, who uses them alone)."""
+    user = _only_user(entries)
+    while user is not None and name_of(user) in _VIEWS:
+        entries, user = user, _only_user(user)
+    return entries, user
+
+
+def _logits_of(rows: fx.Node, function: Callable, graph: Captured) -> fx.Node | None:
     """What `rows` are that function of, the first in the graph. Raises Refused where it is much like it."""
     best, nearest = None, math.inf
     for logits in _before(rows):
@@ -306,7 +307,7 @@ def _before(rows: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _how_far_apart(node: fx.Node, x: fx.Node, function: Any, graph: Captured, flat: bool = False) -> float:
+def _how_far_apart(node: fx.Node, x: fx.Node, function: Callable, graph: Captured) -> float:
     """How far it is from that function of x along the last dimension, in values and in gradients, on a few rows of
     random numbers; infinite where it depends on something else.
     """
@@ -314,11 +315,8 @@ def _how_far_apart(node: fx.Node, x: fx.Node, function: Any, graph: Captured, fl
     generator = torch.Generator().manual_seed(0)
     given = torch.randn(*[2] * (rank - 1), 7, generator=generator, dtype=torch.float64).mul(3).requires_grad_()
     try:
-        value = graph.value_where(node, {x: given}, gradients=True)
         wanted = function(given, dim=-1)
-        value = value.reshape(-1) if flat else value
-        if value.shape != wanted.shape:
-            return math.inf
+        value = graph.value_where(node, {x: given}, gradients=True).reshape(wanted.shape)
         weights = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
         [own] = torch.autograd.grad((value * weights).sum(), given)
         [right] = torch.autograd.grad((wanted * weights).sum(), given)
@@ -338,8 +336,7 @@ def _whole(output: fx.Node, reduction: str, is_negative: bool) -> tuple[fx.Node,
             is_negative = not is_negative
         elif reduction == "none" and name in ("mean", "sum") and len(user.args) == 1 and not user.kwargs:
             reduction = name
-        elif reduction != "none" or name not in _SAME_ENTRIES or math.prod(shape_of(user)) != math.prod(
-                shape_of(output)):
+        elif reduction != "none" or name not in _VIEWS:
             break
         output = user
     return output, reduction, is_negative

@@ -31,7 +31,7 @@ def softmax_by_hand(node: fx.Node) -> tuple[fx.Node, ...] | None:
     if name_of(node) != "exp" or len(given) != 1:
         return None
     [logarithm] = given
-    if name_of(logarithm) in LOG_SOFTMAX and _is_last(argument(logarithm, 1, "dim"), logarithm):
+    if name_of(logarithm) in LOG_SOFTMAX and is_last(argument(logarithm, 1, "dim"), logarithm):
         return (logarithm,)
     if name_of(logarithm) != "sub" or logarithm.kwargs or len(logarithm.args) != 2:
         return None
@@ -61,10 +61,11 @@ def _is_of_rows(node: Any, name: str, of: Any) -> bool:
     """Whether it is that reduction of each row of something, and keeps its dimension."""
     if not isinstance(node, fx.Node) or name_of(node) != name or args_of(node)[0] is not of:
         return False
-    return _is_last(argument(node, 1, "dim"), of) and bool(argument(node, 2, "keepdim", False))
+    return is_last(argument(node, 1, "dim"), of) and bool(argument(node, 2, "keepdim", False))
 
 
-def _is_last(dim: Any, of: fx.Node) -> bool:
+def is_last(dim: Any, of: fx.Node) -> bool:
+    """Whether that is the last dimension of what a node gives, or a tuple of it alone."""
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     return dim in (-1, len(shape_of(of)) - 1)
 

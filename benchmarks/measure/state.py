@@ -211,9 +211,9 @@ def _generator_undo(generator: Generator) -> Callable[[], object]:
 
 def seed_all(seed: int, generators: list[Generator]) -> None:
     """Seed torch, Python's `random`, numpy, and generators that a callable has for itself."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         torch.manual_seed(seed)
-    else:                                  # torch.manual_seed would keep a traceback a call, for when it is
+    else:                                  # torch.manual_seed keeps a traceback of each call until CUDA is initialised
         torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
