@@ -17,7 +17,7 @@ from benchmarks.mixers.fused import fused
 from common.block import oracle
 
 LONGEST = 2**14                            # steps at which every form but the one at once has fewer FLOPs
-Mix = Callable[..., Tensor]                # q, k, v [B, H, S, D], gates [B, H, S] -> y [B, H, S, D]
+Mix = Callable[..., Tensor]                # q, k, v [B, H, S, D], gates [B, H, S] in FP32 at least -> y [B, H, S, D]
 
 
 @dataclass(frozen=True)
