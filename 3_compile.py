@@ -9,7 +9,7 @@ inside of what is compiled: AOTAutograd's cache, which it turns off, would not k
 from common import BlockConfig, parameters
 from common.block.config import LAYER_NORM_EPS
 from common.block.precision import float32_matmul_precision
-from common.block.sdpa_backends import settle_backend_order
+from common.block.sdpa_backends import series_attention, settle_backend_order
 from common.run import run
 
 import torch
@@ -27,6 +27,7 @@ class Attention(nn.Module):
     def __init__(self, config: BlockConfig):
         super().__init__()
         self.num_heads, self.dropout = config.num_heads, config.dropout
+        self.attend = series_attention(config) or F.scaled_dot_product_attention     # ours by --attention series
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
@@ -36,7 +37,7 @@ class Attention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                      # [B, H, S, D] each
         dropout = self.dropout if self.training else 0.0
         with sdpa_kernel(BACKENDS, set_priority=True):
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+            y = self.attend(q, k, v, dropout_p=dropout, is_causal=True)
         return self.proj(y.transpose(1, 2).flatten(2))
 
 

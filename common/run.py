@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from .block import steps
-from .block.config import DTYPES, FP8_WEIGHTS
+from .block.config import ATTENTIONS, DTYPES, FP8_WEIGHTS, SDPA, SERIES
 from .block.steps import Step
-from .block.traits import amp_default
+from .block.traits import FUSED, amp_default
 from .command_line import (
     Parser,
     check_seed,
@@ -85,6 +85,9 @@ def parser(step: Step) -> Parser:
     add("--seed", type=int, default=0, help="of parameters and inputs")
     add("--json", metavar="FILE", help="append one JSON line per metric")
     add("--profile", metavar="FILE", help="write a timeline of one forward+backward for Perfetto")
+    if step.traits.attention == FUSED:
+        add("--attention", choices=ATTENTIONS, default=SDPA,
+            help="by PyTorch's fused kernels, or by the last rung of those in benchmarks/kernels/cuda/attention")
     if step.traits.fp8:
         add("--fp8-weights", choices=FP8_WEIGHTS, default="per-call",
             help="quantize weights at every call, reuse the last call's, or keep them in FP8")
@@ -120,7 +123,7 @@ def _precision(step: Step, options: argparse.Namespace) -> None:
         amp_dtype, why_none = DTYPES.get(options.amp_dtype), ""
     config = config_of(options).replace(
         dropout=options.dropout, amp_dtype=amp_dtype, fp8_weights=getattr(options, "fp8_weights", "per-call"),
-        fp8_attention=getattr(options, "fp8_attention", False))
+        fp8_attention=getattr(options, "fp8_attention", False), attention=getattr(options, "attention", SDPA))
     options.parameter_dtype = torch.float32
     if options.param_dtype == "amp":
         if amp_dtype is None:
@@ -128,8 +131,11 @@ def _precision(step: Step, options: argparse.Namespace) -> None:
             raise ValueError("--param-dtype amp: there is no 16-bit dtype with --amp-dtype "
                              f"{options.amp_dtype}{because}")
         options.parameter_dtype = amp_dtype
-    if step.traits.arithmetic(config, options.parameter_dtype, options.device).matmul != "float32":
+    arithmetic = step.traits.arithmetic(config, options.parameter_dtype, options.device)
+    if arithmetic.matmul != "float32":
         config.check_width()
+    if config.attention == SERIES and options.device.type == "cuda":
+        config.check_series(arithmetic.attention)
     if step.traits.fp8 and amp_dtype is not None:
         config.check_fp8()
     options.config = config

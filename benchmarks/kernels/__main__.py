@@ -2,13 +2,15 @@
 
     compute-sanitizer --tool memcheck python -m benchmarks kernels          # likewise racecheck, initcheck, synccheck
 
-Each kernel runs twice and must give the same bits; whether these are right is what the tests check, and the study of
-fusions. Exit status: 0 ok, 1 bits differ, 2 usage, 3 out of memory, 4 skipped for want of a GPU, 130 interrupted.
+Each kernel runs twice and must give the same bits, but for what is summed in memory in any order (dq of attention's
+backward, rung by rung); whether these are right is what the tests check, and the study of fusions. Exit status: 0 ok,
+1 bits differ, 2 usage, 3 out of memory, 4 skipped for want of a GPU, 130 interrupted.
 """
 import argparse
 import functools
 import itertools
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -52,15 +54,25 @@ def main(argv: list[str] | None = None) -> int:
             for level, load in experiment.by_hand.items():
                 if level == "Triton" or (level == "CUDA C++" and not extension.missing()):
                     different += _compare(name, level, load(), experiment)
-        for rung in () if series.missing() else series.RUNGS:
-            rung_alone = functools.partial(_forward, rung)
-            different += _compare("attention", f"rung {rung.name}", rung_alone, EXPERIMENTS["attention"])
+        if not series.missing():
+            for name, call in _rungs().items():
+                different += _compare("attention", name, call, EXPERIMENTS["attention"])
     return EXIT["failed" if different else "ok"]
 
 
-def _forward(rung: series.Rung, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """A rung has no backward."""
-    return series.attention(rung, q.detach(), k.detach(), v.detach())[0]
+def _rungs() -> dict[str, Callable]:
+    """Name -> what of a rung's results has the same bits each time. None is under autograd."""
+    def forward(rung: series.Rung, *given: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.detach() for each in given)
+        return series.attention(rung, q, k, v)[0]
+
+    def backward(rung: series.Rung, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v = (each.detach() for each in given)
+        y, log_sum = series.attention(series.RUNGS[-1], q, k, v)
+        return series.gradients(rung, q, k, v, y, log_sum, torch.ones_like(y))[1:]
+
+    return {**{f"rung {rung.name}": functools.partial(forward, rung) for rung in series.RUNGS},
+            **{f"backward {rung.name}": functools.partial(backward, rung) for rung in series.BACKWARD_RUNGS}}
 
 
 def _compare(name: str, level: str, call, experiment: Experiment) -> int:

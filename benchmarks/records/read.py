@@ -104,7 +104,7 @@ def versions(record: Record) -> dict[str, str]:
     return {name: library["version"] for name, library in record["dependencies"].items()}
 
 
-SETTINGS = ("amp_dtype", "dropout", "parameters", "fp8_weights", "fp8_attention")      # of a variant, from the config
+SETTINGS = ("amp_dtype", "dropout", "parameters", "fp8_weights", "fp8_attention", "attention")     # from the config
 
 
 def label(record: Record, engine: bool = True, settings: bool = True) -> str:
@@ -130,6 +130,8 @@ def _word(key: str, value: Any, record: Record) -> str:
         return f"weights {value}"
     if key == "fp8_attention":
         return "FP8 attention"
+    if key == "attention":
+        return f"attention by the {value}"
     if key == "size":
         return size_in_words(value)
     if isinstance(value, list):

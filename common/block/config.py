@@ -11,6 +11,8 @@ NARROWEST = 32              # E in TF32 or 16 bits: over fewer elements rounding
                             # block can fail the check
 LARGEST = 2**24             # of a size: more is taken for a typing error
 FP8_WEIGHTS = ("per-call", "cached", "kept")
+SDPA, SERIES = ATTENTIONS = ("sdpa", "series")      # PyTorch's fused kernels, or benchmarks/kernels/cuda/attention
+SERIES_WIDTHS = (64, 128)   # of a head
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
@@ -34,6 +36,7 @@ class BlockConfig:
     amp_dtype: torch.dtype | None = torch.float16     # autocast's dtype; None: no autocast, and no FP8 in step 4
     fp8_weights: str = "per-call"                     # step 4: when weights are quantized, one of FP8_WEIGHTS
     fp8_attention: bool = False                       # step 4: attention in FP8 too
+    attention: str = SDPA                             # steps 2 and 3: whose kernels, one of ATTENTIONS
 
     def __post_init__(self):
         if self.ffn_hidden_size is None:
@@ -58,6 +61,8 @@ class BlockConfig:
             raise ValueError(f"amp_dtype is {self.amp_dtype}: give torch.float16, torch.bfloat16 or None")
         if self.fp8_weights not in FP8_WEIGHTS:
             raise ValueError(f"fp8_weights is {self.fp8_weights!r}: give one of {', '.join(FP8_WEIGHTS)}")
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"attention is {self.attention!r}: give one of {', '.join(ATTENTIONS)}")
 
     @property
     def head_dim(self) -> int:
@@ -88,6 +93,19 @@ class BlockConfig:
             if value % 16:
                 raise ValueError(f"FP8 needs {name} divisible by 16, not {value}: try {value + 16 - value % 16}, "
                                  "or, in a script, run without FP8 by --amp-dtype none")
+
+    def check_series(self, dtype: str) -> None:
+        """Raise ValueError unless the series' kernels take this shape and `dtype`, what attention computes in."""
+        if dtype not in ("float16", "bfloat16"):
+            raise ValueError(f"attention by the series is in 16 bits, not {dtype}: leave out --amp-dtype none")
+        if self.head_dim not in SERIES_WIDTHS:
+            tries = " or ".join(str(self.hidden_size // width) for width in SERIES_WIDTHS
+                                if self.hidden_size % width == 0)
+            raise ValueError(f"attention by the series has heads of {' or '.join(map(str, SERIES_WIDTHS))}, not "
+                             f"{self.head_dim}: " + (f"try num_heads {tries}" if tries else
+                                                     f"try a hidden_size divisible by {SERIES_WIDTHS[0]}"))
+        if self.dropout:
+            raise ValueError("attention by the series has no dropout: leave out --dropout")
 
     @property
     def dimensions(self) -> dict[str, int]:

@@ -29,6 +29,7 @@ KINDS = {
     "FP32 matmul": r"ffma|simt_sgemm|[^a-z]sgemm|gemmSN|gemv|gemm.*f32f32_f32f32",
     "FP64 matmul": r"dgemm|d884|gemm.*f64",
     "fused attention in FP8": r"sdpa.*(e4m3|e5m2|fp8|_f8)",
+    "CUDA C++ attention": r"namespace\)::attention_(forward|backward)<",
     "cuDNN attention": r"cudnn_generated.*sdpa|cudnn.*(flash|mha|fmha)",
     "FlashAttention": r"flash_(fwd|bwd)|flash::|_scaled_dot_product_flash_attention",
     "memory-efficient attention": r"fmha_cutlass|mem_eff|_efficient_attention",
@@ -42,6 +43,7 @@ KINDS = {
     "matmul": r"gemm|nvjet|cutlass.*Kernel|^aten::(mm|addmm|bmm|baddbmm)$|mkldnn.*(matmul|linear)",
 }
 FUSED_ATTENTION = ("cuDNN attention", "FlashAttention", "memory-efficient attention", "fused attention in FP8")
+SERIES_ATTENTION = "CUDA C++ attention"               # of benchmarks/kernels/cuda/attention
 BY_HAND = "by hand"            # no fused kernel computes the attention, if there is one
 _PATTERNS = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in KINDS.items()}
 
@@ -60,7 +62,7 @@ class Evidence:
 
     @property
     def attention(self) -> str:
-        return next((kind for kind in FUSED_ATTENTION if self.kinds[kind]), BY_HAND)
+        return next((kind for kind in (*FUSED_ATTENTION, SERIES_ATTENTION) if self.kinds[kind]), BY_HAND)
 
 
 def observe(iteration: Callable, device: torch.device, trace: str | None = None) -> Counter:

@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from .evidence import FUSED_ATTENTION, Claims
+from .config import SDPA, SERIES
+from .evidence import FUSED_ATTENTION, SERIES_ATTENTION, Claims
 from .precision import cpu_multiplies_bfloat16
 
 BY_HAND, FUSED, FUSED_IN_16_BITS = "by hand", "fused", "fused in 16 bits"      # attention
@@ -84,13 +85,15 @@ class Traits:
         """Whether it keeps S x S scores for its backward, as attention by hand does, and on a CPU all of them may."""
         return self.attention == BY_HAND or device.type == "cpu"
 
-    def claims(self, matmul: str, device: torch.device) -> Claims | None:
-        """Which kernels must and must not run where it multiplies in `matmul` (`Arithmetic.matmul`)."""
+    def claims(self, matmul: str, device: torch.device, attention: str = SDPA) -> Claims | None:
+        """Which kernels must and must not run where it multiplies in `matmul` (`Arithmetic.matmul`), and where fused
+        attention is by `attention`, one of ATTENTIONS.
+        """
         if not self.claimed:
             return None
-        return self._claims_on_gpu(matmul) if device.type == "cuda" else self._claims_on_cpu()
+        return self._claims_on_gpu(matmul, attention) if device.type == "cuda" else self._claims_on_cpu()
 
-    def _claims_on_gpu(self, matmul: str) -> Claims:
+    def _claims_on_gpu(self, matmul: str, attention: str) -> Claims:
         own = _MATMUL_KERNELS[matmul]
         needed: list[tuple[str, ...]] = [(own,)]
         forbidden = list(_TENSOR_CORES)
@@ -100,6 +103,9 @@ class Traits:
         if self.attention == BY_HAND:
             needed += [("softmax",), ("mask",)]
             forbidden += FUSED_ATTENTION
+        elif fused and attention == SERIES:
+            needed.append((SERIES_ATTENTION,))
+            forbidden += [*FUSED_ATTENTION, "softmax", "mask"]
         elif fused and matmul != "float64":
             needed.append(FUSED_ATTENTION)
             forbidden += ["softmax", "mask"]

@@ -27,7 +27,7 @@ from ..runtime import rounds, timing
 # own (triton_tem) attends. On a CPU the names are operators.
 CATEGORIES = {
     "attention": r"^(?!triton_(poi|red|per)_).*(sdpa|flash_(fwd|bwd)|flash::|fmha|mem_eff|_attention|cudnn::fusion::"
-                 r"|fused_attn)",
+                 r"|fused_attn|\battention_(forward|backward))",
     "GEMM": r"gem[mv]|nvjet|splitKreduce|cutlass.*Kernel|^aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|mkldnn.*linear",
     "softmax and mask": r"softmax|masked_fill|triu|tril|dropout|BUnaryFunctor<.*MulFunctor",      # the scores' scaling
     "normalisation and activation": r"layer_?norm|GammaBeta|\bln_\w*(fwd|bwd)|normalization::|gelu",

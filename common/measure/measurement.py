@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ..block import evidence
+from ..block.config import SDPA
 from ..block.workload import Workload
 from ..outcome import Failed
 from ..report.result import Result, Row
@@ -185,7 +186,7 @@ def see_kernels(subject: Subject, iteration: Iteration, mode: str, result: Resul
         kernels = evidence.observe(clean_iteration, device, trace)
     except OSError as error:
         raise Failed(f"--profile {trace}: {error.strerror}") from None
-    claims = result.traits.claims(result.matmul, device)
+    claims = result.traits.claims(result.matmul, device, result.config.attention if result.config else SDPA)
     uncompiled = None
     if claims and compiler.is_compiled(subject.call):
         with torch.compiler.set_stance("force_eager"):

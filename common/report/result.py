@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..block.config import BlockConfig, dtype_name
+from ..block.config import SDPA, BlockConfig, dtype_name
 from ..block.evidence import Evidence
 from ..block.traits import Traits
 from ..runtime import machine
@@ -153,4 +153,6 @@ class Result:
             settings["fp8_weights"] = config.fp8_weights
         if config.fp8_attention:
             settings["fp8_attention"] = True
+        if config.attention != SDPA:
+            settings["attention"] = config.attention
         return settings

@@ -111,6 +111,9 @@ MISTAKES = [
     (1, ["--param-dtype", "amp", "--amp-dtype", "none"], "--param-dtype amp", "--amp-dtype"),
     (2, ["--fp8-weights", "cached"], "--fp8-weights", "unrecognized"),
     (2, ["--fp8-attention"], "--fp8-attention", "unrecognized"),
+    (1, ["--attention", "series"], "--attention", "unrecognized"),
+    (4, ["--attention", "series"], "--attention", "unrecognized"),
+    (2, ["--attention", "mine"], "mine", "'sdpa', 'series'"),
 ]
 for size, wrong in itertools.product(SIZES, ("0", "-3", "1000000000")):
     MISTAKES.append((0, [f"--{size}", wrong], wrong, "give a whole number"))
@@ -259,6 +262,14 @@ def test_without_a_cpp_compiler_step_3_is_skipped(main, nothing_timed, monkeypat
 def test_attention_in_fp8_is_skipped_where_it_is_only_emulated(main, nothing_timed):
     status, out, err = main(4, *TINY, "--fp8-attention")
     assert status == 4 and "needs Transformer Engine" in one_line(err)
+    assert card_value(out, "status").startswith("skipped: ")
+
+
+@no_gpu
+@pytest.mark.parametrize("step", [2, 3])
+def test_attention_by_the_series_is_skipped_without_a_gpu(main, nothing_timed, step):
+    status, out, err = main(step, *TINY, "--attention", "series")
+    assert status == 4 and "attention by the series: there is no GPU" in one_line(err)
     assert card_value(out, "status").startswith("skipped: ")
 
 

@@ -1,13 +1,15 @@
-"""Attention's forward in CUDA C++, rung by rung: a file for each idea, to be read beside the one before it.
+"""Attention in CUDA C++, rung by rung: a file for each idea, to be read beside the one before it.
 
     for rung in RUNGS:
         y, log_sum = attention(rung, q, k, v, causal=True)
+    for rung in BACKWARD_RUNGS:
+        dq, dk, dv = gradients(rung, q, k, v, y, log_sum, dy, causal=True)
 
     python -m benchmarks.kernels.cuda.series            # each rung once, under ncu: attention/README.md has the command
 
-The files are those of the folder attention/. Each compiles alone, by nvcc, into a library of one function. They share
-series.cuh (how one is called), and wgmma.cuh and tma.cuh (Hopper's instructions). A library is kept in the folder of
-the other kernels' builds.
+The files are those of the folder attention/, the backward's in attention/backward/. Each compiles alone, by nvcc, into
+a library of one function. They share series.cuh (how one is called), and wgmma.cuh and tma.cuh (Hopper's instructions).
+A library is kept in the folder of the other kernels' builds.
 """
 import ctypes
 import functools
@@ -16,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,14 +27,16 @@ from torch import Tensor
 
 from common.outcome import EXIT
 
-from ..inputs import require_dtype, require_like
+from ..inputs import described, require_dtype, require_like
 from . import extension
 
 FOLDER = extension.FOLDER / "attention"
+BACKWARD_FOLDER = FOLDER / "backward"
 ARCHITECTURE = "sm_90a"                   # Hopper, with the instructions that no later GPU has
 HOPPER = (9, 0)
 WIDTHS = (64, 128)
 MOST_HEADS = 2**16 - 1                    # of all sequences: blocks along a grid's second dimension
+ROWS_PADDED_TO = 128                      # PADDED_TO in backward.cuh
 FLAGS = ["-O3", "-std=c++17", "-lineinfo", f"-gencode=arch=compute_90a,code={ARCHITECTURE}", "-shared", "-Xcompiler",
          "-fPIC"]
 
@@ -51,12 +56,17 @@ class Rung:
         return self.path.stem.replace("_", " ")
 
 
-RUNGS = tuple(sorted(map(Rung, FOLDER.glob("[0-9]*.cu")), key=lambda rung: rung.number))
+def _rungs(folder: Path) -> tuple[Rung, ...]:
+    return tuple(sorted(map(Rung, folder.glob("[0-9]*.cu")), key=lambda rung: rung.number))
+
+
+RUNGS, BACKWARD_RUNGS = _rungs(FOLDER), _rungs(BACKWARD_FOLDER)
+POINTERS = "q", "k", "v", "y", "log_sum", "dy", "dq", "dk", "dv", "dq_sums", "row_numbers"
 
 
 class _Arguments(ctypes.Structure):
     """As in series.cuh."""
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("q", "k", "v", "y", "log_sum")),
+    _fields_ = [*((name, ctypes.c_void_p) for name in POINTERS),
                 *((name, ctypes.c_int32) for name in ("batch", "heads", "kv_heads", "length", "width", "is_bfloat16",
                                                       "is_causal")),
                 ("stream", ctypes.c_void_p), ("facts", ctypes.c_void_p)]
@@ -92,13 +102,41 @@ def attention(rung: Rung, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) 
     where the series can't run.
     """
     _require(q, k, v)
-    if reason := missing():
-        raise RuntimeError(f"the series can't run here: {reason}")
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v)):
+        raise ValueError("a rung of the forward has no gradients: call it under torch.no_grad(), or detach q, k and v")
+    _require_hopper(q)
     q, k, v = (_aligned(each) for each in (q, k, v))
     y, log_sum = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     if q.numel():
-        _call(rung, q, k, v, y, log_sum, causal)
+        _call(rung, {"q": q, "k": k, "v": v, "y": y, "log_sum": log_sum}, causal)
     return y, log_sum
+
+
+def gradients(rung: Rung, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor, dy: Tensor, causal: bool = True
+              ) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), like q, k and v, by a rung of the backward.
+
+    q, k, v, `causal` and errors as `attention`'s, y and log_sum its results, dy the gradient of y and like it. Sums are
+    in FP32; probabilities and the gradients of scores are rounded to 16 bits before they are multiplied. dq is summed
+    in an order that may differ between calls.
+    """
+    _require(q, k, v)
+    require_like("y", y, q, name_of_x="q")
+    require_like("dy", dy, q, name_of_x="q")
+    expected = q.shape[:3], torch.float32, q.device
+    if not isinstance(log_sum, Tensor) or (log_sum.shape, log_sum.dtype, log_sum.device) != expected:
+        raise ValueError(f"log_sum is {described(log_sum)}: give what `attention` returned")
+    _require_hopper(q)
+    B, H, S, D = q.shape
+    given = {name: _aligned(each.detach()) for name, each in
+             (("q", q), ("k", k), ("v", v), ("y", y), ("log_sum", log_sum), ("dy", dy))}
+    found = {"dq": torch.empty_like(given["q"]), "dk": torch.empty_like(given["k"]), "dv": torch.empty_like(given["v"])}
+    if q.numel():
+        padded = -(-S // ROWS_PADDED_TO) * ROWS_PADDED_TO
+        room = {"dq_sums": q.new_empty(B, H, S, D, dtype=torch.float32),
+                "row_numbers": q.new_empty(B, H, padded, 2, dtype=torch.float32)}
+        _call(rung, given | found | room, causal)
+    return found["dq"], found["dk"], found["dv"]
 
 
 def facts(rung: Rung, width: int, dtype: torch.dtype) -> Facts:
@@ -106,19 +144,20 @@ def facts(rung: Rung, width: int, dtype: torch.dtype) -> Facts:
     if reason := missing():
         raise RuntimeError(f"the series can't run here: {reason}")
     found, x = Facts(), torch.empty(1, 1, 1, width, dtype=dtype, device="cuda")
-    _call(rung, x, x, x, x, x.new_empty(1, 1, 1, dtype=torch.float32), False, found)
+    _call(rung, dict.fromkeys(POINTERS, x), False, found)
     return found
 
 
-def _call(rung: Rung, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor, causal: bool,
-          told: Facts | None = None) -> None:
+def _call(rung: Rung, tensors: Mapping[str, Tensor], causal: bool, told: Facts | None = None) -> None:
     """On q's GPU and its current stream. Raises RuntimeError with CUDA's error."""
+    q, k = tensors["q"], tensors["k"]
     B, H, S, D = q.shape
     with torch.cuda.device(q.device):
+        pointers = (tensors[name].data_ptr() if name in tensors else None for name in POINTERS)
         arguments = _Arguments(
-            *(each.data_ptr() for each in (q, k, v, y, log_sum)), B, H, k.size(1), S, D, q.dtype == torch.bfloat16,
-            causal, torch.cuda.current_stream().cuda_stream, ctypes.addressof(told) if told is not None else None)
-        if error := _library(rung).attention_forward(ctypes.byref(arguments)):
+            *pointers, B, H, k.size(1), S, D, q.dtype == torch.bfloat16, causal,
+            torch.cuda.current_stream().cuda_stream, ctypes.addressof(told) if told is not None else None)
+        if error := _library(rung).run(ctypes.byref(arguments)):
             raise RuntimeError(f"{rung.path.name}: {error.decode()}")
 
 
@@ -133,10 +172,13 @@ def _require(q: Tensor, k: Tensor, v: Tensor) -> None:
     require_like("v", v, k, name_of_x="k")
     if q.size(0) * q.size(1) > MOST_HEADS:
         raise ValueError(f"q is {tuple(q.shape)}: give at most {MOST_HEADS} heads in all sequences together")
-    if torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v)):
-        raise ValueError("the series has no backward: call it under torch.no_grad(), or detach q, k and v")
+
+
+def _require_hopper(q: Tensor) -> None:
     if not q.is_cuda:
         raise ValueError(f"q is on {q.device}: a CUDA kernel needs a GPU")
+    if reason := missing():
+        raise RuntimeError(f"the series can't run here: {reason}")
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -148,13 +190,13 @@ def _aligned(x: Tensor) -> Tensor:
 @functools.cache
 def _library(rung: Rung) -> ctypes.CDLL:
     library = ctypes.CDLL(str(built(rung)))
-    library.attention_forward.restype = ctypes.c_char_p
+    library.run.restype = ctypes.c_char_p
     return library
 
 
 def built(rung: Rung) -> Path:
     """Its library, from the cache where it is there. Raises RuntimeError with nvcc's first error."""
-    folder = extension.cache_folder() / "attention"
+    folder = extension.cache_folder() / rung.path.parent.name
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{rung.path.stem}-{_key(rung)}.so"
     with extension.alone(folder):
@@ -180,7 +222,7 @@ def compiled(rung: Rung, into: Path, *more_flags: str) -> subprocess.CompletedPr
 def _key(rung: Rung) -> str:
     """Of all that a build depends on."""
     content = hashlib.sha256(repr((FLAGS, extension.nvcc_version())).encode())
-    for path in [rung.path, *sorted([*FOLDER.glob("*.cuh"), *extension.FOLDER.glob("*.cuh")])]:
+    for path in [rung.path, *sorted(extension.FOLDER.rglob("*.cuh"))]:
         content.update(path.name.encode() + path.read_bytes())
     return content.hexdigest()[:16]
 
@@ -190,9 +232,11 @@ def main() -> int:
     if reason := missing():
         print(f"series: skipped: {reason}", file=sys.stderr)
         return EXIT["skipped"]
-    q, k, v = (torch.randn(4, 16, 4096, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k, v, dy = (torch.randn(4, 16, 4096, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     for rung in RUNGS:
-        attention(rung, q, k, v, causal=False)
+        y, log_sum = attention(rung, q, k, v, causal=False)
+    for rung in BACKWARD_RUNGS:
+        gradients(rung, q, k, v, y, log_sum, dy, causal=False)
     torch.cuda.synchronize()
     return EXIT["ok"]
 

@@ -2,14 +2,18 @@
 
     python -m benchmarks attention --json attention.jsonl --chart attention
     python -m benchmarks attention --width 128 --mask causal --lengths 8192 --way "9 ping pong" --way cuDNN
+    python -m benchmarks attention --pass backward
 
-The forward of attention, softmax(q k^T / sqrt(D)) v, in BF16: ten files of one idea each, from tiles on ordinary cores
-to warps that only copy and a softmax under products (benchmarks/kernels/cuda/attention), beside the kernels of cuDNN,
-of FlashAttention in PyTorch, of Triton by hand and of FlexAttention. Each is held against FP64, then all of a width, a
-mask and a length are timed in shared rounds. TFLOP/s count 4 S^2 D for each head, half of it under a causal mask. The
-series needs nvcc and a Hopper GPU. --quick leaves out FlexAttention and the two lengths in the middle.
+Attention, softmax(q k^T / sqrt(D)) v, in BF16: files of one idea each, ten for the forward and four for the backward,
+from tiles on ordinary cores to warps that only copy and a softmax under products (benchmarks/kernels/cuda/attention),
+beside the kernels of cuDNN, of FlashAttention in PyTorch, of Triton by hand and of FlexAttention. Each is held against
+FP64, then all of a pass, a width, a mask and a length are timed in shared rounds. TFLOP/s count 4 S^2 D for each head,
+10 S^2 D in the backward, half of it under a causal mask. The series needs nvcc and a Hopper GPU. --quick leaves out
+FlexAttention and the two lengths in the middle.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
+import functools
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -21,28 +25,30 @@ from benchmarks.records.files import file_of
 from benchmarks.records.read import read
 from benchmarks.show.study import Options, Study, register
 from benchmarks.studies.attention import stalls, tables
-from benchmarks.studies.attention.subjects import FLEX, LIBRARIES, MASKS, RUNG, case
+from benchmarks.studies.attention.subjects import FLEX, LIBRARIES, MASKS, PASSES, RUNGS_OF, WAYS, case
 from common.command_line import Parser
 from common.measure.cases import Group
-from common.runtime.iteration import FORWARD, LAUNCHES
+from common.runtime.iteration import BACKWARD, FORWARD, LAUNCHES
 
 EAGER = LAUNCHES[:1]                       # a table marks where a forward takes no longer than its launch
 
 
 def groups(options: Options) -> Iterator[Group]:
-    """One for each width, mask and length."""
-    for width in options.width:
-        for mask in options.mask:
-            for length in options.lengths:
-                size = max(1, options.config.tokens // length), options.config.hidden_size // width, length, width
-                cases = [case(way, mask, size, options) for way in options.way]
-                yield Group(cases, modes=(FORWARD,), launches=EAGER, calibrated=False, may_not_fit=True)
+    """One for each pass, width, mask and length."""
+    every = itertools.product(options.passes, options.width, options.mask, options.lengths)
+    for mode, width, mask, length in every:
+        size = max(1, options.config.tokens // length), options.config.hidden_size // width, length, width
+        ways = [way for way in options.way if way in RUNGS_OF[mode] or way in LIBRARIES]
+        if ways:
+            cases = [case(way, mask, size, options, mode) for way in ways]
+            yield Group(cases, modes=(mode,), launches=EAGER, calibrated=False, may_not_fit=True)
 
 
 def add_arguments(parser: Parser) -> None:
     """Beside those of all studies."""
     add = parser.add_argument
-    add("--way", choices=(*RUNG, *LIBRARIES), action="append", help="only this one; may be repeated")
+    add("--pass", dest="passes", choices=PASSES, action="append", help="only this one (default: both)")
+    add("--way", choices=WAYS, action="append", help="only this one; may be repeated")
     add("--mask", choices=MASKS, action="append", help="only this one (default: both)")
     add("--width", type=int, choices=series.WIDTHS, action="append", help="of a head (default: both)")
     add("--lengths", type=lengths, metavar="LIST",
@@ -51,12 +57,13 @@ def add_arguments(parser: Parser) -> None:
 
 
 def refine(options: Options) -> None:
-    """Ways, masks, widths and lengths. Raises ValueError for a width that the shape can't be cut into."""
+    """Passes, ways, masks, widths and lengths. Raises ValueError for a width that the shape can't be cut into."""
     on_gpu = options.device.type == "cuda"
     every = (512, 2048, 8192, 16384) if on_gpu else (128, 512)
     options.lengths = options.lengths or ((every[0], every[-1]) if options.quick else every)
     options.mask = options.mask or MASKS
-    options.way = options.way or [way for way in (*RUNG, *LIBRARIES) if not options.quick or way != FLEX]
+    options.passes = options.passes or PASSES
+    options.way = options.way or [way for way in WAYS if not options.quick or way != FLEX]
     options.config = options.config.replace(amp_dtype=torch.bfloat16 if on_gpu else None)
     E = options.config.hidden_size
     options.width = options.width or [width for width in series.WIDTHS[::-1] if E % width == 0] or [min(series.WIDTHS)]
@@ -66,8 +73,8 @@ def refine(options: Options) -> None:
                              "--hidden-size")
 
 
-def _recorded() -> str:
-    return f"```\n{tables.summary(read(file_of(RESULTS / 'h100' / 'attention-te-tutorial')), 120)}\n```"
+def _recorded(mode: str) -> str:
+    return f"```\n{tables.summary(read(file_of(RESULTS / 'h100' / 'attention-te-tutorial')), mode, 120)}\n```"
 
 
 def _stalls() -> str:
@@ -76,5 +83,6 @@ def _stalls() -> str:
 
 register(Study("attention", __doc__, groups, text=tables.text, charts=tables.charts, answer=tables.answer,
                add_arguments=add_arguments, refine=refine, compiles_anew=True, place=13,
-               parts={"attention rungs": _recorded, "attention stalls": _stalls},
+               parts={"attention rungs": functools.partial(_recorded, FORWARD),
+                      "attention backward rungs": functools.partial(_recorded, BACKWARD), "attention stalls": _stalls},
                no_chart="it takes two rungs"))

@@ -1,11 +1,12 @@
 """What the study of attention tells of its records: every way by length, what each rung buys, and a chart."""
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from benchmarks.kernels.cuda.series import RUNGS
-from benchmarks.records.read import Run, paired, runs, verdict
+from benchmarks.records.read import Run, case, paired, runs, verdict
 from benchmarks.show.charts import Charts, lines_chart
 from benchmarks.show.tables import NO_ANSWER, framed
-from benchmarks.studies.attention.subjects import CUDNN, RUNG, flops
+from benchmarks.studies.attention.subjects import CUDNN, PASSES, RUNGS_OF, flops
 from common.report.metrics import SHARE
 from common.report.record import Record
 from common.runtime.iteration import FORWARD
@@ -13,15 +14,16 @@ from common.runtime.peaks import BURST
 from common.text import figures, only, ratio, table
 
 SAID = """\
-TFLOP/s, by the median. x cuDNN: how many times as fast, in the same rounds; its interval is in the records. Error: of
-y, or of the logarithm of the rows' sums, against FP64. *: more than a fifth of its time is the host's, for
-launching."""
+TFLOP/s, by the median. x cuDNN: how many times as fast, in the same rounds; its interval is in the records. Error
+against FP64: of y or of the logarithm of the rows' sums, in the backward of the worst gradient. *: more than a fifth of
+its time is the host's, for launching."""
+NOT_RECORDED = "Not recorded yet."
 STEPS = """\
 x before: how many times as fast as the rung before it, in the same rounds. % of limit: of this machine's matmul rate.
 Registers are of a thread when it starts, KiB of shared memory of a block, and blocks are those that a multiprocessor
 holds at once."""
 
-Kind = tuple[str, int]                     # a mask, and the width of a head
+Kind = tuple[str, str, int]                # a pass, a mask, and the width of a head
 Timed = dict[int, dict[str, Run]]          # length -> way -> its run
 
 
@@ -32,15 +34,16 @@ def text(lines: list[Record], width: int | None = None) -> str:
     return framed(lines, [*shown, SAID if shown else "", *_steps(every, width), _without_time(lines)], every)
 
 
-def summary(lines: list[Record], width: int | None = None) -> str:
-    """What each rung buys, and where this was recorded."""
-    return framed(lines, _steps(_timed(lines), width), [])
+def summary(lines: list[Record], mode: str, width: int | None = None) -> str:
+    """What each rung of a pass buys, and where this was recorded."""
+    of_pass = [line for line in lines if pass_of(case(line)["variant"]) == mode]
+    return framed(of_pass, _steps(_timed(of_pass), width), []) if of_pass else NOT_RECORDED
 
 
 def _steps(every: Sequence[Run], width: int | None) -> list[str]:
     """A table for each mask and width of which rungs were timed."""
     found = [_by_rung(kind, timed, width) for kind, timed in _kinds(every).items()
-             if set(RUNG) & set(timed[_longest_of_most(timed)])]
+             if RUNGS_OF[kind[0]].keys() & timed[_longest_of_most(kind[0], timed)].keys()]
     return [*found, STEPS] if found else []
 
 
@@ -54,35 +57,47 @@ def _without_time(lines: list[Record]) -> str:
 
 
 def _kinds(every: Sequence[Run]) -> dict[Kind, Timed]:
-    """What was timed, wider heads first."""
+    """What was timed, the forward first, and wider heads."""
     found: dict[Kind, Timed] = {}
     for run in every:
         _, _, length, head_width = run.variant["size"]
-        found.setdefault((run.variant["mask"], head_width), {}).setdefault(length, {})[run.variant["way"]] = run
-    return {kind: dict(sorted(found[kind].items())) for kind in sorted(found, key=lambda kind: (-kind[1], kind[0]))}
+        kind = pass_of(run.variant), run.variant["mask"], head_width
+        found.setdefault(kind, {}).setdefault(length, {})[run.variant["way"]] = run
+    order = sorted(found, key=lambda kind: (PASSES.index(kind[0]), -kind[2], kind[1]))
+    return {kind: dict(sorted(found[kind].items())) for kind in order}
+
+
+def pass_of(variant: Mapping[str, Any]) -> str:
+    """The pass that a row is of."""
+    return variant.get("pass", FORWARD)
+
+
+def _title(kind: Kind) -> str:
+    mode, mask, head_width = kind
+    return f"{mask}, D {head_width}" if mode == FORWARD else f"{mode}, {mask}, D {head_width}"
 
 
 def rate(run: Run) -> float | None:
     """TFLOP/s, by the median."""
-    ms = run.best_ms(FORWARD)
-    return flops(run.variant["size"], run.variant["mask"]) / ms / 1e9 if ms else None
+    mode = pass_of(run.variant)
+    ms = run.best_ms(mode)
+    return flops(run.variant["size"], run.variant["mask"], mode) / ms / 1e9 if ms else None
 
 
 def _rate(run: Run) -> str:
     found = rate(run)
-    return figures(found) + "*" * bool(run.launch_bound(FORWARD)) if found else ""
+    return figures(found) + "*" * bool(run.launch_bound(pass_of(run.variant))) if found else ""
 
 
 def _by_length(kind: Kind, timed: Timed, width: int | None) -> str:
-    mask, head_width = kind
     ways = dict.fromkeys(way for of in timed.values() for way in of)
-    headers, rows = [f"{mask}, D {head_width}", "error"], []
+    headers, rows = [_title(kind), "error"], []
     for way in ways:
         of_way = [of[way] for of in timed.values() if way in of]
         row = [way, f"{max(max(run.errors().values()) for run in of_way):.1e}"]
         for of in timed.values():
             run = of.get(way)
-            times = paired(of.get(CUDNN), run, FORWARD) if way != CUDNN else None
+            times = paired(of.get(CUDNN), run, kind[0]) if way != CUDNN else None
             row += [_rate(run) if run else "", f"{times[0]:.2f}" if times else ""]
         rows.append(row)
     for length in timed:
@@ -93,54 +108,69 @@ def _by_length(kind: Kind, timed: Timed, width: int | None) -> str:
 
 def _by_rung(kind: Kind, timed: Timed, width: int | None) -> str:
     """What each idea buys, at the longest length that most rungs have."""
-    (mask, head_width), length = kind, _longest_of_most(timed)
+    mode, length = kind[0], _longest_of_most(kind[0], timed)
     of, rows, before = timed[length], [], None
-    for rung in RUNGS:
+    for rung in RUNGS_OF[mode].values():
         if (run := of.get(rung.name)) is None:
             before = None
             continue
         takes = run.variant["takes"]
-        times = paired(before, run, FORWARD)
-        share = run.figure(SHARE[BURST], FORWARD)
+        times = paired(before, run, mode)
+        share = run.figure(SHARE[BURST], mode)
         rows.append([rung.name, _rate(run),
                      ratio(times) + verdict(*times[1:]) if times else "", "" if share is None else f"{share:.0f}",
                      takes["registers"], f"{takes['shared_bytes'] / 1024:.0f}", takes["blocks"]])
         before = run
-    title = f"{mask}, D {head_width}, S {length:,}"
+    title = f"{_title(kind)}, S {length:,}"
     return table(rows, [title, "TFLOP/s", "x before", "% of limit", "registers", "KiB", "blocks"], width)
 
 
-def _longest_of_most(timed: Timed) -> int:
+def _longest_of_most(mode: str, timed: Timed) -> int:
     """The longest length at which as many rungs were timed as at any."""
-    return max(timed, key=lambda length: (len(set(RUNG) & set(timed[length])), length))
+    return max(timed, key=lambda length: (len(RUNGS_OF[mode].keys() & timed[length].keys()), length))
 
 
 def _timed(lines: list[Record]) -> list[Run]:
     """What an interrupted run did not get to has no time."""
-    return [run for run in runs(lines) if run.status == "ok" and run.best_ms(FORWARD)]
+    return [run for run in runs(lines) if run.status == "ok" and run.best_ms(pass_of(run.variant))]
 
 
 def charts(lines: list[Record]) -> Charts:
-    """TFLOP/s by rung, at the longest length."""
-    series_of: dict[str, list[tuple[float, float]]] = {}
-    for (mask, head_width), timed in _kinds(_timed(lines)).items():
-        length = _longest_of_most(timed)
-        of_rungs = [(rung.number, rate(timed[length][rung.name])) for rung in RUNGS if rung.name in timed[length]]
-        points = [(float(number), found) for number, found in of_rungs if found]
-        if len(points) > 1:
-            series_of[f"{mask}, D {head_width}, S {length:,}"] = points
-    if not series_of:
-        return {}
-    title = "Attention by hand, rung by rung"
-    return {"rungs": lambda: lines_chart(series_of, "rung", "TFLOP/s", title, {}, logarithmic_x=False)}
+    """TFLOP/s by rung, at the longest length; the backward apart."""
+    drawn: dict[str, Callable[[], Any]] = {}
+    for mode, name in zip(PASSES, ("rungs", "backward"), strict=True):
+        series_of: dict[str, list[tuple[float, float]]] = {}
+        for kind, timed in _kinds(_timed(lines)).items():
+            if kind[0] == mode and len(points := _points(mode, timed)) > 1:
+                _, mask, head_width = kind
+                series_of[f"{mask}, D {head_width}, S {_longest_of_most(mode, timed):,}"] = points
+        if series_of:
+            title = f"Attention by hand, rung by rung: {mode}"
+            drawn[name] = functools.partial(lines_chart, series_of, "rung", "TFLOP/s", title, {}, logarithmic_x=False)
+    return drawn
+
+
+def _points(mode: str, timed: Timed) -> list[tuple[float, float]]:
+    """(rung, TFLOP/s), at the longest length."""
+    of = timed[_longest_of_most(mode, timed)]
+    found = [(rung.number, rate(of[rung.name])) for rung in RUNGS_OF[mode].values() if rung.name in of]
+    return [(float(number), rate_of_rung) for number, rate_of_rung in found if rate_of_rung]
 
 
 def answer(lines: list[Record]) -> str:
-    """The last rung beside cuDNN: where it is nearest and where it is farthest, of the longest lengths."""
+    """The last rung of each pass beside cuDNN: where it is nearest and where it is farthest, of the longest lengths."""
+    said = [_last_rung(mode, lines) for mode in PASSES]
+    return "; ".join(filter(None, said)) or NO_ANSWER
+
+
+def _last_rung(mode: str, lines: list[Record]) -> str:
+    last = list(RUNGS_OF[mode])[-1]
     found = []
-    for (mask, head_width), timed in _kinds(_timed(lines)).items():
-        length = _longest_of_most(timed)
-        if times := paired(timed[length].get(CUDNN), timed[length].get(RUNGS[-1].name), FORWARD):
+    for kind, timed in _kinds(_timed(lines)).items():
+        of_pass, mask, head_width = kind
+        length = _longest_of_most(of_pass, timed)
+        if of_pass == mode and (times := paired(timed[length].get(CUDNN), timed[length].get(last), mode)):
             found.append((times[0], f"{times[0]:.2f} ({mask}, D {head_width}, S {length:,})"))
-    ends = list(dict.fromkeys(said for _, said in (min(found), max(found)))) if found else []
-    return f"the last of {len(RUNGS)} rungs reaches {' to '.join(ends)} of cuDNN's speed" if found else NO_ANSWER
+    ends = list(dict.fromkeys(words for _, words in (min(found), max(found)))) if found else []
+    which = "rungs" if mode == FORWARD else f"rungs of the {mode}"
+    return f"the last of {len(RUNGS_OF[mode])} {which} reaches {' to '.join(ends)} of cuDNN's speed" if found else ""

@@ -32,13 +32,3 @@ def test_bits_that_differ_fail(differs, status, monkeypatch):
     monkeypatch.setattr(command, "_compare", lambda *_: differs)
     monkeypatch.setattr(command.series, "missing", lambda: "there is no nvcc")
     assert command.main([]) == status
-
-
-def test_each_rung_of_attention_runs_too(monkeypatch):
-    seen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(command, "EXPERIMENTS", {"attention": SimpleNamespace(by_hand={})})
-    monkeypatch.setattr(command.series, "missing", lambda: "")
-    monkeypatch.setattr(command, "_compare", lambda name, level, call, experiment: seen.append((name, level)) or 0)
-    assert command.main([]) == 0
-    assert seen == [("attention", f"rung {rung.name}") for rung in command.series.RUNGS]

@@ -108,6 +108,7 @@ def test_the_series_is_run_on_hopper(a_gpu, monkeypatch):
     monkeypatch.setattr(same_bits, "_compare", lambda name, level, *_: compared.append((name, level)) or 0)
     assert same_bits.main([]) == 0
     rungs = [f"rung {rung.name}" for rung in same_bits.series.RUNGS]
+    rungs += [f"backward {rung.name}" for rung in same_bits.series.BACKWARD_RUNGS]
     assert compared == [("attention", level) for level in ["Triton", "CUDA C++", *rungs]]
 
 

@@ -111,6 +111,7 @@ def test_what_was_recorded_is_read(path):
     (FACTS, {"amp_dtype": None}, "float32", "float32", "2_sdpa, no autocast"),
     (FACTS, {"dropout": 0.5}, "bfloat16", "bfloat16", "2_sdpa, dropout 0.5, all 16-bit"),
     (FACTS, {"fp8_weights": "kept", "fp8_attention": True}, "float32", "float8", "2_sdpa, weights kept, FP8 attention"),
+    (FACTS, {"attention": "series"}, "float32", "bfloat16", "2_sdpa, attention by the series"),
 ])
 def test_a_label_names_what_is_not_the_default(facts, config, dtype, matmul, words):
     config = CPU_CONFIG.replace(**config)

@@ -5,8 +5,9 @@ import re
 import pytest
 import torch
 
+from benchmarks.kernels.cuda import series
 from common import PRESETS, BlockConfig
-from common.block.config import default_preset, dtype_name
+from common.block.config import SERIES_WIDTHS, default_preset, dtype_name
 
 pytestmark = pytest.mark.unit
 
@@ -20,7 +21,7 @@ NO_SIZES = (0, -3, 10**9, 2.0, True, "64")
     *(({field: value}, str(value)) for field in SIZES for value in NO_SIZES),
     ({"dropout": 1.0}, "1.0"), ({"dropout": -0.1}, "-0.1"), ({"dropout": math.nan}, "nan"), ({"dropout": 7}, "7"),
     ({"amp_dtype": torch.float32}, "torch.float32"), ({"amp_dtype": torch.float64}, "torch.float64"),
-    ({"amp_dtype": "float16"}, "float16"), ({"fp8_weights": "sometimes"}, "sometimes"),
+    ({"amp_dtype": "float16"}, "float16"), ({"fp8_weights": "sometimes"}, "sometimes"), ({"attention": "mine"}, "mine"),
 ], ids=lambda value: str(value) if isinstance(value, dict) else "")
 def test_a_wrong_config_is_refused_with_its_value_and_a_fix(change, named):
     with pytest.raises(ValueError, match=re.escape(named)) as error:
@@ -49,6 +50,24 @@ def test_dimensions_that_fp8_cannot_take_are_named(change, field, value, fix):
     config = BlockConfig(**GOOD | change)                    # a good shape without FP8
     with pytest.raises(ValueError, match=re.escape(f"{field} divisible by 16, not {value}: try {fix}")):
         config.check_fp8()
+
+
+@pytest.mark.parametrize("change, dtype, said", [
+    ({}, "float32", "in 16 bits, not float32: leave out --amp-dtype none"),
+    ({"hidden_size": 512, "num_heads": 16}, "float16", "heads of 64 or 128, not 32: try num_heads 8 or 4"),
+    ({"hidden_size": 320, "num_heads": 10}, "float16", "not 32: try num_heads 5$"),
+    ({"hidden_size": 96, "num_heads": 1}, "float16", "not 96: try a hidden_size divisible by 64"),
+    ({"dropout": 0.1}, "bfloat16", "no dropout: leave out --dropout")])
+def test_what_attention_by_the_series_does_not_take_is_named(change, dtype, said):
+    with pytest.raises(ValueError, match=said):
+        BlockConfig(**GOOD | {"hidden_size": 128, "num_heads": 2} | change).check_series(dtype)
+
+
+def test_attention_by_the_series_takes_its_widths_in_16_bits():
+    assert SERIES_WIDTHS == series.WIDTHS
+    for width in SERIES_WIDTHS:
+        for dtype in ("float16", "bfloat16"):
+            BlockConfig(**GOOD | {"hidden_size": 2 * width, "num_heads": 2}).check_series(dtype)
 
 
 def test_a_width_whose_roundings_hardly_average_is_named():

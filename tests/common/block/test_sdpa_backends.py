@@ -2,7 +2,11 @@
 import pytest
 import torch
 
+from benchmarks.kernels.cuda import series_operator
+from common import PRESETS
 from common.block import sdpa_backends
+
+SERIES = PRESETS["tiny"].replace(attention="series")
 
 
 @pytest.mark.unit
@@ -23,3 +27,17 @@ def test_torch_chooses_by_one_attention_on_a_gpu_alone(monkeypatch):
     assert seen == []
     sdpa_backends.settle_backend_order("cuda")
     assert seen == ["meta"]
+
+
+@pytest.mark.unit
+def test_the_series_attends_where_it_is_asked_for_alone(monkeypatch):
+    assert sdpa_backends.series_attention(PRESETS["tiny"]) is None
+    monkeypatch.setattr(series_operator, "missing", lambda: "")
+    assert sdpa_backends.series_attention(SERIES) is series_operator.scaled_dot_product_attention
+
+
+@pytest.mark.unit
+def test_where_the_series_cannot_run_it_is_skipped_with_the_reason(monkeypatch):
+    monkeypatch.setattr(series_operator, "missing", lambda: "there is no nvcc")
+    with pytest.raises(NotImplementedError, match="attention by the series: there is no nvcc"):
+        sdpa_backends.series_attention(SERIES)

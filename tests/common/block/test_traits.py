@@ -4,7 +4,8 @@ import torch
 
 from common import PRESETS, BlockConfig, steps
 from common.block import oracle, traits
-from common.block.evidence import FUSED_ATTENTION, Claims
+from common.block.config import SERIES
+from common.block.evidence import FUSED_ATTENTION, SERIES_ATTENTION, Claims
 from common.block.traits import BY_HAND, DELAYED, DYNAMIC, FUSED, FUSED_IN_16_BITS, Arithmetic, Traits, amp_default
 
 pytestmark = pytest.mark.unit
@@ -147,6 +148,13 @@ def test_where_no_kernel_is_fused_nothing_is_claimed_of_attention(step, matmul):
     found = claims(step, matmul)
     kinds = {kind for alternatives in found.needed for kind in alternatives}
     assert not kinds & {"softmax", "mask", *FUSED_ATTENTION} and not set(found.forbidden) & {"softmax", "mask"}
+
+
+@pytest.mark.parametrize("step, matmul", [(2, "float16"), (3, "bfloat16")])
+def test_attention_by_the_series_must_be_seen_and_no_librarys(step, matmul):
+    found = steps.load(step).traits.claims(matmul, GPU, SERIES)
+    assert (SERIES_ATTENTION,) in found.needed and FUSED_ATTENTION not in found.needed
+    assert {*FUSED_ATTENTION, "softmax", "mask"} <= set(found.forbidden)
 
 
 def test_what_is_compiled_claims_fewer_launches():

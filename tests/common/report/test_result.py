@@ -84,9 +84,10 @@ def test_settings_are_what_is_not_the_default():
     assert result(facts=H200, config=CONFIG.replace(amp_dtype=torch.float16)).settings == {}
     assert result(config=CONFIG.replace(amp_dtype=None)).settings == {"amp_dtype": "none"}
     assert result(step=0, config=CONFIG.replace(amp_dtype=None)).settings == {}       # it has no autocast to be off
-    changed = CONFIG.replace(dropout=0.1, fp8_weights="kept", fp8_attention=True)
+    changed = CONFIG.replace(dropout=0.1, fp8_weights="kept", fp8_attention=True, attention="series")
     assert result(step=4, config=changed, parameter_dtype="bfloat16").settings == {
-        "dropout": 0.1, "parameters": "bfloat16", "fp8_weights": "kept", "fp8_attention": True}
+        "dropout": 0.1, "parameters": "bfloat16", "fp8_weights": "kept", "fp8_attention": True,
+        "attention": "series"}
 
 
 def test_parameters_of_a_part_without_autocast_are_no_setting():

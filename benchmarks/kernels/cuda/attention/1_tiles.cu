@@ -65,7 +65,7 @@ __device__ float over_row(float value, Combine combine) {
 }
 
 template <typename T, int D>
-__global__ void __launch_bounds__(THREADS) forward(const Inputs<T> in) {
+__global__ void __launch_bounds__(THREADS) attention_forward(const Inputs<T> in) {
     extern __shared__ __align__(16) unsigned char shared[];
     auto& tiles = *reinterpret_cast<Tiles<T, D>*>(shared);
     const int first_row = blockIdx.x * ROWS, head = blockIdx.y;
@@ -133,5 +133,5 @@ __global__ void __launch_bounds__(THREADS) forward(const Inputs<T> in) {
 
 template <typename T, int D>
 const char* launch(const Arguments& a) {
-    return start(forward<T, D>, ROWS, THREADS, sizeof(Tiles<T, D>), a, Inputs<T>(a));
+    return start(attention_forward<T, D>, ROWS, THREADS, sizeof(Tiles<T, D>), a, Inputs<T>(a));
 }

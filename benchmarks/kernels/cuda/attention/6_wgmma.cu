@@ -22,7 +22,7 @@ __device__ void load(T* to, const T* from, int first, int length) {
 }
 
 template <typename T, int D>
-__global__ void __launch_bounds__(THREADS) forward(const Inputs<T> in) {
+__global__ void __launch_bounds__(THREADS) attention_forward(const Inputs<T> in) {
     extern __shared__ __align__(1024) unsigned char shared[];
     T* const q_tile = reinterpret_cast<T*>(shared);
     T* const k_tiles = q_tile + ROWS * D;
@@ -129,5 +129,5 @@ __global__ void __launch_bounds__(THREADS) forward(const Inputs<T> in) {
 
 template <typename T, int D>
 const char* launch(const Arguments& a) {
-    return start(forward<T, D>, ROWS, THREADS, (ROWS + 4 * KEYS) * D * 2, a, Inputs<T>(a));
+    return start(attention_forward<T, D>, ROWS, THREADS, (ROWS + 4 * KEYS) * D * 2, a, Inputs<T>(a));
 }

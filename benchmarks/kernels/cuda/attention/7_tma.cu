@@ -13,8 +13,8 @@ constexpr int ROWS = 64, KEYS = 64, THREADS = 128;
 
 template <typename T, int D>
 __global__ void __launch_bounds__(THREADS)
-forward(const Inputs<T> in, const __grid_constant__ tma::Matrix q, const __grid_constant__ tma::Matrix k,
-        const __grid_constant__ tma::Matrix v) {
+attention_forward(const Inputs<T> in, const __grid_constant__ tma::Matrix q,
+                  const __grid_constant__ tma::Matrix k, const __grid_constant__ tma::Matrix v) {
     extern __shared__ __align__(1024) unsigned char shared[];
     T* const q_tile = reinterpret_cast<T*>(shared);
     T* const k_tiles = q_tile + ROWS * D;
@@ -137,5 +137,6 @@ const char* launch(const Arguments& a) {
     const tma::Matrix v(a.v, a.is_bfloat16, a.batch * a.kv_heads, a.length, D, KEYS);
     if (!q.ok || !k.ok || !v.ok)
         return "the driver makes no tensor map of q, k and v";
-    return start(forward<T, D>, ROWS, THREADS, (ROWS + 4 * KEYS) * D * 2 + 3 * sizeof(tma::Barrier), a, Inputs<T>(a), q, k, v);
+    constexpr int SHARED = (ROWS + 4 * KEYS) * D * 2 + 3 * sizeof(tma::Barrier);
+    return start(attention_forward<T, D>, ROWS, THREADS, SHARED, a, Inputs<T>(a), q, k, v);
 }

@@ -24,8 +24,8 @@ __device__ void end_turn(int next) { asm volatile("bar.arrive %0, 256;" ::"r"(ne
 
 template <typename T, typename A>
 __global__ void __launch_bounds__(A::THREADS, 1)
-forward(const Inputs<T> in, const __grid_constant__ tma::Matrix q, const __grid_constant__ tma::Matrix k,
-        const __grid_constant__ tma::Matrix v) {
+attention_forward(const Inputs<T> in, const __grid_constant__ tma::Matrix q,
+                  const __grid_constant__ tma::Matrix k, const __grid_constant__ tma::Matrix v) {
     constexpr int D = A::D, CONSUMERS = A::CONSUMERS, ROWS = A::ROWS, KEYS = A::KEYS, STAGES = A::STAGES;
     extern __shared__ __align__(1024) unsigned char shared[];
     T* const q_tile = reinterpret_cast<T*>(shared);
@@ -205,5 +205,5 @@ const char* launch(const Arguments& a) {
     const tma::Matrix v(a.v, a.is_bfloat16, a.batch * a.kv_heads, a.length, D, A::KEYS);
     if (!q.ok || !k.ok || !v.ok)
         return "the driver makes no tensor map of q, k and v";
-    return start(forward<T, A>, A::ROWS, A::THREADS, A::SHARED, a, Inputs<T>(a), q, k, v);
+    return start(attention_forward<T, A>, A::ROWS, A::THREADS, A::SHARED, a, Inputs<T>(a), q, k, v);
 }

@@ -19,6 +19,9 @@ struct Arguments {
     const void *q, *k, *v;                       // [B, H, S, D], [B, G, S, D], [B, G, S, D]: H / G heads of q share one
     void* y;                                     // [B, H, S, D]
     float* log_sum;                              // [B, H, S]: the logarithm of each row's sum of exp(score)
+    const void* dy;                              // from here on of the backward alone, null in the forward: [B, H, S, D]
+    void *dq, *dk, *dv;                          // like q, k and v
+    float *dq_sums, *row_numbers;                // room to work in: backward/backward.cuh
     int32_t batch, heads, kv_heads, length, width, is_bfloat16, is_causal;
     cudaStream_t stream;
     Facts* facts;                                // where it is not null, they are told, and nothing runs
@@ -82,11 +85,11 @@ inline cudaError_t tell(const void* kernel, int threads, int shared_bytes, Facts
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&facts.blocks, kernel, threads, shared_bytes);
 }
 
-// Starts a kernel with a block for each `rows` rows of each head. Returns what went wrong, or null.
+// Starts a kernel, or tells its facts. Returns what went wrong, or null.
 template <typename Kernel, typename... Parameters>
-const char* start(Kernel kernel, int rows, int threads, int shared_bytes, const Arguments& a, Parameters... parameters) {
+const char* start(Kernel kernel, dim3 blocks, int threads, int shared_bytes, const Arguments& a,
+                  Parameters... parameters) {
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    const dim3 blocks((a.length + rows - 1) / rows, a.batch * a.heads);
     cudaError_t error;
     if (a.facts) {
         error = tell(reinterpret_cast<const void*>(kernel), threads, shared_bytes, *a.facts);
@@ -97,11 +100,18 @@ const char* start(Kernel kernel, int rows, int threads, int shared_bytes, const 
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
+// The same, with a block for each `rows` rows of each head of q.
+template <typename Kernel, typename... Parameters>
+const char* start(Kernel kernel, int rows, int threads, int shared_bytes, const Arguments& a, Parameters... parameters) {
+    const dim3 blocks((a.length + rows - 1) / rows, a.batch * a.heads);
+    return start(kernel, blocks, threads, shared_bytes, a, parameters...);
+}
+
 // Each rung's own.
 template <typename T, int D>
 const char* launch(const Arguments& a);
 
-extern "C" const char* attention_forward(const Arguments* a) {
+extern "C" const char* run(const Arguments* a) {
     if (a->width == 64)
         return a->is_bfloat16 ? launch<__nv_bfloat16, 64>(*a) : launch<__half, 64>(*a);
     return a->is_bfloat16 ? launch<__nv_bfloat16, 128>(*a) : launch<__half, 128>(*a);

@@ -48,6 +48,12 @@ __device__ void load(T* to, const CUtensorMap& map, int first, int head, Barrier
                      "r"(panel * 64), "r"(first), "r"(head), "r"(shared_address(barrier)) : "memory");
 }
 
+// Starts to copy so many bytes, a multiple of 16, as they lie. The barrier must expect them.
+__device__ inline void load(void* to, const void* from, int bytes, Barrier* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+
 // A matrix [heads, length, width] of 16-bit elements, in boxes of 64 columns and `rows` rows; `ok` is false where the
 // driver refuses it.
 struct Matrix {
