@@ -21,6 +21,7 @@ from common.command_line import Parser, early_ends, hush
 from common.outcome import EXIT
 from common.runtime.iteration import as_list, taking_gradients
 
+SERIES = "series"
 # Of the rows, so many that each program of a backward takes several; of the columns, so many that a thread holds most.
 SIZES: dict[str, list[tuple[int, ...]]] = {
     "hidden": [(3, 1), (5, 1000), (3, 4097), (2000, 256), (1100, 4096), (600, 8200)],
@@ -43,18 +44,23 @@ def results(call, experiment: Experiment, size: tuple[int, ...], dtype: torch.dt
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit status."""
     hush()
-    Parser("kernels", prog="python -m benchmarks kernels", description=__doc__,
-           formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+    parser = Parser("kernels", prog="python -m benchmarks kernels", description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=(*EXPERIMENTS, SERIES), action="append", default=[], metavar="NAME",
+                        help=f"only this operation; {SERIES}: attention rung by rung; may be repeated")
+    only = parser.parse_args(argv).only or (*EXPERIMENTS, SERIES)
     if not torch.cuda.is_available():
         print("kernels: skipped: there is no GPU", file=sys.stderr)
         return EXIT["skipped"]
     different = 0
     with early_ends("kernels"):
         for name, experiment in EXPERIMENTS.items():
+            if name not in only:
+                continue
             for level, load in experiment.by_hand.items():
                 if level == "Triton" or (level == "CUDA C++" and not extension.missing()):
                     different += _compare(name, level, load(), experiment)
-        if not series.missing():
+        if SERIES in only and not series.missing():
             for name, call in _rungs().items():
                 different += _compare("attention", name, call, EXPERIMENTS["attention"])
     return EXIT["failed" if different else "ok"]

@@ -2,7 +2,7 @@
 import csv
 from pathlib import Path
 
-from benchmarks.kernels.cuda.series import RUNGS
+from benchmarks.kernels.cuda.series import BACKWARD_RUNGS, RUNGS
 from common.text import figures, table
 
 STALL = "smsp__average_warps_issue_stalled_"
@@ -28,12 +28,13 @@ def read(path: Path) -> list[Kernel]:
 
 
 def text(path: Path, width: int | None = None) -> str:
-    """A row a rung, of a file that holds the kernels of all of them."""
+    """A row a rung, of a file that holds the kernels of all of them, the backward's last."""
     rows = []
-    for rung, kernel in zip(RUNGS, read(path), strict=True):
+    names = [*(rung.name for rung in RUNGS), *(f"backward {rung.name}" for rung in BACKWARD_RUNGS)]
+    for name, kernel in zip(names, read(path), strict=True):
         stalls = waits(kernel)
         shares = [f"{MEANS[reason]} {share:.0%}" for reason, share in list(stalls.items())[:SHOWN]]
-        rows.append([rung.name, figures(kernel[MILLISECONDS] / 1e6), f"{kernel[TENSOR]:.0f}",
+        rows.append([name, figures(kernel[MILLISECONDS] / 1e6), f"{kernel[TENSOR]:.0f}",
                      f"{kernel[CONFLICTS] / 1e6:,.1f}", f"{ready(kernel):.0%}", ", ".join(shares)])
     headers = ["rung", "ms", "tensor cores, %", "bank conflicts, M", "ready", "the others wait for"]
     return table(rows, headers, width)

@@ -9,7 +9,7 @@ from benchmarks.show.tables import NO_ANSWER, framed
 from benchmarks.studies.attention.subjects import CUDNN, PASSES, RUNGS_OF, flops
 from common.report.metrics import SHARE
 from common.report.record import Record
-from common.runtime.iteration import FORWARD
+from common.runtime.iteration import BACKWARD, FORWARD
 from common.runtime.peaks import BURST
 from common.text import figures, only, ratio, table
 
@@ -158,19 +158,20 @@ def _points(mode: str, timed: Timed) -> list[tuple[float, float]]:
 
 
 def answer(lines: list[Record]) -> str:
-    """The last rung of each pass beside cuDNN: where it is nearest and where it is farthest, of the longest lengths."""
-    said = [_last_rung(mode, lines) for mode in PASSES]
-    return "; ".join(filter(None, said)) or NO_ANSWER
+    """The last rung of each pass beside cuDNN, at the longest lengths: where it is farthest and where it is nearest."""
+    forward, backward = (_last_rung(mode, lines) for mode in PASSES)
+    if not forward:
+        return NO_ANSWER
+    also = f", the last of {len(RUNGS_OF[BACKWARD])} of the backward {backward}" if backward else ""
+    rungs = len(RUNGS_OF[FORWARD])
+    return f"the last of {rungs} rungs reaches {forward} of cuDNN's speed{also}, at the longest lengths"
 
 
 def _last_rung(mode: str, lines: list[Record]) -> str:
-    last = list(RUNGS_OF[mode])[-1]
-    found = []
+    """ "0.94 to 1.08"; "" where it was not timed beside cuDNN."""
+    last, found = list(RUNGS_OF[mode])[-1], []
     for kind, timed in _kinds(_timed(lines)).items():
-        of_pass, mask, head_width = kind
-        length = _longest_of_most(of_pass, timed)
-        if of_pass == mode and (times := paired(timed[length].get(CUDNN), timed[length].get(last), mode)):
-            found.append((times[0], f"{times[0]:.2f} ({mask}, D {head_width}, S {length:,})"))
-    ends = list(dict.fromkeys(words for _, words in (min(found), max(found)))) if found else []
-    which = "rungs" if mode == FORWARD else f"rungs of the {mode}"
-    return f"the last of {len(RUNGS_OF[mode])} {which} reaches {' to '.join(ends)} of cuDNN's speed" if found else ""
+        of = timed[_longest_of_most(kind[0], timed)]
+        if kind[0] == mode and (times := paired(of.get(CUDNN), of.get(last), mode)):
+            found.append(times[0])
+    return f"{min(found):.2f} to {max(found):.2f}" if found else ""

@@ -113,6 +113,17 @@ def test_the_series_is_run_on_hopper(a_gpu, monkeypatch):
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("only, compared", [("SiLU", {"SiLU"}), ("series", {"attention"})])
+def test_one_operation_runs_alone(only, compared, a_gpu, monkeypatch):
+    seen = set()
+    monkeypatch.setitem(same_bits.EXPERIMENTS, "attention", same_bits.EXPERIMENTS["SiLU"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(same_bits, "_compare", lambda name, *_: seen.add(name) or 0)
+    assert same_bits.main(["--only", only]) == 0
+    assert seen == compared
+
+
+@pytest.mark.unit
 def test_bits_that_differ_fail(a_gpu, monkeypatch):
     monkeypatch.setattr(same_bits, "_compare", lambda name, *_: 2 if name == "SiLU" else 0)
     assert same_bits.main([]) == 1

@@ -168,15 +168,16 @@ def test_the_answer_is_where_the_last_rung_is_farthest_from_cudnn_and_nearest(mo
     last, last_of_backward = RUNGS[-1].name, BACKWARD_RUNGS[-1].name
     kinds = {("forward", "full", 128): {512: {"cuDNN": 0.94, last: 1}},
              ("forward", "causal", 64): {512: {"cuDNN": 1.1}},
-             ("forward", "causal", 128): {256: {"cuDNN": 0.5, last: 1}, 512: {"cuDNN": 1.05, last: 1}},
-             ("backward", "full", 64): {256: {"cuDNN": 0.7, last_of_backward: 1}}}
+             ("forward", "causal", 128): {256: {"cuDNN": 0.5, last: 1}, 512: {"cuDNN": 1.05, last: 1}}}
     monkeypatch.setattr(tables, "_timed", lambda lines: [])
-    monkeypatch.setattr(tables, "_kinds", lambda every: kinds)
     monkeypatch.setattr(tables, "paired", lambda a, b, mode: (a, a, a) if a and b else None)
+    backward = {("backward", "full", 64): {256: {"cuDNN": 0.7, last_of_backward: 1}}}
+    monkeypatch.setattr(tables, "_kinds", lambda every: kinds | backward)
+    forward = f"the last of {len(RUNGS)} rungs reaches 0.94 to 1.05 of cuDNN's speed"
     assert STUDY.answer([]) == (
-        f"the last of {len(RUNGS)} rungs reaches 0.94 (full, D 128, S 512) to 1.05 (causal, D 128, S 512) of cuDNN's "
-        f"speed; the last of {len(BACKWARD_RUNGS)} rungs of the backward reaches 0.70 (full, D 64, S 256) of cuDNN's "
-        "speed")
+        f"{forward}, the last of {len(BACKWARD_RUNGS)} of the backward 0.70 to 0.70, at the longest lengths")
+    monkeypatch.setattr(tables, "_kinds", lambda every: kinds)
+    assert STUDY.answer([]) == f"{forward}, at the longest lengths"
 
 
 @unit
@@ -186,11 +187,13 @@ def test_of_an_ncu_run_each_rung_says_what_its_warps_wait_for(tmp_path):
     metrics = {stalls.MILLISECONDS: "2,500,000", stalls.CONFLICTS: "3,000,000", stalls.TENSOR: "60.4",
                **{f"{stalls.STALL}{reason}_per_issue_active.ratio": value for reason, value in
                   {"selected": "1", "not_selected": "2", "barrier": "4", "wait": "2", "sleeping": "1"}.items()}}
-    rows = [f'"{rung.number - 1}","forward","{name}","","{value}"' for rung in RUNGS for name, value in metrics.items()]
+    kernels = range(len(RUNGS) + len(BACKWARD_RUNGS))
+    rows = [f'"{kernel}","attention","{name}","","{value}"' for kernel in kernels for name, value in metrics.items()]
     path.write_text("\n".join(["==PROF== Connected", head, *rows]))
     row = stalls.text(path).splitlines()[2]
     assert re.fullmatch(
         r"1 tiles +2\.50 +60 +3\.0 +30% +other warps 40%, its own last instruction 20%", row.strip()), row
+    assert stalls.text(path).splitlines()[-1].strip().startswith(f"backward {BACKWARD_RUNGS[-1].name} ")
     path.write_text("\n".join([head, *rows[:len(metrics)]]))
     with pytest.raises(ValueError, match="zip"):
         stalls.text(path)

@@ -48,7 +48,7 @@ attention_backward(const BackwardInputs<T> in, const __grid_constant__ tma::Matr
         for (int stage = 0; stage < STAGES; ++stage) {
             tma::prepare(&q_arrived[stage], 1);
             tma::prepare(&dy_arrived[stage], 1);
-            tma::prepare(&were_read[stage], 4 * A::CONSUMERS);                               // by each warp
+            tma::prepare(&were_read[stage], 128 * A::CONSUMERS);
         }
         tma::show_barriers();
     }
@@ -143,7 +143,7 @@ attention_backward(const BackwardInputs<T> in, const __grid_constant__ tma::Matr
 
         // s becomes P.
         wgmma::wait<1>(s);
-        if (tile > 0 && lane == 0)
+        if (tile > 0)
             tma::arrive(&were_read[(tile - 1) % STAGES]);
         const bool all_see = first_row + ROWS <= in.length && first_key + KEYS <= in.length
                              && !(in.is_causal && first_row < first_key + group_key + 63);
