@@ -38,10 +38,14 @@ def groups(options: Options) -> Iterator[Group]:
     every = itertools.product(options.passes, options.width, options.mask, options.lengths)
     for mode, width, mask, length in every:
         size = max(1, options.config.tokens // length), options.config.hidden_size // width, length, width
-        ways = [way for way in options.way if way in RUNGS_OF[mode] or way in LIBRARIES]
-        if ways:
+        if ways := _ways(options, mode):
             cases = [case(way, mask, size, options, mode) for way in ways]
             yield Group(cases, modes=(mode,), launches=EAGER, calibrated=False, may_not_fit=True)
+
+
+def _ways(options: Options, mode: str) -> list[str]:
+    """Those that have that pass."""
+    return [way for way in options.way if way in RUNGS_OF[mode] or way in LIBRARIES]
 
 
 def add_arguments(parser: Parser) -> None:
@@ -57,13 +61,18 @@ def add_arguments(parser: Parser) -> None:
 
 
 def refine(options: Options) -> None:
-    """Passes, ways, masks, widths and lengths. Raises ValueError for a width that the shape can't be cut into."""
+    """Passes, ways, masks, widths and lengths. Raises ValueError for a width that the shape can't be cut into, and
+    where no way has a pass that is asked for.
+    """
     on_gpu = options.device.type == "cuda"
     every = (512, 2048, 8192, 16384) if on_gpu else (128, 512)
     options.lengths = options.lengths or ((every[0], every[-1]) if options.quick else every)
     options.mask = options.mask or MASKS
     options.passes = options.passes or PASSES
     options.way = options.way or [way for way in WAYS if not options.quick or way != FLEX]
+    for mode in options.passes:
+        if options.passes is not PASSES and not _ways(options, mode):
+            raise ValueError(f"--pass {mode}: no --way has it; give {', '.join(RUNGS_OF[mode])} or a library")
     options.config = options.config.replace(amp_dtype=torch.bfloat16 if on_gpu else None)
     E = options.config.hidden_size
     options.width = options.width or [width for width in series.WIDTHS[::-1] if E % width == 0] or [min(series.WIDTHS)]
