@@ -144,8 +144,11 @@ def _evidence(r: Result) -> list[str]:
     if r.on_gpu:
         missing += sorted({row.energy_reason for row in r.rows.values() if row.timing and not row.energy})
     meaning = "means nothing: Transformer Engine is emulated, only its numerics are real"
-    lines = [_line("n/a because", "; ".join(missing) or "nothing is"),
-             _line("timing", meaning if r.emulated else "measured")]
+    if r.status != "ok" and not missing:
+        missing = ["the run did not end well: see its status"]
+    was_timed = any(row.timing for row in r.rows.values())
+    timing = meaning if r.emulated else "measured" if was_timed else NOT_AVAILABLE
+    lines = [_line("n/a because", "; ".join(missing) or "(none)"), _line("timing", timing)]
     for mode in MODES:
         seen = r.evidence.get(mode)
         lines.append(_line(mode, f"{seen.verdict}: {seen.because}" if seen else NOT_AVAILABLE))

@@ -94,7 +94,7 @@ def test_nothing_in_a_card_changes_without_meaning(r):
 @each_result
 def test_what_is_not_known_is_said_and_nothing_is_nan(r):
     printed = card(r)
-    assert not re.search(r"\b(nan|inf|None)\b", printed, re.IGNORECASE)
+    assert not re.search(r"\b(nan|inf)\b", printed, re.IGNORECASE) and "None" not in printed
     if r.status != "ok":
         assert f"{r.status}: " in printed and "n/a" in printed
 
@@ -285,6 +285,16 @@ def test_energy_that_is_not_known_says_why():
     assert card_value(printed, "n/a because") == "the energy counter stood still"
     assert card_value(card(RESULTS["CPU"]), "mean W") == "n/a n/a n/a n/a"
     assert "energy" not in card_value(card(RESULTS["CPU"]), "n/a because")
+
+
+def test_where_nothing_is_missing_there_is_no_reason_and_a_run_that_ended_early_names_its_status():
+    whole = finished(gpu=True)
+    for each in whole.rows.values():
+        each.reason = each.energy_reason = ""
+    assert card_value(card(whole), "n/a because") == "(none)"
+    early = ended("skipped", "there is no compiler")
+    assert card_value(card(early), "n/a because") == "the run did not end well: see its status"
+    assert card_value(card(early), "timing") == "n/a"
 
 
 def test_an_unsettled_row_says_so():
