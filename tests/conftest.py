@@ -214,7 +214,7 @@ def uncompiled():
 @pytest.fixture(params=["highest", "high", "medium"])
 def callers(request, monkeypatch):
     """The precision of FP32 matmuls that the caller has set, and wants back."""
-    monkeypatch.setattr(precision, "_outside", None)               # a failure here is not to fail the next test
+    monkeypatch.setattr(precision.FLOAT32_MATMUL, "outside", None)       # a failure here is not to fail the next test
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(request.param)
     yield request.param

@@ -12,10 +12,10 @@ from benchmarks.assistant.branches import as_uncompiled
 from benchmarks.assistant.program import Program, as_written
 from benchmarks.assistant.rewriting import rewritten
 from benchmarks.assistant.source import innermost
+from benchmarks.assistant.switches import held
 from benchmarks.assistant.technique import Found, Technique, plan_of
 from benchmarks.measure.copying import shared_copy
 from benchmarks.measure.keeping import kept
-from common.block.precision import float32_matmul_precision
 from common.outcome import in_a_line, is_out_of_memory
 from common.runtime import compiler
 
@@ -46,10 +46,11 @@ class Rung(nn.Module):
         if self.plan.passes or self.plan.compiles:
             call = rewritten(model, self.plan.passes, self.plan.compiles)
         vars(self)["run"] = call                               # no child: its parameters have one name each
-        vars(self)["matmul_precision"] = self.plan.matmul_precision
+        settings = self.plan.matmul_precision, self.plan.times_convolutions
+        vars(self)["in_its_settings"] = held(settings, _as_it_is)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        run: Any = _in_its_precision if self.plan.matmul_precision else _as_it_is
+        run: Any = vars(self)["in_its_settings"]
         dtype = self.plan.autocast
         is_eager = self.plan.passes and not self.plan.compiles
         with (torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext(),
@@ -70,8 +71,6 @@ class Rung(nn.Module):
 def _as_it_is(rung: Rung, *args: Any, **kwargs: Any) -> Any:
     return rung.run(*args, **kwargs)                           # type: ignore[operator]
 
-
-_in_its_precision = float32_matmul_precision("high")(_as_it_is)
 
 
 def why_it_raises(program: Program, technique: Technique) -> str:

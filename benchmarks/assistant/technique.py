@@ -73,6 +73,7 @@ class Plan:
     changes: list[Callable[[nn.Module], None]] = field(default_factory=list)      # to a copy of the model
     compiles: bool = False                                             # by Inductor
     matmul_precision: str | None = None                                # of FP32
+    times_convolutions: bool | None = None                             # cuDNN tries its algorithms at a new shape
     autocast: torch.dtype | None = None                                # around every call
     numerics: str | None = None                                        # what it then multiplies in, if that is less
     in_fp8: tuple[str, ...] = ()                                       # paths of the modules that multiply in FP8

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.assistant import switches
 from benchmarks.assistant.combination import Interval
 from benchmarks.assistant.loading import Source
 from benchmarks.assistant.pasting import apart, copied
@@ -18,7 +19,6 @@ from benchmarks.assistant.sections import Said
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.technique import Advice
 from benchmarks.records.read import verdict
-from common.block.precision import float32_matmul_precision, multiplying_float32_in
 from common.text import figures, ratio
 
 NAME = "written out"
@@ -56,25 +56,27 @@ class AsWritten(nn.Module):
         super().__init__()
         self.module = model
         names = {"torch": torch, "model": model}
-        with multiplying_float32_in(torch.get_float32_matmul_precision()):     # the code may set another
+        with contextlib.ExitStack() as as_before:              # the code may set others
+            for switch in switches.EVERY:
+                as_before.enter_context(switch.at(switch.get()))
             exec(once, names)
-            vars(self)["matmul_precision"] = torch.get_float32_matmul_precision()
+            settings = tuple(switch.get() for switch in switches.EVERY)
+        vars(self)["in_its_settings"] = switches.held(settings, _as_written)
         vars(self)["called"] = names["model"]                  # no child: its parameters have one name each
         vars(self)["code"] = call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _in_its_precision(self, *args, **kwargs)
+        return vars(self)["in_its_settings"](self, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> "AsWritten":
         """A copy with tensors of its own, not compiled: it says what the code means, not what a compiler does."""
         made = AsWritten(copy.deepcopy(self.module, memo), "", vars(self)["code"])
-        vars(made)["matmul_precision"] = vars(self)["matmul_precision"]
+        vars(made)["in_its_settings"] = vars(self)["in_its_settings"]
         memo[id(self)] = made
         return made
 
 
-@float32_matmul_precision("highest")                           # it has one of its own
-def _in_its_precision(written: AsWritten, *args: Any, **kwargs: Any) -> Any:
+def _as_written(written: AsWritten, *args: Any, **kwargs: Any) -> Any:
     own = vars(written)
     names = {"torch": torch, "model": own["called"], "inputs": kwargs or args}
     exec(own["code"], names)

@@ -6,70 +6,88 @@ set last.
 """
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-_outside: str | None = None       # what the caller had set, while a backward is running
+
+class Switch:
+    """A setting of the whole process that kernels read when they are launched, those of a backward included."""
+
+    def __init__(self, get: Callable[[], Any], set_to: Callable[[Any], None]):
+        self.get, self.set_to = get, set_to
+        self.outside: Any = None                     # what the caller had set, while a backward is running
+
+    @contextlib.contextmanager
+    def at(self, value: Any) -> Iterator[None]:
+        """Meanwhile it is at `value`; the caller's setting is back after errors too."""
+        before = self.get()
+        self.set_to(value)
+        try:
+            yield
+        finally:
+            self.set_to(before)
+
+    def around(self, value_of: Callable[[Any], Any]):
+        """Decorate a call whose first argument says the value: it holds in the forward and in the backward.
+
+        The caller's own setting is back when the call returns, and again when the backward ends.
+        """
+        def decorate(call):
+            @functools.wraps(call)
+            def wrapped(block: Any, *args: Any, **kwargs: Any) -> Any:
+                value = value_of(block)
+                with self.at(value):
+                    y = call(block, *args, **kwargs)
+                for output in [y] if isinstance(y, Tensor) else pytree.tree_leaves(y):
+                    if isinstance(output, Tensor) and output.requires_grad:
+                        # Runs when the gradient of y arrives: before any kernel of this block's backward.
+                        output.register_hook(lambda gradient: self._hold_until_backward_ends(value))
+                return y
+            return wrapped
+        return decorate
+
+    def _hold_until_backward_ends(self, value: Any) -> None:
+        if self.outside is None:             # the first block of this backward; later ones only switch
+            self.outside = self.get()
+            torch.autograd.Variable._execution_engine.queue_callback(_Restore(self))       # as DDP and FSDP do
+        self.set_to(value)
 
 
-@contextlib.contextmanager
-def multiplying_float32_in(precision: str) -> Iterator[None]:
+class _Restore:
+    """Puts the caller's setting back, once: when the backward ends, or when an error drops its callbacks uncalled."""
+
+    def __init__(self, switch: Switch):
+        self.switch, self.done = switch, False
+
+    def __call__(self) -> None:
+        if not self.done:
+            self.done = True
+            if self.switch.outside is not None:
+                self.switch.set_to(self.switch.outside)
+            self.switch.outside = None
+
+    __del__ = __call__
+
+
+FLOAT32_MATMUL = Switch(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
+
+
+def multiplying_float32_in(precision: str) -> contextlib.AbstractContextManager[None]:
     """Meanwhile FP32 matmuls run in `precision`, "highest" or "high"; the caller's setting is back after errors too."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return FLOAT32_MATMUL.at(precision)
 
 
 def float32_matmul_precision(precision: str):
     """Decorate a block's __call__ so that its FP32 matmuls run in `precision`, forward and backward.
 
-    "highest" is IEEE FP32, "high" allows TF32 on tensor cores (and on the few CPUs that have it). The caller's own
-    setting is back when the call returns, and again when the backward ends. A block with a `matmul_precision` of its
-    own runs in that.
+    "highest" is IEEE FP32, "high" allows TF32 on tensor cores (and on the few CPUs that have it). A block with a
+    `matmul_precision` of its own runs in that.
     """
-    def decorate(call):
-        @functools.wraps(call)
-        def wrapped(block: Any, *args: Any, **kwargs: Any) -> Any:
-            own = getattr(block, "matmul_precision", precision)
-            with multiplying_float32_in(own):
-                y = call(block, *args, **kwargs)
-            for output in [y] if isinstance(y, Tensor) else pytree.tree_leaves(y):
-                if isinstance(output, Tensor) and output.requires_grad:
-                    # Runs when the gradient of y arrives: before any kernel of this block's backward.
-                    output.register_hook(lambda gradient: _set_until_backward_ends(own))
-            return y
-        return wrapped
-    return decorate
-
-
-def _set_until_backward_ends(precision: str) -> None:
-    global _outside
-    if _outside is None:             # the first block of this backward; later ones only switch
-        _outside = torch.get_float32_matmul_precision()
-        torch.autograd.Variable._execution_engine.queue_callback(_Restore())      # as DDP and FSDP do
-    torch.set_float32_matmul_precision(precision)
-
-
-class _Restore:
-    """Puts the caller's setting back, once: when the backward ends, or when an error drops its callbacks uncalled."""
-    done = False
-
-    def __call__(self) -> None:
-        global _outside
-        if not self.done:
-            self.done = True
-            if _outside is not None:
-                torch.set_float32_matmul_precision(_outside)
-            _outside = None
-
-    __del__ = __call__
+    return FLOAT32_MATMUL.around(lambda block: getattr(block, "matmul_precision", precision))
 
 
 def cpu_multiplies_bfloat16() -> bool:

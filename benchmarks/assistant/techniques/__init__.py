@@ -8,6 +8,7 @@ from benchmarks.assistant.techniques import (
     checkpointing,
     compiled,
     cuda_graph,
+    cudnn_benchmark,
     dynamic,
     flex_attention,
     fold_batchnorm,
@@ -28,6 +29,6 @@ from benchmarks.assistant.techniques import (
 )
 
 EVERY: tuple[Technique, ...] = tuple(module.TECHNIQUE for module in (
-    tf32, autocast, channels_last, fold_batchnorm, sdpa, flex_attention, library_norm, library_gelu, library_silu,
-    library_loss, fused_qkv, fp8, cast_once, compiled, cuda_graph, graph_break, host_sync, loop, mask_is_causal,
-    repeat_kv, alignment, optimizer, checkpointing, dynamic))
+    tf32, autocast, channels_last, cudnn_benchmark, fold_batchnorm, sdpa, flex_attention, library_norm, library_gelu,
+    library_silu, library_loss, fused_qkv, fp8, cast_once, compiled, cuda_graph, graph_break, host_sync, loop,
+    mask_is_causal, repeat_kv, alignment, optimizer, checkpointing, dynamic))

@@ -1,10 +1,13 @@
 """Convolutions on channels-last tensors (NHWC): tensor cores read them so, and else each call transposes them first."""
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rung import why_it_raises
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
+from benchmarks.assistant.trace import Call
 from common.block.evidence import Evidence
 
 CODE = "model = model.to(memory_format=torch.channels_last)"
@@ -14,17 +17,27 @@ TRANSPOSES = ("nchwtonhwc", "nhwctonchw")              # in the names of cuDNN's
 
 def find(program: Program) -> list[Found]:
     """All convolutions in two dimensions, unless their weights are channels-last already."""
-    convolutions = [call for call in program.trace.calls
-                    if any("conv" in product.operator and len(product.shapes[0]) == 4 for product in call.products)]
+    convolutions = convolutions_of(program, dimensions=2)
     if not convolutions or not any(map(_is_nchw, program.model.parameters())):
         return []
+    count, of_all, why_not = told_of(convolutions, program)
+    return [Found(None, "", 1, f"{count} on NCHW tensors: {of_all}", why_not or why_it_raises(program, TECHNIQUE))]
+
+
+def convolutions_of(program: Program, dimensions: int | None = None) -> list[Call]:
+    """The calls of convolutions in a forward; in so many dimensions, or in any."""
+    return [call for call in program.trace.calls
+            if any("conv" in product.operator and dimensions in (None, len(product.shapes[0]) - 2)
+                   for product in call.products)]
+
+
+def told_of(convolutions: Sequence[Call], program: Program) -> tuple[str, str, str]:
+    """("3 convolutions", "12 % of all FLOPs", why they can't matter, or "")."""
     flops, bytes_moved = sum(call.flops for call in convolutions), sum(call.bytes for call in convolutions)
     share = flops / program.trace.flops
     matters = max(share, bytes_moved / program.trace.bytes) >= LEAST           # one by channels has few FLOPs
     count = "1 convolution" if len(convolutions) == 1 else f"{len(convolutions)} convolutions"
-    reason = f"{count} on NCHW tensors: {100 * share:.0f} % of all FLOPs"
-    why_not = why_it_raises(program, TECHNIQUE) if matters else "so small a share has nothing to gain"
-    return [Found(None, "", 1, reason, why_not)]
+    return count, f"{100 * share:.0f} % of all FLOPs", "" if matters else "so small a share has nothing to gain"
 
 
 def _is_nchw(weight: Tensor) -> bool:
