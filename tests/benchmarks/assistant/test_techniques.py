@@ -67,7 +67,7 @@ def test_every_planted_fault_is_found_at_its_line(of_gpt):
 
 SMALL = {cnn: {"channels": 16, "blocks": 2, "classes": 8, "batch": 8, "size": 32},
          diffusion: {"width": 32, "heads": 2, "layers": 2, "batch": 2, "size": 8}}
-OF_THE_WHOLE = {"tf32", "autocast", "compile", "cuda-graph", "checkpointing", "fp8"}
+OF_THE_WHOLE = {"tf32", "cudnn-benchmark", "autocast", "compile", "cuda-graph", "checkpointing", "fp8"}
 PLANTED = {
     cnn: {("channels-last", None), ("sdpa", "weights = torch.bmm(q, k)"), ("library-norm", "u = x.mean"),
           ("library-gelu", "return 0.5 * x"), ("library-silu", "return x * torch.sigmoid"),
