@@ -89,8 +89,8 @@ def test_it_is_found_where_it_stands(spelling):
 @pytest.mark.integration
 @named("spelling", [each for each in spellings.RIGHT if each not in spellings.NOT_WRITTEN], ids=of_name)
 def test_its_lines_are_the_same_function(spelling, tmp_path):
-    """Pasted into a copy of its file; on a CPU without gradients, for there it has no backward. What a compiler makes of
-    them is looked at in two, for it takes ten seconds each.
+    """Pasted into a copy of its file; on a CPU without gradients, for there it has no backward. Two are compiled, for
+    that takes ten seconds.
     """
     model, is_compiled = made(spelling), spelling in (spellings.Capped, spellings.UnderConditions)
     (found,) = found_by(flex_attention, model)
