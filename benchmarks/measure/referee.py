@@ -517,8 +517,26 @@ class _Watch:
         wanted = {name: t for name, t in (*floating.items(), *self.referee.parameters) if name in names}
         taking = [(y, dy.to(y.dtype)) for y, dy in zip(outputs, self.cotangents, strict=True) if y.requires_grad]
         outputs, cotangents = zip(*taking, strict=True)
-        found = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True)
+        found: Sequence[Tensor | None]
+        if any(map(_checkpoints_reentrantly, outputs)):
+            found = self._left_by_a_backward(outputs, list(wanted.values()), cotangents)
+        else:
+            found = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True)
         return {name: g.to_dense() for name, g in zip(wanted, found, strict=True) if g is not None}
+
+    def _left_by_a_backward(self, outputs: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor]
+                            ) -> list[Tensor | None]:
+        """What a backward leaves in .grad of these; what stood there, and in all parameters, is put back."""
+        every = [*wanted, *(t for _, t in self.referee.parameters)]
+        before = [t.grad for t in every]
+        try:
+            for t in every:
+                t.grad = None
+            torch.autograd.backward(outputs, cotangents)
+            return [t.grad for t in wanted]
+        finally:
+            for t, gradient in zip(every, before, strict=True):
+                t.grad = gradient
 
     def _moved(self, reference: Callable, names: Container[str], leaves: list[Tensor]
                ) -> Iterator[dict[str, Tensor]]:
@@ -528,6 +546,19 @@ class _Watch:
             others = [off_by_a_rounding(t, generator, rounds_to_tf32(t.device)).requires_grad_(t.requires_grad)
                       for t in leaves]
             yield self._own_gradients(names, others, reference(*others))
+
+
+def _checkpoints_reentrantly(output: Tensor) -> bool:
+    """Whether its graph holds a checkpoint by `use_reentrant=True`, which torch.autograd.grad can't go through."""
+    seen, left = set(), [output.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            if node.name() == "CheckpointFunctionBackward":
+                return True
+            seen.add(node)
+            left += [other for other, _ in node.next_functions]
+    return False
 
 
 def _differ(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -1,4 +1,5 @@
 """The referee: every cheat is refused and named, honest modules are not, and everything is put back."""
+import copy
 import math
 import time
 import weakref
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.examples import cheats, pairs
 from benchmarks.examples.cheats import CHEATS, Layer, given, reference_of
@@ -510,3 +512,47 @@ def test_a_state_of_other_names_leaves_values_untold():
             return Layer.forward(self, x - self.centre)
     found = compare({"it": Renamed()}, (given(torch.device("cpu")),), cheats.Centred(), rounds=4)
     assert found.results["it"].status == "ok", found
+
+
+class Checkpointed(nn.Module):
+    """Half of it is computed again in the backward. From its seventh call on `late` times its result."""
+
+    def __init__(self, reentrant, late=1.0):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.reentrant, self.late, self.calls = reentrant, late, 0
+
+    def forward(self, x):
+        self.calls += 1
+        y = checkpoint(self._half, self.first(x), use_reentrant=self.reentrant)
+        return y * (self.late if self.calls > 6 else 1.0)
+
+    def _half(self, x):
+        return torch.relu(self.second(x))
+
+
+@pytest.mark.integration
+def test_what_is_checkpointed_reentrantly_is_timed_and_its_gradients_are_left_alone():
+    """torch.autograd.grad can't go through such a graph."""
+    reference = pairs.alike(Checkpointed(True), Checkpointed(True), torch.float32, tensor(8, 16)).reference
+    candidate = copy.deepcopy(reference)
+    found = compare({"candidate": candidate}, (tensor(8, 16),), reference, rounds=6)
+    assert found.results["candidate"].status == "ok", found
+    assert all(t.grad is None for t in reference.parameters())
+
+
+@pytest.mark.integration
+def test_what_is_checkpointed_reentrantly_and_changes_once_it_is_timed_is_refused():
+    reference = Checkpointed(True)
+    candidate = copy.deepcopy(reference)
+    candidate.late = 1.5
+    found = compare({"candidate": candidate}, (tensor(8, 16),), reference, rounds=6)
+    assert found.results["candidate"].status == "failed", found
+
+
+@pytest.mark.unit
+def test_a_checkpoint_is_seen_in_a_graph_where_it_is_reentrant():
+    x = tensor(8, 16).requires_grad_()
+    assert referee._checkpoints_reentrantly(Checkpointed(True)(x).sum())
+    assert not referee._checkpoints_reentrantly(Checkpointed(False)(x).sum())
+    assert not referee._checkpoints_reentrantly(x) and not referee._checkpoints_reentrantly(x.detach())
