@@ -9,7 +9,7 @@ from benchmarks.show.tables import NO_ANSWER, framed
 from benchmarks.studies.attention.subjects import CUDNN, PASSES, RUNGS_OF, flops
 from common.report.metrics import SHARE
 from common.report.record import Record
-from common.runtime.iteration import BACKWARD, FORWARD
+from common.runtime.iteration import FORWARD
 from common.runtime.peaks import BURST
 from common.text import figures, only, ratio, table
 
@@ -159,12 +159,10 @@ def _points(mode: str, timed: Timed) -> list[tuple[float, float]]:
 
 def answer(lines: list[Record]) -> str:
     """The last rung of each pass beside cuDNN, at the longest lengths: where it is farthest and where it is nearest."""
-    forward, backward = (_last_rung(mode, lines) for mode in PASSES)
-    if not forward:
+    said = [f"{found} ({mode}, {len(RUNGS_OF[mode])} rungs)" for mode in PASSES if (found := _last_rung(mode, lines))]
+    if not said:
         return NO_ANSWER
-    also = f", the last of {len(RUNGS_OF[BACKWARD])} of the backward {backward}" if backward else ""
-    rungs = len(RUNGS_OF[FORWARD])
-    return f"the last of {rungs} rungs reaches {forward} of cuDNN's speed{also}, at the longest lengths"
+    return f"of cuDNN's speed the last rung reaches {', '.join(said)}, at the longest lengths"
 
 
 def _last_rung(mode: str, lines: list[Record]) -> str:

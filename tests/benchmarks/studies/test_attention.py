@@ -173,9 +173,9 @@ def test_the_answer_is_where_the_last_rung_is_farthest_from_cudnn_and_nearest(mo
     monkeypatch.setattr(tables, "paired", lambda a, b, mode: (a, a, a) if a and b else None)
     backward = {("backward", "full", 64): {256: {"cuDNN": 0.7, last_of_backward: 1}}}
     monkeypatch.setattr(tables, "_kinds", lambda every: kinds | backward)
-    forward = f"the last of {len(RUNGS)} rungs reaches 0.94 to 1.05 of cuDNN's speed"
+    forward = f"of cuDNN's speed the last rung reaches 0.94 to 1.05 (forward, {len(RUNGS)} rungs)"
     assert STUDY.answer([]) == (
-        f"{forward}, the last of {len(BACKWARD_RUNGS)} of the backward 0.70 to 0.70, at the longest lengths")
+        f"{forward}, 0.70 to 0.70 (backward, {len(BACKWARD_RUNGS)} rungs), at the longest lengths")
     monkeypatch.setattr(tables, "_kinds", lambda every: kinds)
     assert STUDY.answer([]) == f"{forward}, at the longest lengths"
 
