@@ -79,8 +79,9 @@ class Basis:
     def ms_of(self, kinds: Collection[str], places: Iterable[Place] | None = None) -> float:
         """Of these kinds of work; at these lines alone, where some are given."""
         within = None if places is None else list(places)
-        return sum(each.ms for each in self.spending.spent if each.kind in kinds
-                   and (within is None or (each.place and any(place.holds(each.place) for place in within))))
+        profiled = sum(each.ms for each in self.spending.spent if each.kind in kinds
+                       and (within is None or (each.place and any(place.holds(each.place) for place in within))))
+        return self.spending.by_the_clock(profiled)
 
 
 def in_one_pass(basis: Basis, regions: Sequence[Region]) -> Prediction | None:

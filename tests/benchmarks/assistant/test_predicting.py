@@ -213,3 +213,13 @@ def test_a_prediction_that_breaks_is_a_fault_and_no_end(studies_in_seconds):
     broken = replace(library_norm.TECHNIQUE, predict=lambda basis, found: 1 / 0)
     result = optimize(gpt.LayerNorm(8), (torch.randn(4, 8),), quick=True, techniques=(broken,))
     assert any("ZeroDivisionError" in each for each in result.failures)
+
+
+@unit
+@pytest.mark.parametrize("profiled, counted", [((3.0, 5.0), 3.0), ((3.0, 7.0), 3.0), ((6.0, 14.0), 3.0),
+                                               ((30.0, 0.0), 10.0)])
+def test_what_the_profiler_adds_is_not_saved(profiled, counted):
+    """10 ms by the clock: of 20 that it saw each counts half."""
+    basis = basis_of(nn.Linear(4, 4), torch.randn(2, 4), spent(PASSES, profiled[0]), spent(MATMUL, profiled[1]))
+    assert basis.ms_of({PASSES}) == pytest.approx(counted)
+    assert basis.saves(basis.ms_of({PASSES}) / 2).before_ms == 10.0
