@@ -99,11 +99,10 @@ class BlockConfig:
         if dtype not in ("float16", "bfloat16"):
             raise ValueError(f"attention by the series is in 16 bits, not {dtype}: leave out --amp-dtype none")
         if self.head_dim not in SERIES_WIDTHS:
-            tries = " or ".join(str(self.hidden_size // width) for width in SERIES_WIDTHS
-                                if self.hidden_size % width == 0)
-            raise ValueError(f"attention by the series has heads of {' or '.join(map(str, SERIES_WIDTHS))}, not "
-                             f"{self.head_dim}: " + (f"try num_heads {tries}" if tries else
-                                                     f"try a hidden_size divisible by {SERIES_WIDTHS[0]}"))
+            widths = " or ".join(map(str, SERIES_WIDTHS))
+            fitting = [str(self.hidden_size // width) for width in SERIES_WIDTHS if self.hidden_size % width == 0]
+            fix = f"num_heads {' or '.join(fitting)}" if fitting else f"a hidden_size divisible by {SERIES_WIDTHS[0]}"
+            raise ValueError(f"attention by the series has heads of {widths}, not {self.head_dim}: try {fix}")
         if self.dropout:
             raise ValueError("attention by the series has no dropout: leave out --dropout")
 

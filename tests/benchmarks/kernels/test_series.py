@@ -21,8 +21,8 @@ each_width = pytest.mark.parametrize("D", series.WIDTHS)
 BAD = [math.nan, math.inf, -math.inf]
 BRINGS = {3: "mma.sync", 4: "cp.async.cg", 6: "wgmma.mma_async", 7: "cp.async.bulk.tensor", 8: "setmaxnreg"}
 GIVES_UP = {"mma.sync": 6, "cp.async.cg": 7}
-BRINGS_BACKWARD = {2: "mma.sync", 3: "wgmma.mma_async", 4: "cp.async.bulk.tensor"}
-SPILLS = {BACKWARD_RUNGS[1]}              # eight bytes, at D 128
+HAVE_IT_IN_THE_BACKWARD = {"mma.sync": [2], "wgmma.mma_async": [3, 4], "cp.async.bulk.tensor": [4]}
+SPILLS = {BACKWARD_RUNGS[1]: 16}          # bytes, at D 128
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,8 @@ def test_a_rung_compiles_for_hopper_without_a_warning_and_keeps_all_in_registers
     _, said = compiled[rung]
     assert "warning" not in said and "serialized" not in said, said
     spilled = re.findall(r"(\d+) bytes spill", said)
-    assert len(spilled) >= 2 * 4 and (set(spilled) == {"0"}) == (rung not in SPILLS), said
+    kernels = 10 if rung in BACKWARD_RUNGS else 4            # by dtype and width; the backward's with two around it
+    assert len(spilled) == 2 * kernels and max(map(int, spilled)) <= SPILLS.get(rung, 0), said
 
 
 @integration
@@ -69,10 +70,10 @@ def test_an_instruction_comes_with_the_rung_that_brings_it(number, compiled):
 
 
 @integration
-@pytest.mark.parametrize("number", BRINGS_BACKWARD)
-def test_an_instruction_of_the_backward_comes_with_its_rung(number, compiled):
-    has_it = [BRINGS_BACKWARD[number] in compiled[rung][0] for rung in BACKWARD_RUNGS]
-    assert has_it == [rung.number >= number and not (number == 2 and rung.number > 2) for rung in BACKWARD_RUNGS]
+@pytest.mark.parametrize("instruction", HAVE_IT_IN_THE_BACKWARD)
+def test_an_instruction_of_the_backward_comes_with_its_rung(instruction, compiled):
+    has_it = [rung.number for rung in BACKWARD_RUNGS if instruction in compiled[rung][0]]
+    assert has_it == HAVE_IT_IN_THE_BACKWARD[instruction]
 
 
 Q = torch.zeros(1, 2, 8, 64, dtype=torch.float16)

@@ -515,9 +515,11 @@ def test_a_state_of_other_names_leaves_values_untold():
 
 
 class Checkpointed(nn.Module):
-    """Half of it is computed again in the backward. From its seventh call on `late` times its result."""
+    """Half of it is computed again in the backward. Once it has been judged it is another function, where it is told to
+    be: in its result, or in its gradients alone.
+    """
 
-    def __init__(self, reentrant, late=1.0):
+    def __init__(self, reentrant, late=""):
         super().__init__()
         self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
         self.reentrant, self.late, self.calls = reentrant, late, 0
@@ -525,7 +527,9 @@ class Checkpointed(nn.Module):
     def forward(self, x):
         self.calls += 1
         y = checkpoint(self._half, self.first(x), use_reentrant=self.reentrant)
-        return y * (self.late if self.calls > 6 else 1.0)
+        if not self.late or self.calls < cheats.CALLS:
+            return y
+        return 1.5 * y if self.late == "result" else y + 0.5 * (y - y.detach())
 
     def _half(self, x):
         return torch.relu(self.second(x))
@@ -542,12 +546,13 @@ def test_what_is_checkpointed_reentrantly_is_timed_and_its_gradients_are_left_al
 
 
 @pytest.mark.integration
-def test_what_is_checkpointed_reentrantly_and_changes_once_it_is_timed_is_refused():
+@pytest.mark.parametrize("late, said", [("result", "returned another result"), ("gradient", "left another gradient")])
+def test_what_is_checkpointed_reentrantly_and_changes_once_it_is_timed_is_refused(late, said):
     reference = Checkpointed(True)
     candidate = copy.deepcopy(reference)
-    candidate.late = 1.5
-    found = compare({"candidate": candidate}, (tensor(8, 16),), reference, rounds=6)
-    assert found.results["candidate"].status == "failed", found
+    candidate.late = late
+    run = compare({"candidate": candidate}, (tensor(8, 16),), reference, rounds=20).results["candidate"]
+    assert run.status == "failed" and said in run.info["reason"], run.info["reason"]
 
 
 @pytest.mark.unit

@@ -61,41 +61,26 @@ __device__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32
 #define OUT_32 SIXTEEN(0), SIXTEEN(4)
 #define OUT_64 SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12)
 
-// The two last numbers of an instruction say whether a and b are read across, and are zeros where their 16 are along a row.
+// The two last numbers of an instruction say whether a and b are read across their rows.
 #define FROM_SHARED(SHAPE, TYPE, SUMS, OUT, A, B, ADDS, ACROSS)                                                        \
     asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADDS ", 0; wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "."    \
-                 TYPE " " SUMS ", " A ", " B ", p, 1, 1, " ACROSS "; }"                                                \
-                 : OUT : "l"(a), "l"(b), "r"(static_cast<int>(adds)))
+                 TYPE " " SUMS ", " A ", " B ", p, 1, 1, " ACROSS ", " ACROSS "; }"                                    \
+                 : OUT : "l"(a), "l"(b), "r"(static_cast<int>(adds)), "n"(static_cast<int>(IS_ACROSS)))
 
 // c = a b^T where `adds` is false, else c += a b^T: a [64 x 16] and b [N x 16] in shared memory, both with their 16 along
-// a row.
-template <typename T, int N>
+// a row. With IS_ACROSS it is a^T b, of a [16 x 64] and b [16 x N].
+template <typename T, int N, bool IS_ACROSS = false>
 __device__ void multiply(float (&c)[N / 8][4], uint64_t a, uint64_t b, bool adds) {
     static_assert(N == 64 || N == 128);
     constexpr bool IS_HALF = std::is_same_v<T, __half>;
     if constexpr (N == 64 && IS_HALF)
-        FROM_SHARED("m64n64k16", "f16", SUMS_32, OUT_32, "%32", "%33", "%34", "0, 0");
+        FROM_SHARED("m64n64k16", "f16", SUMS_32, OUT_32, "%32", "%33", "%34", "%35");
     else if constexpr (N == 64)
-        FROM_SHARED("m64n64k16", "bf16", SUMS_32, OUT_32, "%32", "%33", "%34", "0, 0");
+        FROM_SHARED("m64n64k16", "bf16", SUMS_32, OUT_32, "%32", "%33", "%34", "%35");
     else if constexpr (IS_HALF)
-        FROM_SHARED("m64n128k16", "f16", SUMS_64, OUT_64, "%64", "%65", "%66", "0, 0");
+        FROM_SHARED("m64n128k16", "f16", SUMS_64, OUT_64, "%64", "%65", "%66", "%67");
     else
-        FROM_SHARED("m64n128k16", "bf16", SUMS_64, OUT_64, "%64", "%65", "%66", "0, 0");
-}
-
-// c = a^T b where `adds` is false, else c += a^T b: a [16 x 64] and b [16 x N] in shared memory.
-template <typename T, int N>
-__device__ void multiply_across(float (&c)[N / 8][4], uint64_t a, uint64_t b, bool adds) {
-    static_assert(N == 64 || N == 128);
-    constexpr bool IS_HALF = std::is_same_v<T, __half>;
-    if constexpr (N == 64 && IS_HALF)
-        FROM_SHARED("m64n64k16", "f16", SUMS_32, OUT_32, "%32", "%33", "%34", "1, 1");
-    else if constexpr (N == 64)
-        FROM_SHARED("m64n64k16", "bf16", SUMS_32, OUT_32, "%32", "%33", "%34", "1, 1");
-    else if constexpr (IS_HALF)
-        FROM_SHARED("m64n128k16", "f16", SUMS_64, OUT_64, "%64", "%65", "%66", "1, 1");
-    else
-        FROM_SHARED("m64n128k16", "bf16", SUMS_64, OUT_64, "%64", "%65", "%66", "1, 1");
+        FROM_SHARED("m64n128k16", "bf16", SUMS_64, OUT_64, "%64", "%65", "%66", "%67");
 }
 
 // c += a b: a [64 x 16] in registers, as mma has it, and b [16 x N] in shared memory, with its N along a row.

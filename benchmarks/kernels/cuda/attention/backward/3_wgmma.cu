@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(THREADS) attention_backward(const BackwardInpu
         start_over_rows<T, D>(dk, ds, q_tile);
 #pragma unroll
         for (int j = 0; j < KEYS / 16; ++j)
-            wgmma::multiply_across<T, D>(dq, wgmma::described(ds_tile + wgmma::place<KEYS>(16 * j, 0), 0),
+            wgmma::multiply<T, D, true>(dq, wgmma::described(ds_tile + wgmma::place<KEYS>(16 * j, 0), 0),
                                          wgmma::described(k_tile + wgmma::place<KEYS>(16 * j, 0), KEYS * 128), j > 0);
         wgmma::end();
         wgmma::wait<0>(dv);

@@ -108,7 +108,7 @@ attention_backward(const BackwardInputs<T> in, const __grid_constant__ tma::Matr
         wgmma::begin();
 #pragma unroll
         for (int j = 0; j < KEYS / 16; ++j)
-            wgmma::multiply_across<T, 64>(dq, wgmma::described(a + wgmma::place<KEYS>(16 * j, 0), 0),
+            wgmma::multiply<T, 64, true>(dq, wgmma::described(a + wgmma::place<KEYS>(16 * j, 0), 0),
                                           wgmma::described(b + wgmma::place<KEYS>(16 * j, 0), 0), j > 0);
         wgmma::end();
     };
