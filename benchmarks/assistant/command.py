@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
             tell(f"{ended.result}\n\nit was interrupted: what was not reached is missing")
             if page:
                 write_page(ended.result, page)
-            raise
+            raise ended.by from None
         tell(f"{result}\n\n{result.times}")
         if chosen.cards:
             tell("\n" + "\n\n".join(result.cards()))

@@ -31,6 +31,7 @@ from benchmarks.measure.judge import DEPENDS_ON_STATE, Judge
 from benchmarks.measure.keeping import kept, materialised, parameters_kept
 from benchmarks.measure.modules import record_checks, subject_of, work_in_words
 from benchmarks.measure.truth import Truth, free_memory, quick_collections, working_dtype
+from common import signals
 from common.block import oracle
 from common.block.config import dtype_name
 from common.command_line import hush
@@ -52,11 +53,11 @@ QUICK_ROUNDS, ROUNDS = 6, {"cuda": 20, "cpu": 12}
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C; `result` is what was found until then."""
+    """Ctrl-C, or what `timeout` and a scheduler send; `result` is what was found until then, `by` what was raised."""
 
-    def __init__(self, result: Optimized):
+    def __init__(self, result: Optimized, by: BaseException):
         super().__init__()
-        self.result = result
+        self.result, self.by = result, by
 
 
 def optimize(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: str = "", inference: bool = False,
@@ -183,8 +184,8 @@ class _Assistant:
                 for what, stage in (("the rungs", self._try_all), ("the code to write", self._prove),
                                     ("all of it, written", self._write_out)):
                     self._unless_it_breaks(what, stage)
-            except KeyboardInterrupt:
-                raise Interrupted(self._concluded()) from None
+            except (KeyboardInterrupt, signals.Terminated) as ended:
+                raise Interrupted(self._concluded(), ended) from None
         self.result.times = session.finish(None)
         return self._concluded()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.measure.checks import Check
+from benchmarks.measure.checks import CHANNELS_LAST, Check
 from benchmarks.measure.names import Named
 from benchmarks.measure.observing import distance, largest_difference, norm, projection
 from common.block.config import dtype_name
@@ -54,7 +54,31 @@ def rounding_between(dtype: torch.dtype, numerics: str | None) -> Rounding:
     return Rounding(rounding_of(dtype, numerics), of_all)
 
 
-Lower = Callable[[Named], Iterable[tuple[str, Sequence[Tensor]]]]        # (name of the precision, the tensors)
+def is_nothing_of(size: float, whole: float, fp32_inside: bool) -> bool:
+    """Whether a norm in FP64 is no more than rounding leaves of zero, beside the norm of all."""
+    _, of_all = WITH_FP32_INSIDE if fp32_inside else BOUNDS[FP64]
+    return size <= of_all * whole
+
+
+Others = Callable[[Named], Iterable[tuple[str, Sequence[Tensor]]]]       # (CHANNELS_LAST or a precision, the tensors)
+
+
+@dataclass(frozen=True)
+class Explained:
+    """How far a tensor may be off where the reference, run in another way, is off too."""
+    error: float
+    largest: float                         # that of its worst element
+
+    @classmethod
+    def by(cls, kind: str, rough: Sequence[Tensor], truth: Sequence[Tensor], size: float, of_all: float) -> "Explained":
+        """By what it gives in channels-last or a lower precision. `size` is the truth's norm, `of_all` that of all."""
+        error, largest = distance(rough, truth), largest_difference(rough, truth)
+        if kind == CHANNELS_LAST:
+            return cls(TIMES_THE_REFERENCE * error, TIMES_ITS_LARGEST * largest)
+        rounding = ROUNDING[getattr(torch, kind, torch.float16)]                    # TF32 has FP16's mantissa
+        largest_of_truth = max(float(t.abs().max()) for t in truth)
+        return cls(TIMES_A_LOWER_ONE * max(error, rounding * size, rounding * 1e-2 * of_all),
+                   TIMES_ITS_LARGEST * max(largest, rounding * largest_of_truth))
 
 
 @dataclass(frozen=True)
@@ -69,8 +93,9 @@ class Standard:
     gate: float | None = None              # relative error that a caller allows instead
     meaning_told: bool = False             # the meaning was compared in FP64
     unreliable: str = ""                   # why the reference itself tells nothing
-    lower: Lower = lambda of: ()           # a tensor -> what the reference gives for it in lower precisions
-    off_by: Callable[[Named], float] = lambda of: 0.0      # -> how far what counts as the truth is off, of its norm
+    others: Others = lambda of: ()         # a tensor -> what the reference gives for it in other ways, best first
+    off_by: Callable[[Named], float] = lambda of: 0.0      # -> how far what counts as the truth is off: of its norm,
+    is_zero: Callable[[Named], bool] = lambda of: False    # or of all, where its true value is known to be zero
 
     def gradient(self, of: Named, seen: Sequence[Tensor] | None, truth: Sequence[Tensor] | None,
                  own: Sequence[Tensor] | None) -> Check | None:
@@ -105,8 +130,9 @@ class Standard:
         is_gradient = of.kind.is_gradient
         whole = self.gradients_norm if is_gradient else self.outputs_norm
         size, error = norm(truth), distance(seen, truth)
-        bound, reason = self._bound(is_gradient, size, whole, distance(own, truth) + self.off_by(of) * size)
-        counts_as_zero = size <= (WITH_FP32_INSIDE if self.fp32_inside else BOUNDS[FP64])[1] * whole
+        counts_as_zero = is_nothing_of(size, whole, self.fp32_inside) or self.is_zero(of)
+        of_the_reference = distance(own, truth) + self.off_by(of) * (whole if counts_as_zero else size)
+        bound, reason = self._bound(is_gradient, counts_as_zero, size, whole, of_the_reference)
         unit = whole if counts_as_zero else size
         if counts_as_zero:
             reason += ", of the norm of all: its true value is zero"
@@ -121,7 +147,9 @@ class Standard:
         elif not counts_as_zero and (factor := self._factor(seen, truth, own, error, size)):
             passed, reason = False, f"it is {factor:.4g} times the truth, which no rounding makes of it"
         elif not passed and (explained_by := self._explained_by(of, seen, truth, error, size, whole)):
-            passed, reason = True, f"less accurate, as {explained_by} is; {reason}"
+            is_lower = explained_by != CHANNELS_LAST
+            in_words = f"less accurate, as {explained_by} is" if is_lower else f"as the reference in {explained_by}"
+            passed, reason = True, f"{in_words}; {reason}"
         elif passed and not proven and unit:
             reason = f"the bound is as large as the tensor: {reason}"
         unit = unit or 1.0                                             # the truth is exactly zero
@@ -129,21 +157,19 @@ class Standard:
 
     def _explained_by(self, of: Named, seen: Sequence[Tensor], truth: Sequence[Tensor], error: float, size: float,
                       whole: float) -> str:
-        """The lower precision in which the reference is as far off, as a whole and at its worst element; or "".
+        """In what the reference is as far off, as a whole and at its worst element: channels-last, a precision; or "".
 
         Only where the meaning is right: what is timed is then the function that its copy was found to be.
         """
         if self.question != "precision" or not self.meaning_told or not math.isfinite(error):
             return ""
-        for kind, rough in self.lower(of):
+        of_all = whole if of.kind.is_gradient else size
+        largest_error = largest_difference(seen, truth)
+        for kind, rough in self.others(of):
             if rough[0].shape != truth[0].shape:
                 continue
-            rounding = ROUNDING[getattr(torch, kind, torch.float16)]                    # TF32 has FP16's mantissa
-            of_all = whole if of.kind.is_gradient else size
-            if error > TIMES_A_LOWER_ONE * max(distance(rough, truth), rounding * size, rounding * 1e-2 * of_all):
-                continue
-            largest = max(largest_difference(rough, truth), rounding * max(float(t.abs().max()) for t in truth))
-            if largest_difference(seen, truth) <= TIMES_ITS_LARGEST * largest:
+            as_far = Explained.by(kind, rough, truth, size, of_all)
+            if error <= as_far.error and largest_error <= as_far.largest:
                 return kind
         return ""
 
@@ -160,7 +186,8 @@ class Standard:
             return None
         return 1 + along
 
-    def _bound(self, is_gradient: bool, size: float, whole: float, of_the_reference: float) -> tuple[float, str]:
+    def _bound(self, is_gradient: bool, counts_as_zero: bool, size: float, whole: float, of_the_reference: float
+               ) -> tuple[float, str]:
         """(how far it may be off, why so far)."""
         if self.gate is not None:
             gate = self.gate * (TIMES_OF_A_GRADIENT if is_gradient else 1)
@@ -177,7 +204,7 @@ class Standard:
         reasons = {f"rounding of {kind}": share * size}
         if math.isfinite(of_the_reference):
             reasons[f"{TIMES_THE_REFERENCE} times the reference's own"] = TIMES_THE_REFERENCE * of_the_reference
-        if is_gradient:
-            reasons[f"rounding of {kind}, of all gradients"] = of_all * whole
+        if is_gradient or counts_as_zero:
+            reasons[f"rounding of {kind}, of all {'gradients' if is_gradient else 'outputs'}"] = of_all * whole
         reason = max(reasons, key=lambda each: reasons[each])
         return reasons[reason], reason

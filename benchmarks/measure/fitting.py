@@ -1,8 +1,8 @@
 """How many samples of a batch FP64 fits: what that needs in memory and time, and whether samples stand alone.
 
 A model that fills half of a GPU in FP32 does not fit twice as wide. Then fewer samples tell what it means, and the
-whole batch is held against the reference at its own dtype. That is sound where a sample's output does not depend on
-the others, which is found by running it.
+whole batch is held against the reference at its own dtype. Where a sample's output depends on the others, as in batch
+norm in training, the fewer are a batch of their own, of two at least; running tells.
 """
 import contextlib
 import time
@@ -23,11 +23,12 @@ SECONDS = 10.0                             # that one look in FP64 may take
 SHARE = 0.7                                # of the memory that is free; the rest is for what nothing counts here
 FORWARDS_OF_A_LOOK = 14                    # as long as so many forwards: three times forward and backward, and others
 SLOWEST = 64                               # times FP32's time, which FP64 takes on a desktop's GPU
+LEAST_TOGETHER = 2                         # samples that depend on each other: batch norm takes no single one
 OUTPUTS, PARAMETERS = 5, 3                 # copies that a look holds: of what is returned, and of parameters
 
 
 class DoesNotFit(MemoryError):
-    """Not even one sample does, or none can be judged alone; the message says which."""
+    """Not even one sample does, or not two that depend on each other; the message says which."""
 
 
 def samples_of(inputs: Inputs) -> int:
@@ -40,8 +41,7 @@ def samples_of(inputs: Inputs) -> int:
 def that_fit(copy: Callable, plain: Callable, work: Work, dtype: torch.dtype, draws: bool) -> tuple[int, str]:
     """(how many samples a look at `copy`, in `dtype`, may have; why not all, or "").
 
-    `plain` is the reference that it is a copy of. Raises DoesNotFit where a part of the batch would fit and its samples
-    depend on each other, or where none fits.
+    `plain` is the reference that it is a copy of. Raises DoesNotFit where none fits.
     """
     total = samples_of(work.inputs)
     seconds, of_samples, of_parameters = _forward(plain, work)
@@ -60,9 +60,9 @@ def that_fit(copy: Callable, plain: Callable, work: Work, dtype: torch.dtype, dr
     if not fitting:
         raise DoesNotFit(f"{why}: not even one sample fits")
     fitting = 2 ** (fitting.bit_length() - 1)
-    if not stand_alone(plain, work, fitting, draws):
-        raise DoesNotFit(f"{why}, and its samples depend on each other")
-    return fitting, why
+    if stand_alone(plain, work, fitting, draws):
+        return fitting, why
+    return max(LEAST_TOGETHER, fitting), f"{why}, and its samples depend on each other: these are a batch of their own"
 
 
 def words(dtype: torch.dtype) -> str:

@@ -468,16 +468,19 @@ class Judge:
             unreliable = DRAWS_OTHERS
         numerics = self.numerics if question == "precision" else None
         norms = truth.norms_of_exact if question == "meaning" else truth.norms_of_whole
-        return Standard(question, dtype, *norms, fp32_inside, numerics, self.gate, self.meaning_told, unreliable,
-                        self._lower, truth.off_by if question == "precision" else lambda of: 0.0)
+        standard = Standard(question, dtype, *norms, fp32_inside, numerics, self.gate, self.meaning_told, unreliable,
+                            self._others)
+        if question == "meaning":
+            return standard
+        return replace(standard, off_by=truth.off_by, is_zero=truth.is_zero)
 
     def _held_against(self, question: str) -> Observation:
         """The meaning against FP64 of as many samples as fit, the precision against all samples."""
         return self.truth.exact if question == "meaning" else self.truth.whole
 
-    def _lower(self, of: Named) -> Iterator[tuple[str, Sequence[Tensor]]]:
-        """What the reference gives for a tensor in each lower precision."""
-        for kind, rough in self.truth.lower():
+    def _others(self, of: Named) -> Iterator[tuple[str, Sequence[Tensor]]]:
+        """What the reference gives for a tensor in channels-last and in each lower precision."""
+        for kind, rough in self.truth.others():
             if tensors := rough.of(of):
                 yield kind, tensors
 

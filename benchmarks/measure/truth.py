@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.measure import chance, fitting
-from benchmarks.measure.bounds import FP32, FP64
+from benchmarks.measure.bounds import FP32, FP64, is_nothing_of
 from benchmarks.measure.calls import (
     PERTURBATIONS,
     Inputs,
@@ -18,6 +18,7 @@ from benchmarks.measure.calls import (
     rounds_to_tf32,
     takes_gradient,
 )
+from benchmarks.measure.checks import CHANNELS_LAST
 from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.keeping import kept, parameters_kept, uncompiled_meanwhile, without_dropout
 from benchmarks.measure.names import Kind, Named
@@ -122,14 +123,27 @@ class Truth:
         return self._drawing[names]
 
     def off_by(self, of: Named) -> float:
-        """How far the reference itself is from FP64, as a share of a tensor's norm: of few samples, where `whole` is
-        what it gives itself; else 0, as the distance from `whole` tells."""
+        """How far the reference itself is from FP64, as a share of a tensor's norm, or of that of all where `is_zero`:
+        of few samples, where `whole` is what it gives itself; else 0, as the distance from `whole` tells."""
         own = self._own_of_few.of(of) if self._own_of_few else None
         exact = self.exact.of(of)
         if own is None or exact is None or own[0].shape != exact[0].shape:
             return 0.0
-        apart = distance(own, exact) / max(norm(exact), 1e-300)
+        unit = self._norm_of_all(of) if self.is_zero(of) else norm(exact)
+        apart = distance(own, exact) / max(unit, 1e-300)
         return apart if math.isfinite(apart) else 0.0
+
+    def is_zero(self, of: Named) -> bool:
+        """Whether few samples tell that its true value is zero, of which `whole` has rounding alone."""
+        exact = self.exact.of(of) if self.is_few and self.has_meaning else None
+        if exact is None or not takes_gradient(exact[0]):
+            return False
+        return is_nothing_of(norm(exact), self._norm_of_all(of), self.rounds_to == FP32)
+
+    def _norm_of_all(self, of: Named) -> float:
+        """Of all gradients, or of all outputs, that few samples have in FP64."""
+        outputs, gradients = self.norms_of_exact
+        return gradients if of.kind.is_gradient else outputs
 
     def _as_given(self) -> Callable:
         """The reference, where it runs on the inputs; else, and where it is in FP64 itself, a copy in their dtype."""
@@ -191,7 +205,8 @@ class Truth:
                 self.why_few = f"{fitting.words(dtype)} of {samples} samples does not fit"
             samples = fewer
             free_memory()
-            if not fitting.stand_alone(self.plain, self.work, samples, self.has_dropout):
+            if samples < fitting.LEAST_TOGETHER and not fitting.stand_alone(self.plain, self.work, samples,
+                                                                            self.has_dropout):
                 raise fitting.DoesNotFit(f"{self.why_few}, and its samples depend on each other")
         if self.rounds_to in (torch.float16, torch.bfloat16):
             self.why_not_fp64 = f"the reference rounds to {dtype_name(self.rounds_to)} on its way"
@@ -270,14 +285,33 @@ class Truth:
                 seen = self.own_on(off, numerics)
             yield seen
 
-    def lower(self) -> Iterator[tuple[str, Observation]]:
-        """What it gives in each precision below its own, best first: under autocast, and as a copy in that dtype."""
+    def others(self) -> Iterator[tuple[str, Observation]]:
+        """What it gives in channels-last and in each precision below its own, best first: autocast, a copy in it."""
+        if self._channels_last is not None:
+            yield CHANNELS_LAST, self._channels_last
         if self.dtype == FP32 and self.work.inputs.device.type == "cuda":
             yield "tf32", self.own("tf32")
         for kind in LOWER.get(self.dtype, ()):
             for way in (self.own, self._copied_in):
                 with contextlib.suppress(Exception):                   # it need not run there
                     yield kind, way(kind)
+
+    @functools.cached_property
+    def _channels_last(self) -> Observation | None:
+        """What a copy with channels-last weights gives; None where it has none or does not run.
+
+        A CPU's batch norm adds them up one by one in FP32, where it adds NCHW up in FP64: torch has no other.
+        """
+        copy = deep_copy(self.plain)
+        weights = [t for t in named_parameters(copy).values() if t.dim() == 4]
+        if not weights:
+            return None
+        with torch.no_grad():
+            for weight in weights:
+                weight.data = weight.contiguous(memory_format=torch.channels_last)
+        with contextlib.suppress(Exception):
+            return self._observed(copy, self.work)
+        return None
 
     def _copied_in(self, kind: str) -> Observation:
         dtype = getattr(torch, kind)

@@ -1,5 +1,6 @@
 """What a person's file, model or patience can do to the assistant: a line, or a stated status, each."""
 import re
+import signal
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from benchmarks.assistant import optimize
 from benchmarks.assistant.techniques import fused_qkv
 from common.measure.session import Session
+from common.signals import Terminated
 
 ONE = """
 import torch
@@ -123,18 +125,21 @@ def test_what_ctrl_c_did_not_let_be_timed_was_not_reached(assistant, monkeypatch
 
 
 @pytest.mark.integration
-def test_ctrl_c_keeps_what_is_done(assistant, monkeypatch, tmp_path):
+@pytest.mark.parametrize("by, status, word", [
+    (KeyboardInterrupt(), 130, "interrupted"), (Terminated(signal.SIGTERM), 143, "terminated")],
+    ids=["Ctrl-C", "timeout"])
+def test_what_is_done_is_kept(assistant, monkeypatch, tmp_path, by, status, word):
     """Here in the midst of the ladder: what each technique gains alone is there."""
     measure = Session.measure
 
     def interrupted(self, group, keep=False):
         if group.cases[0].variant["measured"] == "together":
-            raise KeyboardInterrupt
+            raise by
         measure(self, group, keep)
     monkeypatch.setattr(Session, "measure", interrupted)
-    status, out, err = assistant(ONE.format("return self.linear(x) + self.linear(x).sin()"), "--only", "autocast",
-                                 "--only", "compile", "--report", tmp_path / "report.md")
-    assert status == 130, err
+    ended, out, err = assistant(ONE.format("return self.linear(x) + self.linear(x).sin()"), "--only", "autocast",
+                                "--only", "compile", "--report", tmp_path / "report.md")
+    assert ended == status and f"assistant: {word}" in err
     assert "| autocast " in (tmp_path / "report.md").read_text()
     assert "it was interrupted" in out
     for technique in ("autocast", "compile"):

@@ -85,21 +85,46 @@ class Between(nn.Module):
         return gelu(x - x.mean(0))
 
 
-def test_samples_that_depend_on_each_other_are_not_taken_apart(memory):
-    judgement = judged(Between(), memory, 0.6, Between(), tensor(8, 64))
-    assert judgement.passed and "its samples depend on each other" in judgement.truth
+def together(judgement: Judgement) -> bool:
+    """Whether the fewer samples were a batch of their own."""
+    return any("depend on each other: these are a batch of their own" in note for note in judgement.notes)
 
 
-def test_batchnorm_in_train_mode_is_not_taken_apart_and_in_eval_mode_it_is(memory):
+@pytest.mark.parametrize("share, samples", [(0.6, 4), (0.3, 2)])
+def test_samples_that_depend_on_each_other_are_a_batch_of_their_own(memory, share, samples):
+    judgement = judged(Between(), memory, share, Between(), tensor(8, 64))
+    assert judgement.proven and judgement.truth == f"FP64 of {samples} of 8 samples" and together(judgement)
+
+
+def normalising() -> nn.Module:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU())
     for _ in range(3):
         module(tensor(8, 16))
-    in_train = judged(copy.deepcopy(module), memory, 0.6, module, tensor(8, 16))
-    assert in_train.passed and "depend on each other" in in_train.truth
+    return module
+
+
+@pytest.mark.parametrize("share, samples", [(0.6, 4), (0.2, 2)])
+def test_batchnorm_is_judged_by_fewer_samples_and_in_train_mode_never_by_one(memory, share, samples):
+    module = normalising()
+    in_train = judged(copy.deepcopy(module), memory, share, module, tensor(8, 16))
+    assert in_train.proven and together(in_train)
+    assert in_train.truth == f"FP64 of {samples} of 8 samples"
     module.eval()
-    in_eval = judged(copy.deepcopy(module), memory, 0.6, module, tensor(8, 16))
-    assert in_eval.proven and in_eval.truth == "FP64 of 4 of 8 samples"
+    in_eval = judged(copy.deepcopy(module), memory, share, module, tensor(8, 16))
+    assert in_eval.proven and not together(in_eval)
+    assert in_eval.truth == f"FP64 of {4 if share > 0.5 else 1} of 8 samples"
+
+
+@pytest.mark.parametrize("change", [
+    lambda norm: setattr(norm, "momentum", 0.2), lambda norm: setattr(norm, "eps", 2e-5), lambda norm: norm.eval(),
+    lambda norm: norm.register_forward_hook(lambda norm, given, y: torch.cat([y[:4], 1.5 * y[4:]]))],
+    ids=["momentum", "eps", "running statistics", "the other half"])
+def test_a_wrong_batchnorm_is_refused_by_fewer_samples(memory, change):
+    module = normalising()
+    candidate = copy.deepcopy(module)
+    change(candidate[1])
+    assert not judged(candidate, memory, 0.6, module, tensor(8, 16)).passed
 
 
 # ------------------------------------------------------------------------------------- what few samples must still find
@@ -150,12 +175,12 @@ def test_a_mask_beside_the_samples_is_not_cut(memory):
 
 
 def test_sequence_first_is_not_taken_for_a_batch(memory):
-    """The first positions of causal attention stand alone; the last ones do not."""
+    """The first positions of causal attention stand alone; the last ones do not. Fewer are a sequence of their own."""
     def causal(x: Tensor) -> Tensor:
         x = x.transpose(0, 1)
         return F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(0, 1)
     judgement = judged(causal, memory, 0.6, causal, tensor(16, 2, 8))
-    assert judgement.passed and "depend on each other" in judgement.truth
+    assert judgement.proven and together(judgement) and judgement.truth == "FP64 of 8 of 16 samples"
 
 
 # ------------------------------------------------------------------------------------------- time, and out of memory

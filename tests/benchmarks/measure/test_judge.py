@@ -16,7 +16,7 @@ from benchmarks.measure.bounds import Standard
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import Judge, validate
-from benchmarks.measure.names import output
+from benchmarks.measure.names import buffer, gradient_of, output
 from benchmarks.measure.observing import Work, exact_in
 from benchmarks.measure.truth import Truth
 from common import BlockConfig, parameters, steps
@@ -780,6 +780,94 @@ def test_fast_exponentials_are_off_one_way_by_several_roundings_of_fp32(factor, 
     far = truth + 1e-5 * torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     standard = Standard("precision", torch.float32, float(truth.norm()), 0.0)
     assert standard.tensor(output("output"), [truth * factor], [truth], [far]).passed == passes
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("share, passes", [(1.1e-7, True), (1.3e-7, False)])
+@pytest.mark.parametrize("of", [output("output"), buffer("running_mean"), gradient_of("bias")], ids=lambda of: of.words)
+def test_what_is_zero_may_be_off_by_a_rounding_of_all(of, share, passes):
+    """A mean of what a batch norm centred before, say."""
+    zero = torch.full((8, 8), 1e-17, dtype=torch.float64)
+    norm_of_all = 5.0
+    seen = zero + share * norm_of_all / 8
+    standard = Standard("precision", torch.float32, norm_of_all, norm_of_all)
+    assert standard.tensor(of, [seen], [zero], [zero]).passed == passes
+
+
+# ------------------------------------------------------------------------- the same sums, in the order of channels-last
+
+
+class ChannelsLast(nn.Module):
+    """A network on channels-last weights; in FP32 what it gives is changed too."""
+
+    def __init__(self, network: nn.Module, change=lambda y: y):
+        super().__init__()
+        self.network = copy.deepcopy(network).to(memory_format=torch.channels_last)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.network(x)
+        return self.change(y) if x.dtype == torch.float32 else y
+
+
+def normalised() -> nn.Module:
+    """Its batch norms, where they are channels-last, add up 57,600 numbers one by one on a CPU."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+
+
+@pytest.fixture
+def one_thread():
+    """Threads add up less each, and are the nearer for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("seed", range(2))
+def test_a_batch_norm_that_adds_up_in_another_order_is_not_less_accurate(one_thread, seed):
+    network = normalised()
+    images = torch.randn(16, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
+    names = {f"network.{name}": name for name, _ in network.named_parameters()}
+    judgement = validate(ChannelsLast(network), network, images, parameters=names)
+    beyond = {check.explained_by for check in judgement if check.explained_by}
+    assert judgement.proven and not judgement.less_accurate and beyond == {"channels-last"}
+
+
+@pytest.mark.integration
+def test_channels_last_explains_no_lower_precision():
+    network = normalised()
+    images = torch.randn(16, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    rough = ChannelsLast(network, lambda y: y.half().float())
+    names = {f"network.{name}": name for name, _ in network.named_parameters()}
+    judgement = validate(rough, network, images, parameters=names)
+    assert judgement.passed and "float16" in {check.explained_by for check in judgement.less_accurate}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("times, explained_by", [(3.9, "channels-last"), (4.1, "")])
+def test_what_channels_last_explains_is_four_times_its_own_error(times, explained_by):
+    truth = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    error = 1e-5 * torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    standard = Standard("precision", torch.float32, float(truth.norm()), 0.0, meaning_told=True,
+                        others=lambda of: [("channels-last", [truth + error])])
+    check = standard.tensor(output("output"), [truth - times * error], [truth], [truth])
+    assert (check.passed, check.explained_by) == (bool(explained_by), explained_by)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("times, passes", [(3.9, True), (4.1, False)])
+def test_what_channels_last_explains_is_spread_over_a_tensor(times, passes):
+    """One element that is far off is a mistake, however small the whole error."""
+    truth = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    error = 1e-5 * torch.ones_like(truth)
+    standard = Standard("precision", torch.float32, float(truth.norm()), 0.0, meaning_told=True,
+                        others=lambda of: [("channels-last", [truth + error])])
+    rest = 2e-5 * torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).clamp(-1.5, 1.5)
+    rest[3, 4] = times * 1e-5
+    assert standard.tensor(output("output"), [truth + rest], [truth], [truth]).passed == passes
 
 
 # ------------------------------------------------------------------------------------- truths that are wrong themselves
