@@ -40,7 +40,7 @@ from common.measure.session import Session
 from common.measure.subject import Subject, on_a_copy
 from common.outcome import UserError, in_a_line, is_out_of_memory
 from common.phases import Phase
-from common.report.record import PREDICTED, record
+from common.report.record import PREDICTED, VERDICT, Record, record
 from common.report.record_file import RecordFile
 from common.report.result import Compilation, Result
 from common.runtime.iteration import BOTH, FORWARD, MODES
@@ -185,7 +185,11 @@ class _Assistant:
                                     ("all of it, written", self._write_out)):
                     self._unless_it_breaks(what, stage)
             except (KeyboardInterrupt, signals.Terminated) as ended:
-                raise Interrupted(self._concluded(), ended) from None
+                self._concluded()
+                session.write(self._verdicts())
+                raise Interrupted(self.result, ended) from None
+        self._concluded()
+        session.write(self._verdicts())
         self.result.times = session.finish(None)
         return self._concluded()
 
@@ -213,6 +217,17 @@ class _Assistant:
         result.opportunities = opportunities(result)
         result.lines = self.session.lines
         return result
+
+    def _verdicts(self) -> list[Record]:
+        """A record of each, with the case of the model as it is; none where that was not measured."""
+        result = self.result
+        as_it_is = result.alone.results.get(Combination().name)
+        if as_it_is is None:
+            return []
+        return [record(as_it_is, VERDICT, "", [], result.mode, technique=one.technique, verdict=one.verdict,
+                       where=one.found.place.name if one.found.place else "", count=one.count, why=one.why,
+                       reason=one.reason, times=one.speedup, interval=one.interval)
+                for one in result.opportunities]
 
     def _can_try(self, technique: Technique, found: Sequence[Found]) -> bool:
         possible = technique.apply is not None and not technique.missing(self.session.device)

@@ -176,7 +176,8 @@ def _compared(of: Named, candidate: Side, reference: Side, work: Work, with_back
         ours = reference.rows(work, _OURS + seeds_from, with_backward)
         if with_backward:
             theirs, ours = _beyond_rounding(theirs, ours, reference.parameters, rounding.of_all)
-        return of_draws(of, *_in_proportion(theirs, ours), rounding.share)
+        off_by = rounding.gradients_off_by if with_backward else rounding.outputs_off_by
+        return of_draws(of, *_in_proportion(theirs, ours), rounding.share, off_by)
     first = look(0)
     failed = {check.of for check in first if not check.passed}
     if not failed:
@@ -216,16 +217,18 @@ def _in_proportion(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> tuple[Te
                  for side in (theirs, ours))
 
 
-def of_draws(of: Named, theirs: Tensor, ours: Tensor, rounding: float = 1e-9) -> list[Check]:
+def of_draws(of: Named, theirs: Tensor, ours: Tensor, rounding: float = 1e-9, off_by: float = 0.0) -> list[Check]:
     """The checks of mean and variance, and where both pass of how elements vary together, from [draws, elements] each.
 
-    Elements that vary by less than `rounding` count as constant: those are compared without dropout. None, where all
-    are. Raises ValueError where the numbers of draws or elements differ.
+    Elements that vary by less than `rounding`, or than `off_by`, which both are apart without dropout, count as
+    constant: those are compared without it. None, where all are. By `off_by` rounding may move the mean of the others,
+    and by twice as much their variance. Raises ValueError where the numbers of draws or elements differ.
     """
     if theirs.shape != ours.shape:
         raise ValueError(f"draws of {tuple(theirs.shape)} and {tuple(ours.shape)}: give as many of both")
     together = torch.cat([theirs, ours])
-    moves = torch.maximum(theirs.std(0), ours.std(0)) > rounding
+    apart = max(rounding, off_by)
+    moves = torch.maximum(theirs.std(0), ours.std(0)) > apart
     if not moves.any():
         return []
     centred = together[:, moves] - together[:, moves].mean(0)
@@ -236,8 +239,11 @@ def of_draws(of: Named, theirs: Tensor, ours: Tensor, rounding: float = 1e-9) ->
     count = f"{len(ours)} draws of {ours.size(1)} elements"
     ratio = float(theirs.var(0).mean() / ours.var(0).mean().clamp_min(1e-300))
     can_tell = _can_tell(ours[:, moves])
-    found = [_check(_and(of, "its mean"), of_means, f"the mean of each element over {count}", can_tell),
-             _check(_and(of, "its variance"), of_squares, f"{ratio:.2f} times the reference's over {count}", can_tell)]
+    moved_by_rounding = float((off_by / together[:, moves].std(0)).square().mean())
+    found = [_check(_and(of, "its mean"), of_means, f"the mean of each element over {count}", can_tell,
+                    least=max(EFFECT, moved_by_rounding)),
+             _check(_and(of, "its variance"), of_squares, f"{ratio:.2f} times the reference's over {count}", can_tell,
+                    least=max(EFFECT, 2**2 * moved_by_rounding))]
     if rounding <= OF_FP32:
         found.append(_values(of, theirs[:, moves], ours[:, moves]))
     if all(check.passed for check in found):

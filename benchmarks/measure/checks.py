@@ -22,6 +22,11 @@ class Check:
     explained_by: str = ""                 # what explains an error beyond the bound: channels-last or a lower precision
 
     @property
+    def is_less_accurate(self) -> bool:
+        """Whether a lower precision explains it."""
+        return self.explained_by not in ("", CHANNELS_LAST)
+
+    @property
     def name(self) -> str:
         """What it is of, in words."""
         return str(self.of)
@@ -73,7 +78,7 @@ class Judgement:
     @property
     def less_accurate(self) -> list[Check]:
         """Those that passed beyond their bound, as the meaning is right and a lower precision explains it."""
-        return [check for check in self.checks if check.explained_by not in ("", CHANNELS_LAST)]
+        return [check for check in self.checks if check.is_less_accurate]
 
     @property
     def worst(self) -> Check | None:

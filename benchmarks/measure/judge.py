@@ -60,6 +60,7 @@ from benchmarks.measure.truth import (
 )
 from common.block.config import dtype_name
 from common.block.oracle import TIMES_OF_A_GRADIENT
+from common.block.precision import without_tf32
 from common.outcome import Failed, in_a_line, is_out_of_memory
 from common.phases import Phase
 from common.runtime import machine
@@ -274,9 +275,21 @@ class Judge:
                  if truth.parameters[our].shape == self.parameters[their].shape}
         theirs = chance.Side(self.candidate, [self.parameters[their] for their in pairs.values()])
         drawing = self.draws, truth.has_dropout
+        rounding = bounds.rounding_between(self.dtype, self.numerics)
+        outputs, gradients = self._off_by()
+        rounding = replace(rounding, outputs_off_by=outputs, gradients_off_by=gradients)
         self.checks += chance.checks(theirs, truth.drawing(tuple(pairs)), drawing,
-                                     truth.work, bool(truth.exact.takes_gradient),
-                                     bounds.rounding_between(self.dtype, self.numerics), truth.say)
+                                     truth.work, bool(truth.exact.takes_gradient), rounding, truth.say)
+
+    def _off_by(self) -> tuple[float, float]:
+        """(how far an output at most, and a gradient in root mean square, is off without dropout, as shares of norms).
+
+        A deep network rounds in each layer.
+        """
+        told = [check for check in self.checks if check.question == "precision" and math.isfinite(check.error)]
+        outputs = [check.error for check in told if check.of.kind is Kind.OUTPUT]
+        gradients = [check.error for check in told if check.of.kind.is_gradient]
+        return max(outputs, default=0.0), math.hypot(*gradients) / math.sqrt(max(1, len(gradients)))
 
     def _pairs(self) -> dict[str, str]:
         """Our parameter -> theirs, each pair once; a tied one stands under its first name."""
@@ -284,12 +297,13 @@ class Judge:
         return {ours_first[our]: theirs_first[their] for their, our in self.partners.items()}
 
     def _compare_precision(self, seen: Observation, own: Observation) -> None:
-        """Where the meaning is right and a gradient is far off, the reference is asked how far its own may be."""
+        """Where the meaning is right and gradients alone are far off, the reference is asked how far its own may be:
+        a lower precision explains only what kinks do not."""
         standard = self._standard("precision", self.dtype, self.truth.rounds_to == FP32)
         of_meaning = list(self.checks)
         self._compare(seen, own, standard)
-        wrong = [check for check in self.checks if not check.passed]
-        if wrong and self.meaning_told and all(check.of.kind.is_gradient for check in wrong):
+        beyond = [check for check in self.checks if not check.passed or check.is_less_accurate]
+        if beyond and self.meaning_told and all(check.of.kind.is_gradient for check in beyond):
             self.checks = of_meaning
             self._compare(seen, self.truth.furthest(self.numerics), standard)
 
@@ -400,10 +414,11 @@ class Judge:
         """
         if self.dtype != FP32 or furthest_output(in_fp64, self.truth.exact) <= CONTRADICTS[FP32]:
             return False
-        with uncompiled_meanwhile(self.candidate):
+        with uncompiled_meanwhile(self.candidate), without_tf32():
             own = observe(self.candidate, self.truth.few, overwrites_output=True, draws=self.draws)
+            of_reference = self.truth.in_dtype(FP32)
         return (furthest_output(own, in_fp64) > CONTRADICTS[FP32]
-                and furthest_output(own, self.truth.own_on_few()) <= CONTRADICTS[FP32] / 100)
+                and furthest_output(own, of_reference) <= CONTRADICTS[FP32] / 100)
 
     def _has_values_of_its_own(self) -> bool:
         """Whether a parameter or buffer is neither loaded from the reference nor a constant that is equal there."""

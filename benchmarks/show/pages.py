@@ -20,25 +20,20 @@ from benchmarks.records.provenance import commits, provenance, unproven
 from benchmarks.records.read import (
     BadRecords,
     Run,
-    extra,
     latest,
-    lies_within,
     metric,
-    miss,
     paired,
     read,
-    runs,
     shape,
-    values,
 )
-from benchmarks.show import charts
+from benchmarks.show import assistants, charts
 from benchmarks.show.charts import Charts
 from benchmarks.show.tables import NO_ANSWER, joules
 from common import steps
 from common.command_line import Parser, early_ends
 from common.outcome import EXIT
 from common.report.metrics import PEAK_MEMORY, SHARE
-from common.report.record import PREDICTED, Record
+from common.report.record import Record
 from common.runtime.iteration import BOTH, LAUNCHES, MODES
 from common.runtime.peaks import BURST, SUSTAINED
 from common.text import NOT_AVAILABLE, figures, markdown, number, ratio
@@ -48,7 +43,6 @@ PAGES = [ROOT / name for name in ("README.md", "common/README.md", "benchmarks/R
                                   "benchmarks/results/README.md", "benchmarks/kernels/README.md",
                                   "benchmarks/kernels/cuda/attention/README.md")]
 REFERENCE = "h200"                     # begins the names of the machines that most was recorded on
-NEAR = 0.15                            # of a predicted gain: one that is measured within it was predicted well
 WIDTH = 120                            # characters of a table that a page shows
 MARKER = re.compile(r"(<!-- begin (.+?) -->\n)(.*?)(<!-- end \2 -->)", re.DOTALL)
 Parts = Mapping[str, Callable[[], str]]              # name -> what makes its Markdown
@@ -116,7 +110,7 @@ def parts_of(studies: Sequence[Question]) -> dict[str, Callable[[], str]]:
     parts: dict[str, Callable[[], str]] = {
         "summary": summary, "compare": comparisons, "card": card, "attribution": attribution, "assistant": assistant,
         "assistant twice": assistant_twice, "assistant written": assistant_written,
-        "assistant predicted": assistant_predicted}
+        "assistant predicted": assistants.predicted, "assistant models": assistants.models}
     for before, after in zip(steps.ALL, steps.ALL[1:], strict=False):
         parts[f"diff {before.number} {after.number}"] = lambda a=before, b=after: diff(a, b)    # type: ignore[misc]
     for preset in ("te-tutorial", "gpt2"):
@@ -339,41 +333,6 @@ def assistant_twice() -> str:
         alike = sum(one == other for one, other in pairs)
         rows.append([f"{name}.py", str(len(pairs)), str(alike)])
     return markdown(rows, ["example", "pairs of rungs that both runs tell apart", "in the same order"])
-
-
-def assistant_predicted() -> str:
-    """What was predicted of each technique in every recorded run of the assistant, and what it bought alone."""
-    rows, misses = [], []
-    for path in sorted(RESULTS.glob("*/assistant-*.jsonl*")):
-        alone = {run.case["name"]: run for run in runs(read(path)) if run.variant.get("measured") == "alone"}
-        for name, run in alone.items():
-            predicted = _predicted(run)
-            if predicted is None:
-                continue
-            mode, ends = predicted
-            gain = paired(alone.get("as it is"), run, mode, LAUNCHES[0])
-            if gain:
-                misses.append(0.0 if lies_within(gain[0], ends) else miss(gain[0], ends))
-                model = stem_of(path).name.removeprefix("assistant-")
-                where = f"{path.parent.name}, {model}"
-                rows.append([where, name, f"{ends[0]:.2f} to {ends[1]:.2f}", ratio(gain), f"{100 * misses[-1]:.0f} %"])
-    if not rows:
-        return "Predictions beside measured gains: not recorded."
-    table = markdown(rows, ["machine, model", "technique", "predicted", "alone", "off by"])
-    held, near = sum(each == 0 for each in misses), sum(each <= NEAR for each in misses)
-    within = f"{near} within {100 * NEAR:.0f} % of it"
-    return f"{table}\n\n{held} of {len(rows)} gains lie where they were predicted, {within}."
-
-
-def _predicted(run: Run) -> tuple[str, tuple[float, float]] | None:
-    """(the pass, how many times as fast between two ends); None where nothing was predicted of it."""
-    for mode in MODES:
-        line = run.find(mode, PREDICTED)
-        if line:
-            least, most = values(line)
-            before = extra(line)["before"]
-            return mode, (before / most, before / least)
-    return None
 
 
 def _told_apart(run_of: Mapping[str, Run], a: str, b: str) -> tuple[float, float, float] | None:

@@ -74,11 +74,20 @@ class _Restore:
 
 
 FLOAT32_MATMUL = Switch(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
+CUDNN_TF32 = Switch(lambda: torch.backends.cudnn.allow_tf32,
+                    lambda allowed: setattr(torch.backends.cudnn, "allow_tf32", allowed))
 
 
 def multiplying_float32_in(precision: str) -> contextlib.AbstractContextManager[None]:
     """Meanwhile FP32 matmuls run in `precision`, "highest" or "high"; the caller's setting is back after errors too."""
     return FLOAT32_MATMUL.at(precision)
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Meanwhile neither matmuls in FP32 nor cuDNN's convolutions, which do by default, round to TF32."""
+    with multiplying_float32_in("highest"), CUDNN_TF32.at(False):
+        yield
 
 
 def float32_matmul_precision(precision: str):

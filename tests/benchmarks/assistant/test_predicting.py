@@ -22,7 +22,7 @@ from benchmarks.assistant.techniques import (
 from benchmarks.examples import gpt
 from benchmarks.measure.calls import Inputs
 from benchmarks.records.read import miss
-from benchmarks.show import pages
+from benchmarks.show import assistants
 from common.report.record_file import RecordFile
 from tests.helpers import activation_spellings, attention_spellings
 
@@ -184,22 +184,28 @@ def test_a_look_predicts_and_the_report_says_how_many_held(studies_in_seconds):
 
 @pytest.mark.integration
 def test_the_page_holds_what_was_predicted_beside_what_was_measured(studies_in_seconds, tmp_path, monkeypatch):
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
-    assert pages.assistant_predicted() == "Predictions beside measured gains: not recorded."
+    monkeypatch.setattr(assistants, "RESULTS", tmp_path)
+    assert assistants.models() == "Models by their configurations: not recorded."
+    assert assistants.predicted() == "Predictions beside measured gains: not recorded."
     (tmp_path / "cpu").mkdir()
     path = tmp_path / "cpu" / "assistant-norm.jsonl"
     norm = nn.Sequential(gpt.LayerNorm(64), nn.Linear(64, 64))
     result = optimize(norm, (torch.randn(32, 64),), quick=True, file=RecordFile(str(path)),
                       techniques=(library_norm.TECHNIQUE, fused_qkv.TECHNIQUE))
     predicted, [one] = result.predictions["library-norm"], result.opportunities
-    *_, row, _, count = pages.assistant_predicted().splitlines()
+    *_, row, _, count = assistants.predicted().splitlines()
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     least, most = predicted.gain
     assert cells[:3] == ["cpu, norm", "library-norm", f"{least:.2f} to {most:.2f}"]
     off = 0.0 if predicted.holds(one.speedup) else miss(one.speedup, predicted.gain)
+    *_, of_the_model = assistants.models().splitlines()
+    where, mode, ms, fastest, times, *_ = [cell.strip() for cell in of_the_model.strip("|").split("|")]
+    assert (where, mode) == ("cpu, norm", "forward+backward") and float(fastest) <= float(ms)
+    assert (float(times.split()[0]) >= 1) == (float(fastest) <= float(ms))
+    assert ("library-norm" in of_the_model) == (one.verdict in ("take", "by hand"))
     assert cells[3].startswith(f"{one.speedup:.2f} [") and cells[4] == f"{100 * off:.0f} %"
     assert count == (f"{int(predicted.holds(one.speedup))} of 1 gains lie where they were predicted, "
-                     f"{int(off <= pages.NEAR)} within 15 % of it.")
+                     f"{int(off <= assistants.NEAR)} within 15 % of it.")
 
 
 @unit

@@ -10,7 +10,7 @@ from benchmarks.examples.pairs import tensor
 from benchmarks.measure import chance
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.judge import validate
-from benchmarks.measure.names import output
+from benchmarks.measure.names import Kind, output
 from benchmarks.measure.observing import Work
 
 pytestmark = pytest.mark.unit
@@ -152,6 +152,38 @@ def test_a_mean_on_either_side_of_what_rounding_may_move(shift, passes):
     generator = torch.Generator().manual_seed(1)
     ours, theirs = (torch.randn(48, 4000, generator=generator, dtype=torch.float64) for _ in range(2))
     assert all(check.passed for check in chance.of_draws(output("output"), theirs + shift, ours)) == passes
+
+
+@pytest.mark.parametrize("off_by, passes", [(0.2, True), (0.1, False)])
+def test_a_mean_that_outputs_off_by_so_much_may_move(off_by, passes):
+    """A deep network in BF16 is off by more than one rounding, with dropout as without."""
+    generator = torch.Generator().manual_seed(1)
+    ours, theirs = (torch.randn(48, 4000, generator=generator, dtype=torch.float64) for _ in range(2))
+    found = chance.of_draws(output("output"), theirs + 0.15, ours, off_by=off_by)
+    assert all(check.passed for check in found) == passes
+
+
+class Deep(nn.Module):
+    """Thirty layers that round to BF16, and dropout behind them, which in the candidate drops by another rate."""
+
+    def __init__(self, p: float, rounds: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh()) for _ in range(30))
+        self.dropout, self.rounds = nn.Dropout(p), rounds
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.rounds and x.dtype == torch.float32):
+            for layer in self.layers:
+                x = layer(x)
+        return self.dropout(x)
+
+
+@pytest.mark.parametrize("p, passes", [(0.2, True), (0.4, False)])
+def test_dropout_behind_layers_that_round(p, passes):
+    judgement = validate(Deep(p, rounds=True), Deep(0.2, rounds=False), tensor(16, 32), numerics="bfloat16")
+    assert max(check.error for check in judgement if check.of.kind is Kind.OUTPUT) > 0.05
+    assert judgement.passed == passes, judgement
 
 
 def test_draws_of_other_sizes_are_refused_in_a_line():

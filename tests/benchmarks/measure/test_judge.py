@@ -18,7 +18,7 @@ from benchmarks.measure.checks import Judgement
 from benchmarks.measure.judge import Judge, validate
 from benchmarks.measure.names import buffer, gradient_of, output
 from benchmarks.measure.observing import Work, exact_in
-from benchmarks.measure.truth import Truth
+from benchmarks.measure.truth import CONTRADICTS, Truth
 from common import BlockConfig, parameters, steps
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -202,6 +202,17 @@ def test_a_wrong_gradient_is_no_kink(change):
     pair = RIGHT["a residual block in train mode"](torch.float32)
     pair.candidate.conv_1.weight.register_hook(change)
     assert failed(judged(pair)) == {"gradient of conv_1.weight"}
+
+
+@pytest.mark.unit
+def test_a_kink_that_rounding_reaches_is_not_less_accurate():
+    """FP16 falls to the same side of it as the candidate; so does FP32, off by a rounding."""
+    x = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
+    x[3] = torch.tensor([1.0, -1.0 + 2**-24])
+    judgement = validate(lambda x: torch.relu((x.sum(-1) + 1) - 1), lambda x: torch.relu(x.sum(-1)), x)
+    assert judgement.passed and not judgement.less_accurate, judgement
+    [gradient] = [check for check in judgement if check.of.kind.is_gradient and check.question == "precision"]
+    assert gradient.error > 0.05
 
 
 @pytest.mark.unit
@@ -906,6 +917,24 @@ def test_a_truth_that_contradicts_its_reference_is_no_oracle():
     judgement = validate(gelu, another_in_fp64, LARGE)
     assert judgement.passed and "no oracle: its outputs in FP64 are" in judgement.truth
     assert not validate(lambda x: 1.5 * gelu(x), another_in_fp64, LARGE).passed
+
+
+def as_cudnn_rounds(x: Tensor) -> Tensor:
+    """Rounded to TF32 where cuDNN may, and 100 times the difference from one."""
+    if x.dtype == torch.float32 and torch.backends.cudnn.allow_tf32:
+        x = x + (x.half().float() - x).detach()
+    return 100 * (gelu(x) - 1)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("allowed", [True, False])
+def test_what_tf32_makes_of_outputs_contradicts_no_truth(monkeypatch, allowed):
+    """cuDNN's convolutions round to it by default, and a deep network makes percents of that."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+    x = 1.15 + 0.001 * torch.rand(16, 16, generator=torch.Generator().manual_seed(0))
+    truth = Truth(as_cudnn_rounds, Work(Inputs.of(x)))
+    assert (truth.own_error > CONTRADICTS[torch.float32]) == allowed
+    assert truth.has_meaning and torch.backends.cudnn.allow_tf32 == allowed
 
 
 @pytest.mark.unit

@@ -1,0 +1,229 @@
+"""Public models by their configurations, with drawn weights: at the sizes that people train on a GPU, small on a CPU.
+
+    python -m benchmarks assistant benchmarks/examples/public.py:gpt2
+    python -m benchmarks assistant benchmarks/examples/public.py:resnet50 --inference
+
+Needs what a model is from: transformers or torchvision. Each function returns (model, inputs, loss).
+"""
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Built = tuple[nn.Module, dict[str, Tensor], Callable[[Any], Tensor]]
+
+
+def _full() -> bool:
+    return torch.cuda.is_available()
+
+
+def _tokens(vocabulary: int, batch: int, length: int) -> Tensor:
+    return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def _of_tokens(model: nn.Module, inputs: dict[str, Tensor], targets: Tensor) -> Built:
+    """On the device, with the loss of each next token or label."""
+    device = "cuda" if _full() else "cpu"
+    targets = targets.to(device)
+
+    def loss(returned: Any) -> Tensor:
+        return F.cross_entropy(returned.logits.flatten(0, -2), targets.flatten())
+    return model.to(device), {name: t.to(device) for name, t in inputs.items()}, loss
+
+
+def _of_images(model: nn.Module, batch: int, size: int, classes: int = 1000) -> Built:
+    device = "cuda" if _full() else "cpu"
+    images = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0)).to(device)
+    labels = torch.randint(0, classes, (batch,), generator=torch.Generator().manual_seed(1)).to(device)
+    return model.to(device), {"x": images}, lambda logits: F.cross_entropy(logits, labels)
+
+
+def _without_dropout(model: nn.Module) -> nn.Module:
+    """Its values can't be compared call by call."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+# ------------------------------------------------------------------------------------------------------- transformers
+
+
+def gpt2() -> Built:
+    """GPT-2 small, 124 million parameters, 8 x 1,024 tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {} if _full() else {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 1000}
+    model = GPT2LMHeadModel(GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False, **sizes))
+    tokens = _tokens(model.config.vocab_size, *((8, 1024) if _full() else (2, 128)))
+    return _of_tokens(model, {"input_ids": tokens}, tokens.roll(-1, 1))
+
+
+def llama() -> Built:
+    """TinyLlama, 1.1 billion parameters: 32 query heads to 4 key-value heads; 2 x 2,048 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+                             "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000}
+    if not _full():
+        sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 8,
+                 "num_key_value_heads": 2, "vocab_size": 1000}
+    model = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes))
+    tokens = _tokens(model.config.vocab_size, *((2, 2048) if _full() else (2, 128)))
+    return _of_tokens(model, {"input_ids": tokens}, tokens.roll(-1, 1))
+
+
+def bert() -> Built:
+    """BERT base, 110 million parameters, 32 x 512 tokens of which up to half are padding."""
+    from transformers import BertConfig, BertForMaskedLM
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {} if _full() else {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4,
+                                                "intermediate_size": 512, "vocab_size": 1000}
+    config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes)
+    batch, length = (32, 512) if _full() else (4, 128)
+    tokens = _tokens(config.vocab_size, batch, length)
+    lengths = length - length // 2 * torch.arange(batch) // batch
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    return _of_tokens(BertForMaskedLM(config), {"input_ids": tokens, "attention_mask": mask}, tokens)
+
+
+def t5() -> Built:
+    """T5 base, 220 million parameters: 8 x 512 tokens in, 128 out."""
+    from transformers import T5Config, T5ForConditionalGeneration
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12}
+    if not _full():
+        sizes = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4, "vocab_size": 1000}
+    config = T5Config(dropout_rate=0.0, use_cache=False, **sizes)
+    batch, length, answer = (8, 512, 128) if _full() else (2, 64, 16)
+    tokens, targets = _tokens(config.vocab_size, batch, length), _tokens(config.vocab_size, batch, answer)
+    inputs = {"input_ids": tokens, "decoder_input_ids": targets.roll(1, 1)}
+    return _of_tokens(T5ForConditionalGeneration(config), inputs, targets)
+
+
+def whisper() -> Built:
+    """Whisper small, 242 million parameters: 8 x 30 seconds of sound, 128 tokens out."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"d_model": 768, "encoder_layers": 12, "decoder_layers": 12, "encoder_attention_heads": 12,
+                             "decoder_attention_heads": 12, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072}
+    if not _full():
+        sizes = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+                 "decoder_attention_heads": 2, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256, "vocab_size": 1000,
+                 "max_source_positions": 100, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+                 "decoder_start_token_id": 1}
+    config = WhisperConfig(dropout=0.0, use_cache=False, **sizes)
+    batch, answer = (8, 128) if _full() else (2, 16)
+    sound = torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions,
+                        generator=torch.Generator().manual_seed(2))
+    targets = _tokens(config.vocab_size, batch, answer)
+    inputs = {"input_features": sound, "decoder_input_ids": targets.roll(1, 1)}
+    return _of_tokens(WhisperForConditionalGeneration(config), inputs, targets)
+
+
+def mixtral() -> Built:
+    """Mixtral's layers, a sixteenth as wide in all: 8 experts of which each token takes 2; 4 x 1,024 tokens."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8,
+                             "num_attention_heads": 16, "num_key_value_heads": 4}
+    if not _full():
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+                 "num_key_value_heads": 2, "vocab_size": 1000}
+    model = MixtralForCausalLM(MixtralConfig(use_cache=False, **sizes))
+    tokens = _tokens(model.config.vocab_size, *((4, 1024) if _full() else (2, 64)))
+    return _of_tokens(model, {"input_ids": tokens}, tokens.roll(-1, 1))
+
+
+# -------------------------------------------------------------------------------------------------------- torchvision
+
+
+def resnet50() -> Built:
+    """ResNet-50, 26 million parameters, 64 images of 224 x 224; ResNet-18, 4 of 64 x 64, on a CPU."""
+    from torchvision import models
+    torch.manual_seed(0)
+    return _of_images(models.resnet50(), 64, 224) if _full() else _of_images(models.resnet18(), 4, 64)
+
+
+def convnext() -> Built:
+    """ConvNeXt tiny, 29 million parameters, 64 images of 224 x 224, without its stochastic depth."""
+    from torchvision import models
+    torch.manual_seed(0)
+    model = models.convnext_tiny(stochastic_depth_prob=0.0)
+    return _of_images(model, 64, 224) if _full() else _of_images(model, 1, 64)
+
+
+def vit() -> Built:
+    """ViT-B/16, 87 million parameters, 64 images of 224 x 224."""
+    from torchvision import models
+    torch.manual_seed(0)
+    if _full():
+        return _of_images(_without_dropout(models.vit_b_16()), 64, 224)
+    small = models.VisionTransformer(64, 16, num_layers=2, num_heads=4, hidden_dim=128, mlp_dim=256)
+    return _of_images(_without_dropout(small), 4, 64)
+
+
+def swin() -> Built:
+    """Swin tiny, 28 million parameters, 64 images of 224 x 224, without its stochastic depth."""
+    from torchvision import models
+    torch.manual_seed(0)
+    if _full():
+        return _of_images(_without_dropout(models.swin_t(stochastic_depth_prob=0.0)), 64, 224)
+    small = models.SwinTransformer([4, 4], 32, [2, 2], [2, 4], [4, 4], stochastic_depth_prob=0.0)
+    return _of_images(_without_dropout(small), 2, 64)
+
+
+# --------------------------------------------------------------------------------------------------------- of torch's
+
+
+class TiedLSTM(nn.Module):
+    """A language model of two LSTM layers whose embedding is its head, too. Tokens [B, S] -> logits [B, S, V]."""
+
+    def __init__(self, vocabulary: int, width: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden, _ = self.lstm(self.embedding(tokens))
+        return self.head(hidden)
+
+
+def lstm() -> Built:
+    """Two layers of an LSTM with tied weights, 27 million parameters, 64 x 128 tokens."""
+    torch.manual_seed(0)
+    vocabulary, width, batch, length = (32000, 650, 64, 128) if _full() else (1000, 64, 4, 32)
+    tokens = _tokens(vocabulary, batch, length)
+    model, inputs, _ = _of_tokens(TiedLSTM(vocabulary, width), {"tokens": tokens}, tokens)
+    targets = inputs["tokens"].roll(-1, 1)
+    return model, inputs, lambda logits: F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _encoder() -> nn.Module:
+    width, heads, layers = (768, 12, 12) if _full() else (64, 4, 2)
+    layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def _of_encoder(model: nn.Module) -> Built:
+    device, shape = ("cuda", (16, 512, 768)) if _full() else ("cpu", (2, 64, 64))
+    src = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+    return model.to(device), {"src": src}, lambda y: y.square().mean()
+
+
+def encoder() -> Built:
+    """nn.TransformerEncoder, 12 layers, 85 million parameters, 16 x 512 vectors."""
+    torch.manual_seed(0)
+    return _of_encoder(_encoder())
+
+
+def compiled() -> Built:
+    """The same, compiled already and under no other name: what is left to gain?"""
+    torch.manual_seed(0)
+    model = _encoder()
+    model.compile()
+    return _of_encoder(model)

@@ -1,0 +1,101 @@
+"""What the assistant made of the models that it was recorded on, from its records: a row a model, and predictions."""
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.records import RESULTS
+from benchmarks.records.files import stem_of
+from benchmarks.records.read import Run, extra, lies_within, metric, miss, paired, read, runs, values
+from benchmarks.show.tables import joules
+from common.report.metrics import SHARE
+from common.report.record import PREDICTED, VERDICT
+from common.runtime.iteration import LAUNCHES, MODES
+from common.runtime.peaks import BURST
+from common.text import NOT_AVAILABLE, figures, markdown, number, ratio
+
+NEAR = 0.15                            # of a predicted gain: one that is measured within it was predicted well
+AS_IT_IS = "as it is"
+
+
+def recorded() -> list[Path]:
+    """The files of records that the assistant left."""
+    return sorted(RESULTS.glob("*/assistant-*.jsonl*"))
+
+
+def _where(path: Path) -> str:
+    """The machine and the model."""
+    return f"{path.parent.name}, {stem_of(path).name.removeprefix('assistant-')}"
+
+
+def models() -> str:
+    """A row for each recorded model: its time as it is and with the techniques that gain, and what became of each."""
+    rows = []
+    for path in recorded():
+        found = list(runs(read(path)))
+        row = _row(found)
+        if row:
+            rows.append([_where(path), *row])
+    if not rows:
+        return "Models by their configurations: not recorded."
+    return markdown(rows, ["machine, model", "pass", "ms", "fastest", "times", "% of limit", "J", "take",
+                           "different numerics", "by hand", "unsafe"])
+
+
+def _row(found: list[Run]) -> list[str] | None:
+    """Of one file; None where it holds no verdicts, or nothing was timed. A run that was ended early has no ladder."""
+    verdicts = [extra(line) for run in found for line in run.lines if metric(line) == VERDICT]
+    as_it_is = [run for run in found if run.case["name"] == AS_IT_IS and any(map(run.best, MODES))]
+    if not (verdicts and as_it_is):
+        return None
+    before = next((run for run in as_it_is if run.variant["measured"] == "together"), as_it_is[0])
+    mode = next(mode for mode in reversed(MODES) if before.best(mode))
+    in_the_same_rounds = [run for run in found if run.variant.get("measured") == before.variant["measured"]]
+    ms, after = min(((ms, run) for run in in_the_same_rounds if (ms := run.best_ms(mode))), key=lambda each: each[0])
+    gain = paired(before, after, mode)
+    return [mode, figures(before.best_ms(mode) or ms), figures(ms), ratio(gain) if gain else NOT_AVAILABLE,
+            _both(run.figure(SHARE[BURST], mode) for run in (before, after)),
+            _both(joules(run, mode) for run in (before, after)),
+            *(_named(verdicts, verdict) for verdict in ("take", "different numerics", "by hand", "unsafe"))]
+
+
+def _both(figures_of: Iterable[float | None]) -> str:
+    """Before and after."""
+    return ", ".join(number(value, ".0f") for value in figures_of)
+
+
+def _named(verdicts: list[dict], verdict: str) -> str:
+    """The techniques that got it, each once."""
+    return ", ".join(dict.fromkeys(each["technique"] for each in verdicts if each["verdict"] == verdict))
+
+
+def predicted() -> str:
+    """What was predicted of each technique in every recorded run of the assistant, and what it bought alone."""
+    rows, misses = [], []
+    for path in recorded():
+        alone = {run.case["name"]: run for run in runs(read(path)) if run.variant.get("measured") == "alone"}
+        for name, run in alone.items():
+            prediction = _predicted(run)
+            if prediction is None:
+                continue
+            mode, ends = prediction
+            gain = paired(alone.get("as it is"), run, mode, LAUNCHES[0])
+            if gain:
+                misses.append(0.0 if lies_within(gain[0], ends) else miss(gain[0], ends))
+                rows.append([_where(path), name, f"{ends[0]:.2f} to {ends[1]:.2f}", ratio(gain),
+                             f"{100 * misses[-1]:.0f} %"])
+    if not rows:
+        return "Predictions beside measured gains: not recorded."
+    table = markdown(rows, ["machine, model", "technique", "predicted", "alone", "off by"])
+    held, near = sum(each == 0 for each in misses), sum(each <= NEAR for each in misses)
+    within = f"{near} within {100 * NEAR:.0f} % of it"
+    return f"{table}\n\n{held} of {len(rows)} gains lie where they were predicted, {within}."
+
+
+def _predicted(run: Run) -> tuple[str, tuple[float, float]] | None:
+    """(the pass, how many times as fast between two ends); None where nothing was predicted of it."""
+    for mode in MODES:
+        line = run.find(mode, PREDICTED)
+        if line:
+            least, most = values(line)
+            before = extra(line)["before"]
+            return mode, (before / most, before / least)
+    return None
