@@ -227,7 +227,7 @@ class Judge:
         """How far its outputs may be from the reference's, as a share of their norm, beyond FP64."""
         rough = max((check.error for check in self.checks if check.explained_by), default=0.0)
         rounding = max(bounds.rounding_of(self.dtype, self.numerics), rough)
-        return TIMES_ROUNDING * rounding + TIMES_THE_REFERENCE * self.truth.own_error
+        return TIMES_ROUNDING * rounding + TIMES_THE_REFERENCE * self.truth.own_error_in(self.numerics)
 
     def referee(self) -> Referee:
         """Who looks at its timed calls, once it has passed."""

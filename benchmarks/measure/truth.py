@@ -95,9 +95,13 @@ class Truth:
     @functools.cached_property
     def own_error(self) -> float:
         """How far its outputs are from FP64, as a share of their norm."""
-        own = self._own_of_few or self.own(None)
-        apart = furthest_output(own, self.exact)
-        return apart if math.isfinite(apart) else 0.0
+        return _finite(furthest_output(self._own_of_few or self.own(None), self.exact))
+
+    def own_error_in(self, numerics: str | None) -> float:
+        """The same where it multiplies in what was declared: a deep network in BF16 is off by more than one rounding."""
+        if numerics in (None, "float8"):
+            return self.own_error
+        return max(self.own_error, _finite(furthest_output(self.own(numerics), self.whole)))
 
     @functools.cached_property
     def norms_of_exact(self) -> tuple[float, float]:
@@ -324,6 +328,10 @@ class Truth:
     def in_dtype(self, dtype: torch.dtype) -> Observation:
         """What a copy of it gives in that dtype, of as many samples as `exact`."""
         return self._observed(deep_copy(self.plain, dtype), self.few, dtype)
+
+
+def _finite(apart: float) -> float:
+    return apart if math.isfinite(apart) else 0.0
 
 
 def _further(a: Observation, b: Observation, exact: Observation) -> Observation:

@@ -858,6 +858,18 @@ def test_channels_last_explains_no_lower_precision():
 
 
 @pytest.mark.unit
+def test_outputs_on_fresh_inputs_may_be_apart_by_what_the_declared_numerics_make_of_them():
+    """BF16 is off by a tenth behind thirty layers, and in another order by another tenth."""
+    torch.manual_seed(0)
+    deep = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh()) for _ in range(30)))
+    truth = Truth(deep, Work(Inputs.of(tensor(16, 32))))
+    of_bf16, of_fp32 = truth.own_error_in("bfloat16"), truth.own_error_in(None)
+    assert of_bf16 > 0.05 and of_fp32 < 1e-4
+    assert Judge(deep, truth, "bfloat16").allowed_between == pytest.approx(2 * 3e-2 + 4 * of_bf16)
+    assert Judge(deep, truth).allowed_between == pytest.approx(2 * 2e-6 + 4 * of_fp32)
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("times, explained_by", [(3.9, "channels-last"), (4.1, "")])
 def test_what_channels_last_explains_is_four_times_its_own_error(times, explained_by):
     truth = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
