@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.measure.checks import CHANNELS_LAST, Check
+from benchmarks.measure.checks import CHANNELS_LAST, DRAWN, MEANING, Check
 from benchmarks.measure.names import Named
 from benchmarks.measure.observing import distance, largest_difference, norm, projection
 from common.block.config import dtype_name
@@ -86,7 +86,7 @@ class Explained:
 @dataclass(frozen=True)
 class Standard:
     """By what tensors are compared: which question, in which dtype, and what is known of the reference."""
-    question: str                          # "meaning" or "precision"
+    question: str                          # MEANING, DRAWN or PRECISION
     dtype: torch.dtype                     # that the candidate computes in
     outputs_norm: float                    # of all outputs of the truth together
     gradients_norm: float                  # of all gradients of parameters
@@ -122,7 +122,7 @@ class Standard:
         """Integers: exact where the reference is; else at most three times its own mismatches."""
         count = max(1, truth.numel())
         differ = int((seen.to(truth.device) != truth).sum())
-        may = 0 if self.question == "meaning" else 3 * int((own.to(truth.device) != truth).sum())
+        may = 0 if self.question in (MEANING, DRAWN) else 3 * int((own.to(truth.device) != truth).sum())
         passed, proven, reason = differ <= may, may < NOTHING_TOLD * count, f"{differ} of {count} differ, {may} may"
         if not passed and self.unreliable:
             passed, proven, reason = True, False, self.unreliable

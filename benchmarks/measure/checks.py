@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from benchmarks.measure.names import Kind, Named
 from common.text import table
 
+MEANING, PRECISION = "meaning", "precision"
+DRAWN = "meaning, zeros drawn"             # with other values in place of parameters that are zero and hide the rest
 CHANNELS_LAST = "channels-last"            # no lower precision: the same sums, in another order
 
 
@@ -13,7 +15,7 @@ CHANNELS_LAST = "channels-last"            # no lower precision: the same sums, 
 class Check:
     """One tensor and one question. Error and bound are shares of the tensor's norm, or of that of all gradients."""
     of: Named
-    question: str                          # "form", "meaning", "precision", "chance", "fresh inputs" or "timed calls"
+    question: str                          # MEANING, PRECISION, "form", "chance", "fresh inputs", "timed calls", ...
     passed: bool                           # nothing speaks against it
     proven: bool                           # it could be told
     error: float

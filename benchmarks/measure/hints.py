@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.measure.calls import Inputs, modules_of, named_parameters, outputs_of
-from benchmarks.measure.checks import Check
+from benchmarks.measure.checks import MEANING, Check
 from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.keeping import without_dropout
 from benchmarks.measure.observing import exact_in
@@ -28,7 +28,7 @@ def hint(candidate: Callable, truth: Any, checks: Sequence[Check]) -> str:
     """
     failed = [check for check in checks if not check.passed and check.question != "form"]
     with contextlib.suppress(Exception), torch.no_grad():
-        if any(check.question == "meaning" for check in failed) and truth.has_meaning:
+        if any(check.question == MEANING for check in failed) and truth.has_meaning:
             copy, reference = deep_copy(candidate, torch.float64), deep_copy(truth.plain, torch.float64)
             with without_dropout(copy), without_dropout(reference), exact_in(torch.float64):
                 return _from_trials(copy, reference, Inputs(*_in_fp64(truth.few.inputs)))

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.measure import bounds, chance, hints, names
 from benchmarks.measure.bounds import DRAWS_OTHERS, FP32, FP64, NOT_TWICE, NUMERICS, Standard
 from benchmarks.measure.calls import Inputs, first_names, named_buffers, named_parameters, partners, takes_gradient
-from benchmarks.measure.checks import Check, Judgement
+from benchmarks.measure.checks import DRAWN, MEANING, PRECISION, Check, Judgement
 from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.flat import flat_of
 from benchmarks.measure.keeping import (
@@ -286,7 +286,7 @@ class Judge:
 
         A deep network rounds in each layer.
         """
-        told = [check for check in self.checks if check.question == "precision" and math.isfinite(check.error)]
+        told = [check for check in self.checks if check.question == PRECISION and math.isfinite(check.error)]
         outputs = [check.error for check in told if check.of.kind is Kind.OUTPUT]
         gradients = [check.error for check in told if check.of.kind.is_gradient]
         return max(outputs, default=0.0), math.hypot(*gradients) / math.sqrt(max(1, len(gradients)))
@@ -299,7 +299,7 @@ class Judge:
     def _compare_precision(self, seen: Observation, own: Observation) -> None:
         """Where the meaning is right and gradients alone are far off, the reference is asked how far its own may be:
         a lower precision explains only what kinks do not."""
-        standard = self._standard("precision", self.dtype, self.truth.rounds_to == FP32)
+        standard = self._standard(PRECISION, self.dtype, self.truth.rounds_to == FP32)
         of_meaning = list(self.checks)
         self._compare(seen, own, standard)
         beyond = [check for check in self.checks if not check.passed or check.is_less_accurate]
@@ -312,12 +312,12 @@ class Judge:
 
     # ------------------------------------------------------------------------------------------------- values and names
 
-    def _values(self) -> dict[str, Tensor]:
-        """Their name -> the reference's value, where it has the same shape."""
-        values = {}
+    def _values(self, drawn: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Their name -> the reference's value, or what was drawn in its place, where it has the same shape."""
+        values, of_the_reference = {}, {**self.truth.values, **(drawn or {})}
         tensors = self.parameters | self.buffers
         for their, our in (self.partners | self.buffer_partners).items():
-            value = self.truth.values.get(our)
+            value = of_the_reference.get(our)
             if value is not None and value.shape == tensors[their].shape:
                 values[their] = value
         return values
@@ -371,17 +371,37 @@ class Judge:
             self._check_form(seen, own, dtypes=False)
             if not self._failed():
                 self.meaning_told = dtype == FP64
-                self._compare_meaning(seen, own, dtype, FP32 in (rounds_to, self.truth.rounds_to))
+                fp32_inside = FP32 in (rounds_to, self.truth.rounds_to)
+                self._compare_meaning(seen, own, dtype, fp32_inside)
+                if self.meaning_told and not self._failed():
+                    self._ask_with_drawn_values(fp32_inside)
             return
 
-    def _seen_in(self, dtype: torch.dtype) -> tuple[torch.dtype | None, Observation]:
-        """(what a copy of the candidate in that dtype rounds to on its way, what it gives).
+    def _ask_with_drawn_values(self, fp32_inside: bool) -> None:
+        """Zeros that hide what is behind them, as of a head before training, are drawn in both copies. Values that the
+        candidate has made of the reference's would not follow."""
+        drawn = self.truth.drawn
+        if drawn is None:
+            return
+        if self._has_values_of_its_own():
+            self.notes.append("zeros among the parameters hide others, and it has values of its own: not judged with "
+                              "other values")
+            return
+        _, seen = self._seen_in(FP64, drawn.values)
+        self._check_form(seen, drawn.seen, dtypes=False)
+        if not self._failed():
+            self._compare(seen, drawn.seen, self._standard(DRAWN, FP64, fp32_inside))
+
+    def _seen_in(self, dtype: torch.dtype, drawn: Mapping[str, Tensor] | None = None
+                 ) -> tuple[torch.dtype | None, Observation]:
+        """(what a copy of the candidate in that dtype rounds to on its way, what it gives); with other values where
+        some are drawn for the reference's parameters.
 
         Compiled modules run as they were written. Precision is that of the object itself, and so is whether a later
         call writes over its outputs.
         """
         copy, few = deep_copy(self.candidate, dtype), self.truth.few
-        with uncompiled_meanwhile(copy), loaded(named_parameters(copy) | named_buffers(copy), self._values()):
+        with uncompiled_meanwhile(copy), loaded(named_parameters(copy) | named_buffers(copy), self._values(drawn)):
             rounds_to = rounding_in(copy, few) if dtype == FP64 else None
             if rounds_to not in (None, FP32):
                 return rounds_to, Observation({})
@@ -389,7 +409,7 @@ class Judge:
 
     def _compare_meaning(self, seen: Observation, own: Observation, dtype: torch.dtype, fp32_inside: bool) -> None:
         """Values of its own, folded or split from the reference's, were rounded to its dtype when they were made."""
-        self._compare(seen, own, self._standard("meaning", dtype, fp32_inside))
+        self._compare(seen, own, self._standard(MEANING, dtype, fp32_inside))
         if not self._failed() or dtype != FP64:
             return
         if self._is_contradicted(seen):
@@ -401,7 +421,7 @@ class Judge:
             return
         if self.dtype == FP32 and not fp32_inside:
             self.checks.clear()
-            self._compare(seen, own, self._standard("meaning", dtype, True))
+            self._compare(seen, own, self._standard(MEANING, dtype, True))
         elif self.dtype in (torch.float16, torch.bfloat16):
             self.checks.clear()
             self.meaning_told = False
@@ -482,16 +502,18 @@ class Judge:
         if truth.draws and not unreliable:
             unreliable = DRAWS_OTHERS
         numerics = self.numerics if question == "precision" else None
-        norms = truth.norms_of_exact if question == "meaning" else truth.norms_of_whole
+        norms = truth.norms_of_whole if question == PRECISION else norms_of_all(self._held_against(question))
         standard = Standard(question, dtype, *norms, fp32_inside, numerics, self.gate, self.meaning_told, unreliable,
                             self._others)
-        if question == "meaning":
+        if question != PRECISION:
             return standard
         return replace(standard, off_by=truth.off_by, is_zero=truth.is_zero)
 
     def _held_against(self, question: str) -> Observation:
         """The meaning against FP64 of as many samples as fit, the precision against all samples."""
-        return self.truth.exact if question == "meaning" else self.truth.whole
+        if question == DRAWN and self.truth.drawn is not None:
+            return self.truth.drawn.seen
+        return self.truth.exact if question == MEANING else self.truth.whole
 
     def _others(self, of: Named) -> Iterator[tuple[str, Sequence[Tensor]]]:
         """What the reference gives for a tensor in channels-last and in each lower precision."""

@@ -4,9 +4,11 @@ import dataclasses
 import functools
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from benchmarks.measure import chance, fitting
 from benchmarks.measure.bounds import FP32, FP64, is_nothing_of
@@ -30,8 +32,16 @@ from common.outcome import Failed, in_a_line, is_out_of_memory
 from common.phases import Phase
 
 LOWER = {FP32: ("float16", "bfloat16"), torch.float16: ("bfloat16",)}
+DRAWN_SCALE = 0.1                      # of values that are drawn in place of zeros
 # Of an output's norm, what no rounding of a dtype explains.
 CONTRADICTS = {FP64: 1e-6, FP32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.3}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a reference means with other values in place of parameters that are zero and hide what is behind them."""
+    values: Mapping[str, Tensor]           # parameter -> the value that was drawn
+    seen: Observation
 
 
 class Truth:
@@ -49,6 +59,7 @@ class Truth:
         self.parameters, self.buffers = named_parameters(reference), named_buffers(reference)
         self.why_not_fp64 = self.why_few = ""
         self.rounds_to: torch.dtype | None = None
+        self.drawn: Drawn | None = None
         self._own: dict[str | None, Observation] = {}          # by what it multiplies in
         self._drawing: dict[tuple[str, ...], chance.Side] = {}
         with parameters_kept(reference, work.inputs) as written, kept(reference):
@@ -98,7 +109,7 @@ class Truth:
         return _finite(furthest_output(self._own_of_few or self.own(None), self.exact))
 
     def own_error_in(self, numerics: str | None) -> float:
-        """The same where it multiplies in what was declared: a deep network in BF16 is off by more than one rounding."""
+        """The same where it multiplies in what was declared: behind many layers BF16 is off by percents."""
         if numerics in (None, "float8"):
             return self.own_error
         return max(self.own_error, _finite(furthest_output(self.own(numerics), self.whole)))
@@ -215,6 +226,28 @@ class Truth:
         if self.rounds_to in (torch.float16, torch.bfloat16):
             self.why_not_fp64 = f"the reference rounds to {dtype_name(self.rounds_to)} on its way"
         self.exact_dtype = dtype
+        self.drawn = self._with_zeros_drawn(copy) if dtype == FP64 else None
+
+    def _with_zeros_drawn(self, copy: Callable) -> Drawn | None:
+        """Where outputs or gradients are all zero, as before a head or behind a gate that begins with zeros, what the
+        copy gives once those zeros are drawn; None where nothing is hidden, or it can't be told.
+
+        A candidate that is wrong there gives the same zeros.
+        """
+        gradients = [g for g in self.exact.gradients.values() if g is not None]
+        outputs = [[t] for t in self.exact.outputs.values() if takes_gradient(t)]
+        zeros = {name: t for name, t in named_parameters(copy).items() if takes_gradient(t) and not t.any()}
+        if all(map(norm, [*outputs, *gradients])) or not zeros:
+            return None
+        generator = torch.Generator().manual_seed(self.work.seed)
+        with torch.no_grad():
+            for t in {id(t): t for t in zeros.values()}.values():
+                t.copy_(DRAWN_SCALE * torch.randn(t.shape, generator=generator, dtype=FP64))
+        try:
+            seen = observe(copy, self.few, FP64, overwrites_output=True, draws=self.has_dropout)
+        except Exception:
+            return None
+        return Drawn({name: t.detach() for name, t in zeros.items()}, seen)
 
     def _observed(self, call: Callable, work: Work, dtype: torch.dtype | None = None, eager: bool = False
                   ) -> Observation:

@@ -805,6 +805,81 @@ def test_what_is_zero_may_be_off_by_a_rounding_of_all(of, share, passes):
     assert standard.tensor(of, [seen], [zero], [zero]).passed == passes
 
 
+# ------------------------------------------------------------------------------ zeros that hide what is behind them
+
+
+class WrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class HeadOfZeros(nn.Module):
+    """As a head begins before training: the output is zero, and so is each gradient behind it."""
+
+    def __init__(self, change=lambda hidden: hidden, scale: float = 0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.change = change
+        with torch.no_grad():
+            self.head.weight.mul_(scale)
+            self.head.bias.mul_(scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.change(torch.relu(self.body(x))))
+
+
+def of_a_forward(candidate: nn.Module, forward_only: bool) -> Judgement:
+    reference = HeadOfZeros()
+    judgement = Judge(candidate, Truth(reference, Work(Inputs.of(tensor(8, 16)), forward_only=forward_only))).judge()
+    assert not reference.head.weight.any() and not reference.head.bias.any()
+    return judgement
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("forward_only", [True, False])
+@pytest.mark.parametrize("change, passes", [
+    (lambda hidden: hidden * 1.0, True), (torch.tanh, False), (lambda hidden: hidden + 1e-6, False)],
+    ids=["right", "tanh", "a little more"])
+def test_what_zeros_hide_is_judged_with_others_in_their_place(forward_only, change, passes):
+    judgement = of_a_forward(HeadOfZeros(change), forward_only)
+    assert judgement.passed == passes, judgement
+    assert not passes or "meaning, zeros drawn" in {check.question for check in judgement}
+
+
+@pytest.mark.unit
+def test_a_backward_that_zeros_hide_is_judged_too():
+    judgement = of_a_forward(HeadOfZeros(WrongBackward.apply), forward_only=False)
+    assert failed(judgement) == {"gradient of body.weight", "gradient of body.bias", "gradient of input 0"}
+
+
+@pytest.mark.unit
+def test_zeros_that_hide_nothing_are_not_drawn():
+    linear = nn.Linear(16, 4)
+    nn.init.zeros_(linear.bias)
+    judgement = validate(copy.deepcopy(linear), linear, tensor(8, 16))
+    assert judgement.proven and {check.question for check in judgement} == {"meaning", "precision"}
+
+
+@pytest.mark.unit
+def test_a_candidate_with_values_of_its_own_is_not_judged_with_others():
+    class Folded(nn.Module):
+        def __init__(self, of: HeadOfZeros):
+            super().__init__()
+            self.body = copy.deepcopy(of.body)
+            self.register_buffer("made", torch.cat([of.head.weight, of.head.bias[:, None]], dim=1).detach())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(torch.relu(self.body(x)), self.made[:, :-1], self.made[:, -1])
+    judgement = of_a_forward(Folded(HeadOfZeros()), forward_only=True)
+    assert judgement.passed and any("not judged with other values" in note for note in judgement.notes)
+
+
 # ------------------------------------------------------------------------- the same sums, in the order of channels-last
 
 
