@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command; its exit status."""
     hush()
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)         # the report has the breaks, each with its line
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)      # and what can't be captured
     chosen = parser().parse_args(argv)
     with mistakes(NAME):
         device = device_of(chosen.device)

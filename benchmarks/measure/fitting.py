@@ -28,7 +28,7 @@ OUTPUTS, PARAMETERS = 5, 3                 # copies that a look holds: of what i
 
 
 class DoesNotFit(MemoryError):
-    """Not even one sample does, or not two that depend on each other; the message says which."""
+    """Not even one sample does, or it takes no fewer; the message says which."""
 
 
 def samples_of(inputs: Inputs) -> int:
@@ -41,7 +41,7 @@ def samples_of(inputs: Inputs) -> int:
 def that_fit(copy: Callable, plain: Callable, work: Work, dtype: torch.dtype, draws: bool) -> tuple[int, str]:
     """(how many samples a look at `copy`, in `dtype`, may have; why not all, or "").
 
-    `plain` is the reference that it is a copy of. Raises DoesNotFit where none fits.
+    `plain` is the reference that it is a copy of. Raises DoesNotFit where none fits, or it takes no fewer.
     """
     total = samples_of(work.inputs)
     seconds, of_samples, of_parameters = _forward(plain, work)
@@ -62,7 +62,10 @@ def that_fit(copy: Callable, plain: Callable, work: Work, dtype: torch.dtype, dr
     fitting = 2 ** (fitting.bit_length() - 1)
     if stand_alone(plain, work, fitting, draws):
         return fitting, why
-    return max(LEAST_TOGETHER, fitting), f"{why}, and its samples depend on each other: these are a batch of their own"
+    why, fewer = f"{why}, and its samples depend on each other", max(LEAST_TOGETHER, fitting)
+    if not _is_callable_with(plain, work, fewer, draws):
+        raise DoesNotFit(why)
+    return fewer, f"{why}: these are a batch of their own"
 
 
 def words(dtype: torch.dtype) -> str:
@@ -172,6 +175,16 @@ def stand_alone(call: Callable, work: Work, samples: int, draws: bool) -> bool:
                 same_shape = name in part and part[name].shape == expected.shape
                 found.append(same_shape and distance([part[name]], [expected]) <= share * norm([expected]))
     return bool(found) and all(found)
+
+
+def _is_callable_with(call: Callable, work: Work, samples: int, draws: bool) -> bool:
+    """Whether it takes the first so many samples: of a graph's nodes, say, it need not."""
+    with torch.no_grad(), without_dropout(call, functions=draws), uncompiled_meanwhile(call):
+        try:
+            _outputs(call, work.inputs.first(samples), work.start_of(call), work.seed)
+        except Exception:
+            return False
+    return True
 
 
 def _outputs(call: Callable, inputs: Inputs, start: Start, seed: int) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measure import names
 from benchmarks.measure.calls import Inputs, outputs_of, takes_gradient
+from benchmarks.measure.grouped import grouped_in_fp64
 from benchmarks.measure.keeping import without_dropout
 from benchmarks.measure.names import Kind, Named
 from benchmarks.measure.state import Start
@@ -122,8 +123,9 @@ def _call_before(call: Callable, work: Work, dtype: torch.dtype | None) -> None:
 
 @contextlib.contextmanager
 def exact_in(dtype: torch.dtype | None) -> Iterator[None]:
-    """In FP64 attention is its formula: torch's fused one is wrong there on a CPU where the mask is FP32. What a call
-    makes without saying in which dtype, as a first state of zeros, is in FP64 then.
+    """In FP64 attention is its formula: torch's fused one is wrong there on a CPU where the mask is FP32. Matmuls of
+    experts are plain ones: theirs take no FP64. What a call makes without saying in which dtype, as a first state of
+    zeros, is in FP64 then.
     """
     if dtype != torch.float64:
         yield
@@ -131,7 +133,7 @@ def exact_in(dtype: torch.dtype | None) -> Iterator[None]:
     own = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), grouped_in_fp64():
             yield
     finally:
         torch.set_default_dtype(own)

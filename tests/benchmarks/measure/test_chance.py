@@ -163,6 +163,15 @@ def test_a_mean_that_outputs_off_by_so_much_may_move(off_by, passes):
     assert all(check.passed for check in found) == passes
 
 
+@pytest.mark.parametrize("factor, passes", [(1.18, True), (1.27, False)])
+def test_a_spread_that_outputs_off_by_so_much_may_move(factor, passes):
+    """Of dropout behind them: what is larger by a fifth spreads by a fifth more, and its variance by twice that."""
+    generator = torch.Generator().manual_seed(1)
+    ours, theirs = (torch.randn(48, 4000, generator=generator, dtype=torch.float64) for _ in range(2))
+    found = chance.of_draws(output("output"), factor * theirs, ours, off_by=0.2)
+    assert all(check.passed for check in found) == passes
+
+
 class Deep(nn.Module):
     """Thirty layers that round to BF16, and dropout behind them, which in the candidate drops by another rate."""
 

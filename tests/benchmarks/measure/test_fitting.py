@@ -96,6 +96,15 @@ def test_samples_that_depend_on_each_other_are_a_batch_of_their_own(memory, shar
     assert judgement.proven and judgement.truth == f"FP64 of {samples} of 8 samples" and together(judgement)
 
 
+def test_nodes_of_a_graph_are_not_cut(memory):
+    """Half of the rows of its neighbours do not go with half of its nodes."""
+    def graph(neighbours: Tensor, nodes: Tensor) -> Tensor:
+        return gelu(neighbours @ nodes)
+    inputs = tensor(8, 8), tensor(8, 64)
+    judgement = judged(graph, memory, 0.6, graph, inputs)
+    assert judgement.passed and judgement.truth.endswith(", and its samples depend on each other")
+
+
 def normalising() -> nn.Module:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU())
