@@ -22,6 +22,7 @@ from common.block.oracle import MODULE_GATES, relative_error
 from common.runtime.compiler import holds_compiled
 from common.runtime.iteration import BOTH, Iteration
 from common.runtime.machine import memory_total
+from common.text import figures
 
 SHORT = 0.5                                # of a device's memory: what is saved beyond is worth time
 ITERATIONS, SECONDS = 20, 20           # that comparing the two takes, and may take
@@ -40,7 +41,7 @@ def find(program: Program) -> list[Found]:
         with checkpointed(layers):
             left = saved_bytes(program.model, program)
         of_a_layer = max(whole - left, 0) / len(layers)              # while it is computed again
-        reason = f"{what}: {_gib(whole)} are saved for the backward; checkpointed {_gib(left + of_a_layer)}"
+        reason = f"{what}: {_memory(whole)} are saved for the backward; checkpointed {_memory(left + of_a_layer)}"
         if ITERATIONS * program.iteration_ms <= 1e3 * SECONDS:
             work = Work(program.inputs, cotangents=1)
             before, plain = (subject_of(program.model, work, (0.0, 0.0)).iteration(BOTH) for _ in range(2))
@@ -53,8 +54,9 @@ def find(program: Program) -> list[Found]:
     return [Found(None, "", 1, reason, "" if is_short else "it costs time, and what is saved fits")]
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def _memory(size: float) -> str:
+    """Three figures of it: 12.3 MiB, 1.23 GiB."""
+    return f"{figures(size / 2**30)} GiB" if size >= 2**30 else f"{figures(size / 2**20)} MiB"
 
 
 def saved_bytes(model: nn.Module, program: Program) -> int:

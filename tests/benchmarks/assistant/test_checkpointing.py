@@ -1,5 +1,6 @@
 """Layers that are computed again in the backward: what they save, what that costs, and that gradients are the same."""
 import copy
+import re
 
 import pytest
 import torch
@@ -63,7 +64,8 @@ def test_it_is_the_same_and_costs_time(p):
     model = stack(p=p)
     before = copy.deepcopy(model.state_dict())
     [found] = checkpointing.find(program_of(model))
-    assert "6 x Layer: 0.00 GiB are saved for the backward; checkpointed 0.00 GiB, at 0." in found.reason
+    said = r"6 x Layer: [\d.]+ MiB are saved for the backward; checkpointed [\d.]+ MiB, at 0\."
+    assert re.search(said, found.reason), found.reason
     assert found.why_not == "it costs time, and what is saved fits"
     assert str(before) == str(model.state_dict()) and not any("forward" in vars(layer) for layer in model)
 
