@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.measure.checks import CHANNELS_LAST, DRAWN, MEANING, Check
+from benchmarks.measure.checks import CHANNELS_LAST, DRAWN, MEANING, PRECISION, Check
 from benchmarks.measure.names import Named
 from benchmarks.measure.observing import distance, largest_difference, norm, projection
 from common.block.config import dtype_name
@@ -163,7 +163,7 @@ class Standard:
 
         Only where the meaning is right: what is timed is then the function that its copy was found to be.
         """
-        if self.question != "precision" or not self.meaning_told or not math.isfinite(error):
+        if self.question != PRECISION or not self.meaning_told or not math.isfinite(error):
             return ""
         of_all = whole if of.kind.is_gradient else size
         largest_error = largest_difference(seen, truth)
@@ -179,7 +179,7 @@ class Standard:
                 ) -> float | None:
         """The factor of what is a multiple of the truth: rounding goes every way, and a factor one way. Else None."""
         least = (MULTIPLE_FROM_IN_FP32 if self.dtype == FP32 else MULTIPLE_FROM) * ROUNDING.get(self.dtype, 0.0)
-        is_asked = self.question == "precision" and self.gate is None and truth[0].numel() >= ELEMENTS_OF_A_MULTIPLE
+        is_asked = self.question == PRECISION and self.gate is None and truth[0].numel() >= ELEMENTS_OF_A_MULTIPLE
         if not is_asked or not math.isfinite(error) or error <= least * size:
             return None
         along = projection(seen, truth)

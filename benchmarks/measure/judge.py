@@ -387,7 +387,13 @@ class Judge:
             self.notes.append("zeros among the parameters hide others, and it has values of its own: not judged with "
                               "other values")
             return
-        _, seen = self._seen_in(FP64, drawn.values)
+        try:
+            _, seen = self._seen_in(FP64, drawn.values)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.notes.append("zeros among the parameters hide others: other values do not fit beside these")
+            return
         self._check_form(seen, drawn.seen, dtypes=False)
         if not self._failed():
             self._compare(seen, drawn.seen, self._standard(DRAWN, FP64, fp32_inside))
@@ -501,7 +507,7 @@ class Judge:
         unreliable = "" if truth.same_twice else NOT_TWICE
         if truth.draws and not unreliable:
             unreliable = DRAWS_OTHERS
-        numerics = self.numerics if question == "precision" else None
+        numerics = self.numerics if question == PRECISION else None
         norms = truth.norms_of_whole if question == PRECISION else norms_of_all(self._held_against(question))
         standard = Standard(question, dtype, *norms, fp32_inside, numerics, self.gate, self.meaning_told, unreliable,
                             self._others)

@@ -341,7 +341,8 @@ class Truth:
     def _channels_last(self) -> Observation | None:
         """What a copy with channels-last weights gives; None where it has none or does not run.
 
-        A CPU's batch norm adds them up one by one in FP32, where it adds NCHW up in FP64: torch has no other.
+        A CPU's batch norm adds them up one by one in FP32, where it adds NCHW up in FP64: torch has no other. What
+        TF32 makes of them on a GPU is a lower precision.
         """
         copy = deep_copy(self.plain)
         weights = [t for t in named_parameters(copy).values() if t.dim() == 4]
@@ -350,7 +351,7 @@ class Truth:
         with torch.no_grad():
             for weight in weights:
                 weight.data = weight.contiguous(memory_format=torch.channels_last)
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), without_tf32():
             return self._observed(copy, self.work)
         return None
 

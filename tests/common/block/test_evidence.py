@@ -76,6 +76,8 @@ KNOWN = [
     ("aten::masked_fill", "mask"),
     (TRITON, "compiled"),
     (GRAPH, "compiled"),
+    ("triton_poi_fused__scaled_dot_product_efficient_attention_add_arange_where_7", "compiled"),     # it makes a mask
+    ("triton_poi_fused__scaled_dot_product_flash_attention_transpose_view_3", "compiled"),
     (LAYER_NORM, "LayerNorm to FP8"),
     (LAYER_NORM.replace("__nv_fp8_e4m3", "__half"), None),
     (CUDNN_LAYER_NORM, "cuDNN LayerNorm"),
