@@ -30,6 +30,7 @@ ELEMENTS = 2**16                           # that are looked at: more say no mor
 PERMUTATIONS = 2000
 P_VALUE = 0.003                            # twice below it, by draws of their own, is a difference
 EFFECT = 0.1**2                            # of a variance: by less, rounding may move means or variances
+TIMES_OFF_BY = 2                           # what outputs are off by without dropout: it scales what it leaves, too
 OF_FP32 = 1e-5                             # rounding of a dtype in which random numbers hardly coincide
 MORE_OFTEN, FEW = 2, 0.02                  # than the reference's may draws coincide, and so many of them besides
 _OUTPUT = Named(Kind.OUTPUT, "output with dropout")
@@ -221,8 +222,8 @@ def of_draws(of: Named, theirs: Tensor, ours: Tensor, rounding: float = 1e-9, of
     """The checks of mean and variance, and where both pass of how elements vary together, from [draws, elements] each.
 
     Elements that vary by less than `rounding`, or than `off_by`, which both are apart without dropout, count as
-    constant: those are compared without it. None, where all are. By `off_by` rounding may move the mean of the others,
-    and by twice as much their variance. Raises ValueError where the numbers of draws or elements differ.
+    constant: those are compared without it. None, where all are. By twice `off_by` rounding may move the mean of the
+    others, and by twice that their variance. Raises ValueError where the numbers of draws or elements differ.
     """
     if theirs.shape != ours.shape:
         raise ValueError(f"draws of {tuple(theirs.shape)} and {tuple(ours.shape)}: give as many of both")
@@ -239,7 +240,7 @@ def of_draws(of: Named, theirs: Tensor, ours: Tensor, rounding: float = 1e-9, of
     count = f"{len(ours)} draws of {ours.size(1)} elements"
     ratio = float(theirs.var(0).mean() / ours.var(0).mean().clamp_min(1e-300))
     can_tell = _can_tell(ours[:, moves])
-    moved_by_rounding = float((off_by / together[:, moves].std(0)).square().mean())
+    moved_by_rounding = float((TIMES_OFF_BY * off_by / together[:, moves].std(0)).square().mean())
     found = [_check(_and(of, "its mean"), of_means, f"the mean of each element over {count}", can_tell,
                     least=max(EFFECT, moved_by_rounding)),
              _check(_and(of, "its variance"), of_squares, f"{ratio:.2f} times the reference's over {count}", can_tell,

@@ -154,7 +154,7 @@ def test_a_mean_on_either_side_of_what_rounding_may_move(shift, passes):
     assert all(check.passed for check in chance.of_draws(output("output"), theirs + shift, ours)) == passes
 
 
-@pytest.mark.parametrize("off_by, passes", [(0.2, True), (0.1, False)])
+@pytest.mark.parametrize("off_by, passes", [(0.1, True), (0.05, False)])
 def test_a_mean_that_outputs_off_by_so_much_may_move(off_by, passes):
     """A deep network in BF16 is off by more than one rounding, with dropout as without."""
     generator = torch.Generator().manual_seed(1)
@@ -168,17 +168,17 @@ def test_a_spread_that_outputs_off_by_so_much_may_move(factor, passes):
     """Of dropout behind them: what is larger by a fifth spreads by a fifth more, and its variance by twice that."""
     generator = torch.Generator().manual_seed(1)
     ours, theirs = (torch.randn(48, 4000, generator=generator, dtype=torch.float64) for _ in range(2))
-    found = chance.of_draws(output("output"), factor * theirs, ours, off_by=0.2)
+    found = chance.of_draws(output("output"), factor * theirs, ours, off_by=0.1)
     assert all(check.passed for check in found) == passes
 
 
 class Deep(nn.Module):
-    """Thirty layers that round to BF16, and dropout behind them, which in the candidate drops by another rate."""
+    """Twenty layers that round to BF16, and dropout behind them, which in the candidate drops by another rate."""
 
     def __init__(self, p: float, rounds: bool):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh()) for _ in range(30))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh()) for _ in range(20))
         self.dropout, self.rounds = nn.Dropout(p), rounds
 
     def forward(self, x: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class Deep(nn.Module):
 @pytest.mark.parametrize("p, passes", [(0.2, True), (0.4, False)])
 def test_dropout_behind_layers_that_round(p, passes):
     judgement = validate(Deep(p, rounds=True), Deep(0.2, rounds=False), tensor(16, 32), numerics="bfloat16")
-    assert max(check.error for check in judgement if check.of.kind is Kind.OUTPUT) > 0.05
+    assert max(check.error for check in judgement if check.of.kind is Kind.OUTPUT) > 0.03
     assert judgement.passed == passes, judgement
 
 
