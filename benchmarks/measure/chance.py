@@ -30,6 +30,7 @@ ELEMENTS = 2**16                           # that are looked at: more say no mor
 PERMUTATIONS = 2000
 P_VALUE = 0.003                            # twice below it, by draws of their own, is a difference
 EFFECT = 0.1**2                            # of a variance: by less, rounding may move means or variances
+TELLS_FROM = 4                             # times what outputs are off by must an element vary to tell anything
 TIMES_OFF_BY = 2                           # what outputs are off by without dropout: it scales what it leaves, too
 OF_FP32 = 1e-5                             # rounding of a dtype in which random numbers hardly coincide
 MORE_OFTEN, FEW = 2, 0.02                  # than the reference's may draws coincide, and so many of them besides
@@ -221,15 +222,15 @@ def _in_proportion(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> tuple[Te
 def of_draws(of: Named, theirs: Tensor, ours: Tensor, rounding: float = 1e-9, off_by: float = 0.0) -> list[Check]:
     """The checks of mean and variance, and where both pass of how elements vary together, from [draws, elements] each.
 
-    Elements that vary by less than `rounding`, or than `off_by`, which both are apart without dropout, count as
-    constant: those are compared without it. None, where all are. By twice `off_by` rounding may move the mean of the
+    Elements that vary by less than `rounding`, or than four times `off_by`, which both are apart without dropout, count
+    as constant: those are compared without it. None, where all are. By twice `off_by` rounding may move the mean of the
     others, and by twice that their variance. Raises ValueError where the numbers of draws or elements differ.
     """
     if theirs.shape != ours.shape:
         raise ValueError(f"draws of {tuple(theirs.shape)} and {tuple(ours.shape)}: give as many of both")
     together = torch.cat([theirs, ours])
-    apart = max(rounding, off_by)
-    moves = torch.maximum(theirs.std(0), ours.std(0)) > apart
+    least = max(rounding, TELLS_FROM * off_by)
+    moves = torch.maximum(theirs.std(0), ours.std(0)) > least
     if not moves.any():
         return []
     centred = together[:, moves] - together[:, moves].mean(0)

@@ -173,12 +173,12 @@ def test_a_spread_that_outputs_off_by_so_much_may_move(factor, passes):
 
 
 class Deep(nn.Module):
-    """Twenty layers that round to BF16, and dropout behind them, which in the candidate drops by another rate."""
+    """Twenty-four layers that round to BF16, and dropout behind them, which in the candidate drops by another rate."""
 
     def __init__(self, p: float, rounds: bool):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh()) for _ in range(20))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh()) for _ in range(24))
         self.dropout, self.rounds = nn.Dropout(p), rounds
 
     def forward(self, x: Tensor) -> Tensor:
