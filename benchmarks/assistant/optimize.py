@@ -185,11 +185,8 @@ class _Assistant:
                                     ("all of it, written", self._write_out)):
                     self._unless_it_breaks(what, stage)
             except (KeyboardInterrupt, signals.Terminated) as ended:
-                self._concluded()
-                session.write(self._verdicts())
-                raise Interrupted(self.result, ended) from None
-        self._concluded()
-        session.write(self._verdicts())
+                raise Interrupted(self._recorded(), ended) from None
+        self._recorded()
         self.result.times = session.finish(None)
         return self._concluded()
 
@@ -218,16 +215,13 @@ class _Assistant:
         result.lines = self.session.lines
         return result
 
-    def _verdicts(self) -> list[Record]:
-        """A record of each, with the case of the model as it is; none where that was not measured."""
-        result = self.result
+    def _recorded(self) -> Optimized:
+        """The same, its verdicts written as records of the model as it is; none where that was not measured."""
+        result = self._concluded()
         as_it_is = result.alone.results.get(Combination().name)
-        if as_it_is is None:
-            return []
-        return [record(as_it_is, VERDICT, "", [], result.mode, technique=one.technique, verdict=one.verdict,
-                       where=one.found.place.name if one.found.place else "", count=one.count, why=one.why,
-                       reason=one.reason, times=one.speedup, interval=one.interval)
-                for one in result.opportunities]
+        if as_it_is is not None:
+            self.session.write(_verdicts(result, as_it_is))
+        return result
 
     def _can_try(self, technique: Technique, found: Sequence[Found]) -> bool:
         possible = technique.apply is not None and not technique.missing(self.session.device)
@@ -440,6 +434,17 @@ class _Assistant:
             return ""
         result.compilation.uncompiled = base.timing.samples
         return result.compilation.pays_after(row.timing)
+
+
+def _verdicts(result: Optimized, as_it_is: Result) -> list[Record]:
+    """A record of each opportunity's, with the case of the model as it is."""
+    lines = []
+    for one in result.opportunities:
+        where = one.found.place.name if one.found.place else ""
+        lines.append(record(as_it_is, VERDICT, "", [], result.mode, technique=one.technique, verdict=one.verdict,
+                            where=where, count=one.count, why=one.why, reason=one.reason, times=one.speedup,
+                            interval=one.interval))
+    return lines
 
 
 def _rungs(order: Sequence[Technique]) -> list[Combination]:

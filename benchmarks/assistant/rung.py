@@ -72,7 +72,6 @@ def _as_it_is(rung: Rung, *args: Any, **kwargs: Any) -> Any:
     return rung.run(*args, **kwargs)                           # type: ignore[operator]
 
 
-
 def why_it_raises(program: Program, technique: Technique) -> str:
     """What the model raises with a technique, and at which line; "" where its forward runs.
 

@@ -46,8 +46,8 @@ class Rounding:
     """What may move between a candidate and its reference."""
     share: float                           # of an output's norm
     of_all: float                          # any gradient of a parameter, as a share of the norm of all of them
-    outputs_off_by: float = 0.0            # without dropout, as shares of their norms: a deep network
-    gradients_off_by: float = 0.0          # rounds in each layer
+    outputs_off_by: float = 0.0            # without dropout: an output at most, as a share of its norm
+    gradients_off_by: float = 0.0          # without dropout: a gradient in root mean square, as a share of its norm
 
 
 def rounding_between(dtype: torch.dtype, numerics: str | None) -> Rounding:

@@ -15,7 +15,7 @@ CHANNELS_LAST = "channels-last"            # no lower precision: the same sums, 
 class Check:
     """One tensor and one question. Error and bound are shares of the tensor's norm, or of that of all gradients."""
     of: Named
-    question: str                          # MEANING, PRECISION, "form", "chance", "fresh inputs", "timed calls", ...
+    question: str                          # one of those above, or "form", "chance", "fresh inputs", "timed calls"
     passed: bool                           # nothing speaks against it
     proven: bool                           # it could be told
     error: float

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.measure.bounds import BOUNDS
 from benchmarks.measure.calls import Inputs, named_parameters
-from benchmarks.measure.checks import Judgement
+from benchmarks.measure.checks import MEANING, PRECISION, Judgement
 from benchmarks.measure.flat import flat_of
 from benchmarks.measure.judge import Judge, check_numerics, validate
 from benchmarks.measure.keeping import kept, materialised, parameters_kept
@@ -87,7 +87,7 @@ def record_checks(judgement: Judgement, result: Result, gradients: int | None = 
     `gradients`: of a model that has hundreds only so many, those nearest to their bounds.
     """
     compared = {check.of: (check.error, check.bound) for check in judgement
-                if check.error == check.error and check.question in ("meaning", "precision")}      # no NaN
+                if check.error == check.error and check.question in (MEANING, PRECISION)}      # no NaN
     of_gradients = sorted((of for of in compared if of.kind.is_gradient),
                           key=lambda of: compared[of][0] / max(compared[of][1], 1e-300), reverse=True)
     left_out = set() if gradients is None else set(of_gradients[gradients:])

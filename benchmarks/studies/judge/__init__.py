@@ -19,7 +19,7 @@ import torch
 from benchmarks.examples.cheats import CHEATS
 from benchmarks.examples.pairs import RIGHT, WRONG, Make, Pair
 from benchmarks.measure.calls import Inputs
-from benchmarks.measure.checks import Check, Judgement
+from benchmarks.measure.checks import MEANING, PRECISION, Check, Judgement
 from benchmarks.measure.judge import Judge
 from benchmarks.measure.observing import Work
 from benchmarks.measure.truth import Truth
@@ -35,7 +35,6 @@ from common.report.record import Record, record, status_record
 from common.report.result import Result
 from common.text import table
 
-MEANING = "meaning"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 QUESTIONS = (MEANING, *map(dtype_name, DTYPES))
 WRONG_ONES = """With a mistake: the error as a multiple of its bound. `form`: what failed is no such figure, but a
@@ -58,7 +57,7 @@ def judged(pair: Pair, meaning: bool) -> Finding:
     """The finding by both questions, or by precision alone."""
     truth = Truth(pair.reference, Work(Inputs.of(pair.inputs)))
     judgement = Judge(pair.candidate, truth, meaning=meaning).judge()
-    return finding(judgement, MEANING if meaning else "precision")
+    return finding(judgement, MEANING if meaning else PRECISION)
 
 
 def finding(judgement: Judgement, question: str) -> Finding:

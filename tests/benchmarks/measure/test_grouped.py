@@ -1,4 +1,4 @@
-"""The matmul of experts in FP64: the same as torch's kernel in FP32, and an oracle for a mixture of experts."""
+"""The matmul of experts in FP64: the same as torch's kernel in BF16, and an oracle for a mixture of experts."""
 import pytest
 import torch
 from torch import Tensor, nn

@@ -821,14 +821,13 @@ class WrongBackward(torch.autograd.Function):
 class HeadOfZeros(nn.Module):
     """As a head begins before training: the output is zero, and so is each gradient behind it."""
 
-    def __init__(self, change=lambda hidden: hidden, scale: float = 0.0):
+    def __init__(self, change=lambda hidden: hidden):
         super().__init__()
         torch.manual_seed(0)
         self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
         self.change = change
-        with torch.no_grad():
-            self.head.weight.mul_(scale)
-            self.head.bias.mul_(scale)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.change(torch.relu(self.body(x))))
