@@ -33,6 +33,16 @@ NOT_TWICE = "the reference does not give the same twice"
 DRAWS_OTHERS = "the reference draws random numbers, and it draws others"
 
 
+def epsilon_of(numerics: str | None, device: torch.device) -> float:
+    """The relative step of what FP32 is multiplied in there; 0 where it is multiplied as it is.
+
+    A GPU's convolutions round to TF32 by cuDNN's default.
+    """
+    if numerics is not None:
+        return torch.finfo(NUMERICS[numerics]).eps
+    return torch.finfo(NUMERICS["tf32"]).eps if device.type == "cuda" and torch.backends.cudnn.allow_tf32 else 0.0
+
+
 def rounding_of(dtype: torch.dtype, numerics: str | None) -> float:
     """What rounding explains, as a share of an output's norm, by the dtype or by the numerics that were declared."""
     if numerics == "float8":

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from common.outcome import Failed
 
-TF32_EPSILON = 2.0**-10                    # it has ten bits of mantissa
 PERTURBATIONS = 8                          # runs whose inputs are off by a rounding
 BLOCKING = -1e4                            # added to a score it leaves a weight of zero, in FP64 too; so does less
 
@@ -98,10 +97,10 @@ class Inputs:
         """That of the first tensor."""
         return next(iter(self.named().values())).device
 
-    def off_by_a_rounding(self, seed: int, tf32: bool = False) -> "Inputs":
-        """Copies of which each floating element is a rounding larger, smaller or neither; of FP32 ones TF32's."""
+    def off_by_a_rounding(self, seed: int, epsilon: float = 0.0) -> "Inputs":
+        """Copies of which each floating element is a rounding larger, smaller or neither."""
         generator = torch.Generator().manual_seed(seed)
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: off_by_a_rounding(t, generator, tf32),
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: off_by_a_rounding(t, generator, epsilon),
                                             (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
@@ -127,18 +126,16 @@ class Inputs:
         return next((t.dtype.to_real() for t in self.named().values() if takes_gradient(t)), None)
 
 
-def off_by_a_rounding(t: Tensor, generator: torch.Generator, tf32: bool = False) -> Tensor:
-    """A copy of which each element is a rounding larger, smaller or neither (of FP32, TF32's); whole numbers as is."""
+def off_by_a_rounding(t: Tensor, generator: torch.Generator, epsilon: float = 0.0) -> Tensor:
+    """A copy of which each element is a rounding larger, smaller or neither; whole numbers are left as they are.
+
+    `epsilon` is the relative step of what FP32 is multiplied in, where that is coarser.
+    """
     if not takes_gradient(t):
         return t
     steps = torch.randint(-1, 2, t.shape, generator=generator).to(t.device, t.dtype)
-    rounding = TF32_EPSILON if tf32 and t.dtype == torch.float32 else torch.finfo(t.dtype).eps
-    return t.detach() * (1 + steps * rounding)
-
-
-def rounds_to_tf32(device: torch.device, numerics: str | None = None) -> bool:
-    """Whether FP32 may be rounded to TF32 there: where it is declared, and by cuDNN's own default in convolutions."""
-    return numerics == "tf32" or (device.type == "cuda" and torch.backends.cudnn.allow_tf32)
+    own = torch.finfo(t.dtype).eps
+    return t.detach() * (1 + steps * (max(own, epsilon) if t.dtype == torch.float32 else own))
 
 
 def takes_gradient(t: Tensor) -> bool:

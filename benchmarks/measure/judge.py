@@ -202,7 +202,7 @@ class Judge:
 
     def _gradients_off_by_a_rounding(self, work: Work) -> Iterator[dict[Named, Tensor]]:
         """The reference's own, several times, of inputs that are off by a rounding."""
-        for seen in self.truth.off_by_a_rounding(work, self.numerics):
+        for seen in self.truth.off_by_a_rounding(work, self._multiplies_in):
             yield {of: tensors[0] for of, tensors in seen.gradients.items() if tensors is not None}
 
     def _gradient_names(self, own: Observation) -> dict[Named, Named]:
@@ -221,6 +221,11 @@ class Judge:
             return []
         reason = "on inputs that it had not seen it gives something else than the reference"
         return [Check(of, "fresh inputs", False, True, error / size, bound / size, reason)]
+
+    @property
+    def _multiplies_in(self) -> str | None:
+        """What was declared, or the precision that explains why it is less accurate; None where it is its dtype."""
+        return self.numerics or next((check.explained_by for check in self.checks if check.is_less_accurate), None)
 
     @property
     def allowed_between(self) -> float:
@@ -243,10 +248,11 @@ class Judge:
         gate = self.gate or 0.0
         allowed_of_gradients = max(self.allowed_between, TIMES_OF_A_GRADIENT * gate)
         in_its_numerics = None
-        if self.numerics not in (None, "float8"):
-            in_its_numerics = multiplying_in(self.numerics, truth.work.inputs)(flat)
+        numerics = self._multiplies_in
+        if numerics not in (None, "float8"):
+            in_its_numerics = multiplying_in(numerics, truth.work.inputs)(flat)
         return Referee(flat, pairs, max(self.allowed_between, gate), allowed_of_gradients, draws, buffers, self.checks,
-                       in_its_numerics=in_its_numerics)
+                       in_its_numerics=in_its_numerics, numerics=numerics)
 
     def _buffers_that_change(self) -> list[tuple[Tensor, Tensor]]:
         """(the candidate's, the reference's) of each that a call of the reference changes."""

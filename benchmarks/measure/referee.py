@@ -21,13 +21,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from benchmarks.measure.bounds import BOUNDS
+from benchmarks.measure.bounds import BOUNDS, epsilon_of
 from benchmarks.measure.calls import (
     PERTURBATIONS,
     Inputs,
     floating_masks,
     off_by_a_rounding,
-    rounds_to_tf32,
     takes_gradient,
 )
 from benchmarks.measure.checks import Check
@@ -241,6 +240,7 @@ class Referee:
     globals: Globals = field(default_factory=Globals)
     in_its_numerics: Callable | None = None        # the reference, multiplying in what the candidate declares: it may
     # choose other experts then, or fall into other bins
+    numerics: str | None = None            # what the candidate multiplies in, where that is coarser than its dtype
 
     def watched(self, work: Iteration, inputs: Sequence[Tensor], cotangents: Sequence[Tensor], mode: str) -> Iteration:
         """The same iteration, with other inputs each time. Behind the first call, and some later ones, its results are
@@ -543,8 +543,8 @@ class _Watch:
         """The reference's own gradients where the inputs are off by a rounding, several times."""
         for number in range(PERTURBATIONS):
             generator = torch.Generator().manual_seed(number)
-            others = [off_by_a_rounding(t, generator, rounds_to_tf32(t.device)).requires_grad_(t.requires_grad)
-                      for t in leaves]
+            others = [off_by_a_rounding(t, generator, epsilon_of(self.referee.numerics, t.device))
+                      .requires_grad_(t.requires_grad) for t in leaves]
             yield self._own_gradients(names, others, reference(*others))
 
 

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import chance, fitting
-from benchmarks.measure.bounds import FP32, FP64, is_nothing_of
+from benchmarks.measure.bounds import FP32, FP64, epsilon_of, is_nothing_of
 from benchmarks.measure.calls import (
     PERTURBATIONS,
     Inputs,
     named_buffers,
     named_parameters,
-    rounds_to_tf32,
     takes_gradient,
 )
 from benchmarks.measure.checks import CHANNELS_LAST
@@ -317,11 +316,12 @@ class Truth:
         """What it gives where the inputs are off by a rounding, several times.
 
         A ReLU or a max-pool near its kink falls to the other side then, and moves whole gradients: nobody's mistake.
-        By default cuDNN may round what a convolution in FP32 takes to TF32, and does for one memory format alone.
+        So does what many layers make of a rounding in 16 bits. By default cuDNN may round what a convolution in FP32
+        takes to TF32, and does for one memory format alone.
         """
-        tf32 = rounds_to_tf32(work.inputs.device, numerics)
+        epsilon = epsilon_of(numerics, work.inputs.device)
         for number in range(PERTURBATIONS):
-            off = dataclasses.replace(work, inputs=work.inputs.off_by_a_rounding(number, tf32))
+            off = dataclasses.replace(work, inputs=work.inputs.off_by_a_rounding(number, epsilon))
             with kept(self.plain):
                 seen = self.own_on(off, numerics)
             yield seen

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks.examples import pairs
 from benchmarks.examples.pairs import LIBRARY, RIGHT, WRONG, Pair, fused, gelu, random, tensor
-from benchmarks.measure import hints
+from benchmarks.measure import hints, judge, referee
 from benchmarks.measure.bounds import Standard
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.checks import Judgement
@@ -941,6 +941,40 @@ def test_outputs_on_fresh_inputs_may_be_apart_by_what_the_declared_numerics_make
     assert of_bf16 > 0.05 and of_fp32 < 1e-4
     assert Judge(deep, truth, "bfloat16").allowed_between == pytest.approx(2 * 3e-2 + 4 * of_bf16)
     assert Judge(deep, truth).allowed_between == pytest.approx(2 * 2e-6 + 4 * of_fp32)
+
+
+class Deep(nn.Module):
+    """Twenty-four layers, and autocast around them in the candidate alone."""
+
+    def __init__(self, is_in_bf16: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh())
+                                      for _ in range(24)))
+        self.is_in_bf16 = is_in_bf16
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_in_bf16 and x.dtype == torch.float32):
+            return self.layers(x)
+
+
+@pytest.mark.unit
+def test_gradients_on_fresh_inputs_may_be_apart_by_what_a_rounding_of_the_numerics_makes_of_them(monkeypatch):
+    """A rounding to BF16 moves them by a half behind so many layers, on some inputs; one of FP32 does not."""
+    seeds = itertools.count(24)
+    for module in (judge, referee):
+        monkeypatch.setattr(module, "unguessable_seed", lambda: next(seeds))
+    judgement = validate(Deep(is_in_bf16=True), Deep(is_in_bf16=False), tensor(16, 32), numerics="bfloat16")
+    assert judgement.passed and judgement.less_accurate, judgement
+
+
+@pytest.mark.unit
+def test_its_timed_calls_are_held_to_what_it_multiplies_in():
+    of_bf16, as_it_is = Deep(is_in_bf16=True), Deep(is_in_bf16=False)
+    for candidate, numerics in ((of_bf16, "bfloat16"), (as_it_is, None)):
+        judged = Judge(candidate, Truth(as_it_is, Work(Inputs.of(tensor(16, 32)))), numerics)
+        judged.judge()
+        assert judged.referee().numerics == numerics
 
 
 @pytest.mark.unit

@@ -67,12 +67,13 @@ def test_the_norm_of_what_is_not_finite_is_that_of_the_rest(values, size):
     assert norm([torch.tensor(values)]) == pytest.approx(size)
 
 
-@pytest.mark.parametrize("allowed, numerics, reached", [(True, None, False), (False, "tf32", True),
-                                                        (False, None, False)])
-def test_where_products_may_be_in_tf32_a_kink_is_as_wide_as_its_rounding(allowed, numerics, reached, monkeypatch):
-    """On a GPU alone, or where it is declared: a rounding of FP32 would not reach the other side."""
+@pytest.mark.parametrize("allowed, numerics, off_by, reached", [
+    (True, None, 2**-12, False), (False, None, 2**-12, False), (False, "tf32", 2**-12, True),
+    (False, "float16", 2**-12, True), (False, "float16", 2**-8, False), (False, "bfloat16", 2**-8, True)])
+def test_a_kink_is_as_wide_as_a_rounding_of_what_is_multiplied_in(allowed, numerics, off_by, reached, monkeypatch):
+    """TF32 on a GPU alone, or where it is declared: a rounding of FP32 would not reach the other side."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
-    x = torch.tensor([[1.0, -1.0 + 2**-12]])
+    x = torch.tensor([[1.0, -1.0 + off_by]])
     truth = Truth(lambda x: torch.relu(x.sum(-1)), Work(Inputs.of(x)))
     name = gradient_of_input("input 0")
     off = distance(truth.furthest(numerics).gradients[name], truth.exact.gradients[name])
