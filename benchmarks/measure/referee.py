@@ -343,6 +343,7 @@ class _Watch:
         self.gradients: dict[str, Tensor] = {}
         self.given: list[Tensor] = []                          # what the next call is given
         self.state: list[Tensor] = []                          # the buffers that it begins with
+        self.expected_state: list[Tensor] = []                 # and those that the reference leaves behind
         self.calls, self.looks, self.next = 0, 0, 2            # the first one compiles
         self.is_due = False                                    # whether the next call is looked at
         self.suspected = 0                                     # looks that found another gradient
@@ -381,7 +382,7 @@ class _Watch:
             if not is_out_of_memory(error):
                 raise
         finally:
-            self.gradients, self.given, self.state = {}, [], []
+            self.gradients, self.given, self.state, self.expected_state = {}, [], [], []
 
     def _wrong(self, returned: list[Tensor]) -> str:
         as_left = [t.detach().clone() for t in returned]       # as the stream that is timed sees it
@@ -398,8 +399,9 @@ class _Watch:
             return "a timed call changes its input in place"
         if self.referee.draws:
             return ""
+        state_as_left = [mine.detach().clone() for mine, _ in self.referee.buffers]
         with self._with_its_state():
-            return self._other_results(as_left) or self._other_state()
+            return self._other_results(as_left) or self._other_state(state_as_left)
 
     def _reference_changes_its_inputs(self) -> bool:
         """In this pass: then whoever is held against it may, too."""
@@ -419,14 +421,16 @@ class _Watch:
         finally:
             _fill(theirs, before)
 
-    def _other_state(self) -> str:
-        """Whether the call left its buffers as the reference's call has left its own by now.
+    def _other_state(self, as_left: list[Tensor]) -> str:
+        """Whether the call left its buffers as the reference's last call on its input has left its own.
 
         A running mean is near zero at times: beside its own norm that of all counts, as for gradients.
         """
+        if not self.expected_state:                            # the reference has no answer on such an input
+            return ""
         allowed = self.referee.allowed
-        whole = norm([own.double() for _, own in self.referee.buffers if takes_gradient(own)])
-        for (mine, own), before in zip(self.referee.buffers, self.state, strict=True):
+        whole = norm([own.double() for own in self.expected_state if takes_gradient(own)])
+        for mine, own, before in zip(as_left, self.expected_state, self.state, strict=True):
             apart, size = apart_where_finite(mine, own), norm([own])
             if not apart <= (max(GROSS, allowed) * size + allowed * whole if takes_gradient(own) else 0.0):
                 what = "as it was" if torch.equal(mine, before) else "in another state than the reference does"
@@ -478,9 +482,12 @@ class _Watch:
     def _other_than(self, reference: Callable, as_left: list[Tensor], gradients: dict[str, Tensor]) -> str | None:
         """What is another result than the reference's; None where that has none on such an input."""
         leaves = [t.detach().requires_grad_(bool(gradients) and takes_gradient(t)) for t in self.given]
+        buffers = [own for _, own in self.referee.buffers]
+        _fill(buffers, self.state)                             # whatever calls came before
         try:
             with torch.set_grad_enabled(bool(gradients)):
                 expected = reference(*leaves)
+            self.expected_state = [own.detach().clone() for own in buffers]
         except Exception as error:
             if is_out_of_memory(error):
                 raise
