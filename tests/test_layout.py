@@ -74,7 +74,7 @@ def test_nothing_in_common_imports_benchmarks():
                  and any(other.startswith("benchmarks") for other in imported(path))]
     assert importers == []
 
-# They import nothing of the others; notebooks' cells do.
+# They import nothing of the others; notebooks' cells do, and an example the assistant, as a person's file does.
 LEAVES = ("kernels", "examples", "notebooks", "recipes")
 
 
@@ -89,11 +89,13 @@ def room_of(module: str) -> str:
 def may_import(room: str) -> set[str]:
     """The rooms of benchmarks/ that a room may import, itself among them."""
     if room in LEAVES:
-        return {room}
+        return {room, "assistant"} if room == "examples" else {room}
     if room in ("patterns", "mixers"):
         return {room, "kernels"}
     before = set(ROOMS[:ROOMS.index(room)]) - set(LAST)
     of_the_last = {"kernels", "examples", "patterns", "recipes", "mixers"} if room in LAST else set()
+    if room == "assistant":                                # an example may import it
+        of_the_last.discard("examples")
     return before | {room} | of_the_last | ({"assistant"} if room == "studies" else set())
 
 

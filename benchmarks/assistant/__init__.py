@@ -2,6 +2,6 @@
 from benchmarks.assistant.look import Looked
 from benchmarks.assistant.optimize import look, optimize, why
 from benchmarks.assistant.optimized import Opportunity, Optimized
-from benchmarks.assistant.task import Task
+from benchmarks.assistant.task import ByHand, Task
 
-__all__ = ["Looked", "Opportunity", "Optimized", "Task", "look", "optimize", "why"]
+__all__ = ["ByHand", "Looked", "Opportunity", "Optimized", "Task", "look", "optimize", "why"]

@@ -7,7 +7,7 @@ from common.report.result import Result, Row
 from common.runtime import rounds
 from common.runtime.peaks import BURST
 
-AS_IT_IS = "as it is"
+AS_IT_IS, BY_HAND = "as it is", "version by hand"
 Interval = tuple[float, float, float]              # a ratio, and the ends of its 95 % interval
 
 
@@ -16,6 +16,7 @@ class Combination:
     """Some techniques at once; none: the model as it is."""
     techniques: tuple[Technique, ...] = ()
     called: str = ""                               # the name of a case that is made in another way
+    launched: str = ""                             # that case's row, where it is another than "eager"
 
     @property
     def changing(self) -> tuple[Technique, ...]:
@@ -25,7 +26,7 @@ class Combination:
     @property
     def launch(self) -> str:
         """Which of a case's rows it is."""
-        return "graph" if len(self.changing) < len(self.techniques) else "eager"
+        return self.launched or ("graph" if len(self.changing) < len(self.techniques) else "eager")
 
     @property
     def name(self) -> str:
@@ -77,7 +78,23 @@ class Measured:
             return None
         return rounds.paired_ratio(others.timing.samples, mine.timing.samples)
 
+    def why_none(self, of: Combination, over: Combination, mode: str) -> str:
+        """Why there is no such gain, in words; "" where the run ended before, and where there is one."""
+        return self.why_not(of, mode) or self.why_not(over, mode)
+
     def percent_of_limit(self, of: Combination, mode: str) -> float | None:
         """How much of this machine's limit it reaches."""
         row = self.row(of, mode)
         return row.percent_of(BURST) if row else None
+
+
+def gain_on_the_mix(on_each: Sequence[Measured], of: Combination, over: Combination, mode: str) -> Interval | None:
+    """How many times as fast a combination is as another one on a call with each of several inputs, one after the
+    other; None where one of them was not timed on some.
+    """
+    mine, others = ([measured.row(each, mode) for measured in on_each] for each in (of, over))
+    timed = [[row.timing.samples for row in rows if row and row.timing] for rows in (mine, others)]
+    if not on_each or any(len(samples) < len(on_each) for samples in timed):
+        return None
+    after, before = ([sum(calls) for calls in zip(*samples, strict=False)] for samples in timed)
+    return rounds.paired_ratio(before, after)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.assistant.combination import Combination, Measured, cases
+from benchmarks.assistant.combination import BY_HAND, Combination, Measured, cases
 from benchmarks.assistant.loading import Source
 from benchmarks.assistant.look import Looked, look_at
 from benchmarks.assistant.optimized import Added, Optimized, as_written
@@ -26,10 +26,11 @@ from benchmarks.assistant.verdicts import opportunities
 from benchmarks.assistant.why import Why, explain
 from benchmarks.assistant.workload import arithmetic_of, workload
 from benchmarks.assistant.written import AsWritten, WrittenOut, written_out
-from benchmarks.measure.checks import Judgement
+from benchmarks.measure.checks import Check, Judgement
 from benchmarks.measure.judge import DEPENDS_ON_STATE, Judge
 from benchmarks.measure.keeping import kept, materialised, parameters_kept
 from benchmarks.measure.modules import record_checks, subject_of, work_in_words
+from benchmarks.measure.observing import Work
 from benchmarks.measure.truth import Truth, free_memory, quick_collections, working_dtype
 from common import signals
 from common.block import oracle
@@ -178,7 +179,7 @@ class _Assistant:
         if self.truth.work.whole_state:
             truth += f"; {DEPENDS_ON_STATE}"
         self.result = Optimized(looked, truth, judgements=self.judgements,
-                                file_known=self.source is not None, others=list(task.others.values()))
+                                file_known=self.source is not None, others=task.others)
         with contextlib.ExitStack() as self.values:
             try:
                 for what, stage in (("the rungs", self._try_all), ("the code to write", self._prove),
@@ -204,7 +205,12 @@ class _Assistant:
         tried = [technique for technique in self.techniques if self._can_try(technique, found[technique])]
         alone = [Combination((each,)) for each in tried]
         bases = [self.result.base_of(each) for each in tried]
-        self._measure(list(dict.fromkeys([Combination(), *bases, *alone])), ALONE, self.result.alone)
+        wanted = list(dict.fromkeys([Combination(), *bases, *alone]))
+        self._measure(wanted, ALONE, self.result.alone)
+        for words in self.other_truths:
+            self.result.on_others[words] = Measured()
+            self._measure([each for each in wanted if self.result.alone.row(each, self.result.mode)], words,
+                          self.result.on_others[words])
         self._climb(tried)
 
     def _concluded(self) -> Optimized:
@@ -238,7 +244,7 @@ class _Assistant:
         on_gpu = self.session.device.type == "cuda"
         modes = self.modes if phase == ALONE else (self.result.mode,)
         try:
-            self.session.measure(Group(wanted, modes=modes, calibrated=False,
+            self.session.measure(Group(wanted, modes=modes, calibrated=False, limited=phase not in self.other_truths,
                                        metered=on_gpu and phase == TOGETHER and not self.quick, may_not_fit=True))
         finally:
             measured.results.update({entry.result.name: entry.result for entry in self.session.entries[before:]})
@@ -258,29 +264,37 @@ class _Assistant:
             setting.say(Phase.BUILDING)
             if not combination.changing:
                 _, gate = oracle.MODULE_GATES[self.truth.dtype]
-                subject = subject_of(self.task.model, self.work, (gate, gate))
-                subject.workload = workload(self.program, arithmetic_of(Plan(), setting.device))
-                result.matmul = subject.workload.matmul
+                subject = subject_of(self.task.model, self._work_in(phase), (gate, gate))
+                own = workload(self.program, arithmetic_of(Plan(), setting.device))
+                result.matmul = own.matmul
+                subject.workload = None if phase in self.other_truths else own
                 return subject
-            return self._rung(combination, setting, result, is_cold=phase == ALONE)
+            return self._rung(combination, setting, result)
         return self._case_of(combination.name, prepare, phase)
 
     def _record_prediction(self, result: Result) -> None:
         """Of a technique alone, before it runs; what it computes in is known."""
         predicted = self.result.predictions.get(result.name)
-        if predicted and result.variant["measured"] == ALONE:
+        if predicted and _phase_of(result) == ALONE:
             ends = [predicted.least_ms, predicted.most_ms]
             self.session.write([record(result, PREDICTED, "ms", ends, self.result.mode, before=predicted.before_ms)])
 
     def _case_of(self, name: str, prepare: Callable[[Setting, Result], Subject], phase: str) -> Case:
-        work = work_in_words(self.task.model, self.task.given)
+        work = work_in_words(self.task.model, self._work_in(phase).inputs)
         return Case(name, prepare, parameter_dtype=self.truth.dtype, work=work, variant={"measured": phase})
 
-    def _rung(self, combination: Combination, setting: Setting, result: Result, is_cold: bool) -> Subject:
-        rung = Rung(self.task.model, combination.changing, setting.device, self.result.found)
-        if rung.plan.compiles and is_cold:
+    def _work_in(self, phase: str) -> Work:
+        """On the inputs that are given first, or on those that a phase is about."""
+        return self.other_truths[phase].work if phase in self.other_truths else self.work
+
+    def _rung(self, combination: Combination, setting: Setting, result: Result) -> Subject:
+        rung, phase = Rung(self.task.model, combination.changing, setting.device, self.result.found), _phase_of(result)
+        if rung.plan.compiles and phase == ALONE:
             setting.say(Phase.COMPILING)
             result.compilation = Compilation(self._first_calls(rung, self._gates(rung.plan)), None)
+        if rung.plan.compiles and phase in self.other_truths:  # for the first inputs, as a person's model is before
+            setting.say(Phase.COMPILING)
+            self._first_calls(rung, self._gates(rung.plan))
         return self._judged_subject(rung, rung.plan, result, setting)
 
     def _judged_subject(self, module: nn.Module, plan: Plan, result: Result, setting: Setting,
@@ -289,18 +303,27 @@ class _Assistant:
 
         `plan` says what it computes in.
         """
-        own = workload(self.program, arithmetic_of(plan, setting.device))
+        own, phase = workload(self.program, arithmetic_of(plan, setting.device)), _phase_of(result)
         result.matmul, result.runs_under = own.matmul, dtype_name(plan.autocast) if plan.autocast else ""
         self._record_prediction(result)
         setting.say(Phase.CHECKING)
-        judge = Judge(module, self.truth, plan.numerics, overwrites_output=overwrites_output, is_proven=is_proven)
-        self.judgements[result.name] = judge.judge()
-        self._judge_on_others(module, plan, self.judgements[result.name], overwrites_output)
-        record_checks(self.judgements[result.name], result, GRADIENTS)
+        on_others = phase in self.other_truths
+        truth = self.other_truths[phase] if on_others else self.truth
+        judge = Judge(module, truth, plan.numerics, overwrites_output=overwrites_output, fresh=not on_others,
+                      is_proven=is_proven)
+        judgement = judge.judge()
+        if on_others:
+            judgement = replace(judgement, checks=_there(judgement, phase))
+            self.result.judgements_on_others[result.name, phase] = judgement
+        else:
+            self.judgements[result.name] = judgement
+            if phase != ALONE:                                 # each of them has its own rounds
+                self._judge_on_others(module, plan, judgement, overwrites_output)
+        record_checks(judgement, result, GRADIENTS)
         referee = judge.referee()                              # it sees what its next calls change
         self.values.enter_context(judge.with_the_references_values())
-        subject = subject_of(module, self.work, self._gates(plan), referee)
-        subject.workload = own
+        subject = subject_of(module, self._work_in(phase), self._gates(plan), referee)
+        subject.workload = None if on_others else own
         return subject
 
     def _judge_on_others(self, module: nn.Module, plan: Plan, judgement: Judgement, overwrites_output: bool) -> None:
@@ -308,9 +331,7 @@ class _Assistant:
         for words, truth in self.other_truths.items():
             if judgement.passed:
                 judge = Judge(module, truth, plan.numerics, overwrites_output=overwrites_output, fresh=False)
-                for check in judge.judge():
-                    of = replace(check.of, words=f"{check.of.words} {words}")
-                    judgement.checks.append(replace(check, of=of))
+                judgement.checks.extend(_there(judge.judge(), words))
 
     def _gates(self, plan: Plan) -> tuple[float, float]:
         """Of a replay."""
@@ -335,13 +356,16 @@ class _Assistant:
         """Measure the ladder: one technique after the other, the one that gains most alone first."""
         gains = {each: gain for each in tried if (gain := self.result.gain_alone(each))}
         order = sorted(gains, key=lambda each: -gains[each][0])
-        while len(order) > 1:
+        least = 1 if self.task.by_hand else 2                  # one alone is measured already
+        while len(order) >= least:
             self._climb_once(order)
             clashing = self._clashing(order)
             if clashing is None:
                 return
             order.remove(clashing)
             self.result.ladder.clear()
+        if self.task.by_hand:
+            self._measure([Combination()], TOGETHER, self.result.together, self._by_hand())
 
     def _climb_once(self, order: Sequence[Technique]) -> None:
         """Measure one ladder, whatever fails on it."""
@@ -349,11 +373,25 @@ class _Assistant:
         every = rungs[-1]
         others = [] if self.quick else [every.without(each) for each in order]
         measured = self.result.together
-        self._measure([*rungs, *others], TOGETHER, measured)
+        self._measure([*rungs, *others], TOGETHER, measured, self._by_hand())
         mode = self.result.mode
         for before, rung, technique in zip(rungs, rungs[1:], order, strict=False):
             left_out = None if self.quick else measured.gain(every, every.without(technique), mode)
             self.result.ladder.append(Added(technique, rung, measured.gain(rung, before, mode), left_out))
+
+    def _by_hand(self) -> list[Case]:
+        """The version that a person wrote, if there is one."""
+        version = self.task.by_hand
+        if version is None:
+            return []
+
+        def prepare(setting: Setting, result: Result) -> Subject:
+            setting.say(Phase.BUILDING)
+            subject = self._judged_subject(version.model, _plan_of_numerics(version.numerics), result, setting)
+            if version.numerics == "float8":
+                subject.workload = None                        # which of its matmuls are in FP8 is not known
+            return subject
+        return [self._case_of(BY_HAND, prepare, TOGETHER)]
 
     def _clashing(self, order: Sequence[Technique]) -> Technique | None:
         """The first that fails on top of those before it, which do not: all after it would fail by it, too."""
@@ -447,9 +485,27 @@ def _verdicts(result: Optimized, as_it_is: Result) -> list[Record]:
     return lines
 
 
+def _there(judgement: Judgement, words: str) -> list[Check]:
+    """Its checks, which say on what they were."""
+    return [replace(check, of=replace(check.of, words=f"{check.of.words} {words}")) for check in judgement]
+
+
+def _phase_of(result: Result) -> str:
+    """In which rounds it was measured."""
+    return str(result.variant["measured"])
+
+
 def _rungs(order: Sequence[Technique]) -> list[Combination]:
     """The model as it is, and one technique more in each."""
     return [Combination(tuple(order[:count])) for count in range(len(order) + 1)]
+
+
+def _plan_of_numerics(numerics: str | None) -> Plan:
+    """What a model multiplies in that chooses that itself."""
+    if numerics == "tf32":
+        return Plan(matmul_precision="high", numerics=numerics)
+    dtypes = {None: None, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
+    return Plan(autocast=dtypes[numerics], numerics=numerics)
 
 
 def _multiplying_in(plan: Plan, dtype: torch.dtype) -> torch.dtype:

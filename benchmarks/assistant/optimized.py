@@ -1,8 +1,9 @@
 """What `optimize` found, and how it is shown."""
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmarks.assistant.combination import Combination, Interval, Measured
+from benchmarks.assistant.combination import BY_HAND, Combination, Interval, Measured, gain_on_the_mix
 from benchmarks.assistant.look import Looked, shapes_in_words, times
 from benchmarks.assistant.predicting import Prediction
 from benchmarks.assistant.sections import Code, Said, Section, Shown, Table
@@ -18,12 +19,12 @@ from common.report.card import card
 from common.report.metrics import ENERGY
 from common.report.record import Record
 from common.runtime.compiler import holds_compiled
-from common.runtime.iteration import MODES
+from common.runtime.iteration import LAUNCHES, MODES
 from common.text import NOT_AVAILABLE, figures, number, only, ratio
 
 VERDICTS = ("take", "different numerics", "by hand", "no gain", "unsafe", "not here", "not reached")
 TO_WRITE = VERDICTS[:3]                                # after these there is something to write
-AS_IT_IS = Combination()
+AS_IT_IS, ON_THE_FIRST = Combination(), "on input 1"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Opportunity:
     found: Found
     verdict: str                                       # one of VERDICTS
     why: str = ""                                      # the verdict, where that needs a word
-    speedup: float | None = None                       # of the pass that counts, alone on the model as it is
+    speedup: float | None = None                       # of the pass that counts, alone, on all inputs together
     interval: tuple[float, float] | None = None        # 95 %, of the ratio of paired samples
     error: float | None = None                         # the worst output's, against the truth
     advice: Advice | None = None                       # the code to write there
@@ -86,7 +87,9 @@ class Optimized(Shown):
     written: WrittenOut | None = None                  # what all that is to be written makes of it
     lines: list[Record] = field(default_factory=list)                  # everything that was measured
     times: str = ""                                    # where the wall time went
-    others: list[Inputs] = field(default_factory=list)                 # that were judged, and not timed
+    others: dict[str, Inputs] = field(default_factory=dict)            # "on input 2" -> what it is called with there
+    on_others: dict[str, Measured] = field(default_factory=dict)       # what was timed there, each technique alone
+    judgements_on_others: dict[tuple[str, str], Judgement] = field(default_factory=dict)   # by case, and where
     faults: dict[str, None] = field(default_factory=dict)              # what broke on the way, in words
 
     @property
@@ -95,11 +98,12 @@ class Optimized(Shown):
         return self.looked.mode
 
     def sections(self) -> list[Section]:
-        measured = [("judged too", "; ".join(map(shapes_in_words, self.others)))] if self.others else []
+        measured = [(words, shapes_in_words(inputs)) for words, inputs in self.others.items()]
         measured.append(("truth", self.truth))
         measured += [(mode, said) for mode in MODES if (said := self._as_it_is(mode))]
         parts: list[Callable[[], Section | None]] = [
-            lambda: self.looked.model(measured), self.looked.where, self._ranked, self._predicted, self._climbed,
+            lambda: self.looked.model(measured), self.looked.where, self._ranked, self._on_each, self._predicted,
+            self._climbed, self._beside_by_hand,
             self._write_this, self._written, self._reasons]
         shown = [section for part in parts if (section := self._unless_it_breaks(part))]
         if failed := self.failures:
@@ -142,14 +146,61 @@ class Optimized(Shown):
 
     def _predicted(self) -> Said | None:
         """How many of the gains that were measured lie where they were predicted."""
-        gains = {one.technique: one.speedup for one in self.opportunities if one.speedup}
-        held = [self.predictions[name].holds(gain) for name, gain in gains.items() if name in self.predictions]
+        measured = {technique: self.alone.gain(Combination((technique,)), self.base_of(technique), self.mode)
+                    for technique in self.looked.predicted}
+        held = [self.looked.predicted[technique].holds(gain[0]) for technique, gain in measured.items() if gain]
         words = f"{sum(held)} of {len(held)} gains that were measured alone lie where they were predicted"
         return Said("", [("predicted", words)]) if held else None
 
     def gain_alone(self, technique: Technique) -> Interval | None:
-        """How many times as fast it alone makes the model."""
-        return self.alone.gain(Combination((technique,)), self.base_of(technique), self.mode)
+        """How many times as fast it alone makes the model: a call with each of its inputs."""
+        of, over = Combination((technique,)), self.base_of(technique)
+        return gain_on_the_mix(list(self.timed_on_each.values()), of, over, self.mode)
+
+    @property
+    def timed_on_each(self) -> dict[str, Measured]:
+        """Of each of the inputs, what was timed there."""
+        return {ON_THE_FIRST: self.alone, **{words: self.on_others.get(words, Measured()) for words in self.others}}
+
+    def gains_on_each(self, technique: Technique) -> dict[str, Interval]:
+        """The same of each of several inputs; of one alone nothing more."""
+        of, over = Combination((technique,)), self.base_of(technique)
+        gains = {words: measured.gain(of, over, self.mode) for words, measured in self.timed_on_each.items()}
+        return {words: gain for words, gain in gains.items() if gain} if self.others else {}
+
+    def why_not_timed(self, technique: Technique) -> str:
+        """Why it could not be timed on one of the inputs, in words; "" where the run ended before."""
+        of, over = Combination((technique,)), self.base_of(technique)
+        for words, measured in self.timed_on_each.items():
+            if why_not := measured.why_none(of, over, self.mode):
+                return f"{words}: {why_not}" if self.others else why_not
+        return ""
+
+    def why_unsafe(self, technique: Technique) -> str:
+        """What the judge found wrong with it alone, on any of the inputs; "" where it passed."""
+        name = Combination((technique,)).name
+        judged = [self.judgements.get(name), *(self.judgements_on_others.get((name, words)) for words in self.others)]
+        return next((judgement.failure for judgement in judged if judgement and not judgement.passed), "")
+
+    def where_it_loses(self, technique: Technique) -> str:
+        """The inputs on which it is slower, and between which sizes the crossover lies; "" where it is on none or all.
+        """
+        gains = self.gains_on_each(technique)
+        slower = [f"it loses {words}: {ratio(gain)}" for words, gain in gains.items() if gain[2] < 1.0]
+        if not slower or len(slower) == len(self.every_input):
+            return ""
+        sizes = {words: _elements(inputs) for words, inputs in self.every_input.items()}
+        by_size = sorted(gains, key=lambda words: sizes[words])
+        for smaller, larger in itertools.pairwise(by_size):
+            ends = gains[smaller], gains[larger]
+            if min(high for _, _, high in ends) < 1.0 < max(low for _, low, _ in ends):
+                slower.append(f"the crossover lies between {sizes[smaller]:,} and {sizes[larger]:,} elements of input")
+        return "; ".join(slower)
+
+    @property
+    def every_input(self) -> dict[str, Inputs]:
+        """What the model is called with, the first and the others."""
+        return {ON_THE_FIRST: self.looked.program.inputs, **self.others}
 
     def base_of(self, technique: Technique) -> Combination:
         """What it is held against: the model as it is, or compiled, where its rung alone is compiled whole."""
@@ -219,30 +270,78 @@ class Optimized(Shown):
             predicted = self.predictions.get(one.technique)
             rows.append([one.technique, where, times(one.count), str(predicted or ""), interval(gain) if gain else "",
                          error, one.verdict])
-        headers = ["opportunity", "where", "", "predicted", f"alone, {self.mode}", "error", "verdict"]
+        alone = "on all inputs" if self.others else "alone"
+        foreseen = "predicted on input 1" if self.others else "predicted"
+        headers = ["opportunity", "where", "", foreseen, f"{alone}, {self.mode}", "error", "verdict"]
         return Table("what it buys", headers, rows, keys=3) if rows else None
+
+    def _on_each(self) -> Table | None:
+        """How many times as fast each technique alone makes a call, on each of several inputs."""
+        if not self.others:
+            return None
+        timed = [technique for technique in self.looked.found if self.gains_on_each(technique)]
+        rows = [[technique.name, *(interval(self.gains_on_each(technique).get(words)) for words in self.every_input)]
+                for technique in timed]
+        as_it_is = [measured.ms(AS_IT_IS, self.mode) for measured in self.timed_on_each.values()]
+        rows.insert(0, ["as it is, ms", *(figures(ms) if ms else NOT_AVAILABLE for ms in as_it_is)])
+        return Table("on each of the inputs, alone", ["", *self.timed_on_each], rows)
 
     def _climbed(self) -> Table | None:
         """One technique more in each row."""
-        if not self.ladder:
+        if not self.ladder and not self.version_by_hand():
             return None
         rows = [["as it is", *self._row(AS_IT_IS), "", ""]]
         for added in self.ladder:
             gains = [interval(gain) for gain in (added.gain, added.left_out)]
             rows.append([f"+ {added.technique.name}", *self._row(added.combination), *gains])
-        headers = ["the ladder", "ms", "times", "% of limit", "GiB", "J", "on top of those above", "left out of all"]
+        if by_hand := self.version_by_hand():
+            launched = ", as a graph" if by_hand.launch == "graph" else ""
+            rows.append([f"{BY_HAND}{launched}", *self._row(by_hand), "", ""])
+        ladder = f"the ladder {ON_THE_FIRST}" if self.others else "the ladder"
+        headers = [ladder, "ms", "times", "% of limit", "GiB", "J", "on top of those above", "left out of all"]
         shown = [place for place in range(len(headers)) if any(row[place] not in (NOT_AVAILABLE, "") for row in rows)]
         return Table("", only(headers, shown), [only(row, shown) for row in rows])
 
     def _row(self, combination: Combination) -> list[str]:
         """Time, how many times as fast as the model as it is, share of the limit, memory, energy."""
         row = self.together.row(combination, self.mode)
-        gain = self.together.gain(combination, AS_IT_IS, self.mode) if combination.techniques else None
+        changed = combination != AS_IT_IS
+        gain = self.together.gain(combination, AS_IT_IS, self.mode) if changed else None
         return [figures(row.median) if row and row.median else NOT_AVAILABLE,
-                number(gain[0] if gain else None, ".2f") if combination.techniques else "",
+                number(gain[0] if gain else None, ".2f") if changed else "",
                 number(self.together.percent_of_limit(combination, self.mode), ".0f"),
                 number(row.peak_bytes / 2**30 if row and row.peak_bytes else None, ".2f"),
                 number(ENERGY.of(row) if row else None, ".2f")]
+
+    def version_by_hand(self) -> Combination | None:
+        """What a person wrote, as it is launched fastest; None where there is none, or it was not timed."""
+        ways = [Combination(called=BY_HAND, launched=launch) for launch in LAUNCHES]
+        timed = [each for each in ways if self.together.ms(each, self.mode)]
+        return min(timed, key=lambda each: self.together.ms(each, self.mode) or 0.0, default=None)
+
+    def fastest_rung(self) -> Combination:
+        """Of the ladder, by what was timed beside the version by hand."""
+        rungs = [each for each in (AS_IT_IS, *(added.combination for added in self.ladder))
+                 if self.together.ms(each, self.mode)]
+        return min(rungs, key=lambda each: self.together.ms(each, self.mode) or 0.0, default=AS_IT_IS)
+
+    def _beside_by_hand(self) -> Said | None:
+        """How much of the speed by hand the ladder reaches, how many milliseconds are missing, and where."""
+        by_hand, rung = self.version_by_hand(), self.fastest_rung()
+        if why_not := self.together.why_not(Combination(called=BY_HAND), self.mode):
+            return Said("", [(BY_HAND, f"it was not timed: {why_not}")])
+        share = self.together.gain(rung, by_hand, self.mode) if by_hand else None
+        before, after = (self.together.ms(each, self.mode) if each else None for each in (rung, by_hand))
+        if not (share and before and after):
+            return None
+        name = " + ".join(each.name for each in rung.techniques) or "the model as it is"
+        words = f"{name} reaches {interval(share)} of its speed"
+        if before > after:
+            words += f": {figures(before - after)} ms are missing to it"
+        ran = [self.together.results[each.name].evidence.get(self.mode) for each in (rung, by_hand) if each]
+        if ran[0] and ran[1]:
+            words += f"; it launches {ran[1].launches:,} kernels, and the ladder's {ran[0].launches:,}"
+        return Said("", [(BY_HAND, words)])
 
     def _write_this(self) -> Code | None:
         """For each that is worth it the place and the code; several at one place together, the call last."""
@@ -268,6 +367,11 @@ class Optimized(Shown):
                 said += f"; when it pays: {self.payback}"
             lines.append((one.technique, f"{one.found.place.name}: {said}" if one.found.place else said))
         return Said("why", lines) if lines else None
+
+
+def _elements(inputs: Inputs) -> int:
+    """Of the largest tensor that a call is given."""
+    return max(t.numel() for t in inputs.named().values())
 
 
 def as_written(technique: str, place: Place | None = None) -> str:

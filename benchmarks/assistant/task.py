@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.assistant.repeating import refuse_growing
 from benchmarks.measure.calls import Inputs, named_buffers, named_parameters, outputs_of
+from benchmarks.measure.judge import check_numerics
 from benchmarks.measure.keeping import kept
 from benchmarks.measure.observing import Loss, Work, same_values
 from benchmarks.measure.state import State
@@ -20,17 +21,30 @@ FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
+class ByHand:
+    """The same model as a person wrote it for speed: it takes the same inputs and returns the same outputs.
+
+    It shares the model's parameters, or has copies under the same names. `numerics` is what it multiplies in, where
+    that is less than its dtype: "tf32", "float16", "bfloat16" or "float8".
+    """
+    model: nn.Module
+    numerics: str | None = None
+
+
+@dataclass(frozen=True)
 class Task:
     """A model and the work that it is measured on.
 
     `inputs` are a tuple (positional values) or a dict (values by keyword) that hold tensors; or a list of such, short,
-    typical and long ones: the first is timed, and all are judged. `loss` maps what the model returns to a scalar
-    tensor; without one, its outputs get random cotangents. `optimizer` is of the model's parameters: its step is timed.
+    typical and long ones: all are judged and timed, the first on the ladder, too. `loss` maps what the model returns to
+    a scalar tensor; without one, its outputs get random cotangents. `optimizer` is of the model's parameters: its step
+    is timed. The fastest rung of the ladder is held against what is `by_hand`.
     """
     model: nn.Module
     inputs: Any
     loss: Loss | None = None
     optimizer: torch.optim.Optimizer | None = None
+    by_hand: ByHand | None = None
     has_constant_inputs: bool = False      # the model can't run on inputs that take a gradient
     needs_gradients: bool = False          # nor without gradients: it computes some itself
 
@@ -52,6 +66,11 @@ class Task:
         if self.loss is not None and not callable(self.loss):
             kind = type(self.loss).__name__
             raise UserError(f"the loss is a {kind}: give a function from the output to a scalar tensor")
+        if self.by_hand is not None:
+            try:
+                check_numerics(self.by_hand.numerics)
+            except ValueError as error:
+                raise UserError(f"by_hand: {error}") from None
         for inputs in (self.given, *self.others.values()):
             if inputs.dtype not in (*FLOATING, None):
                 raise UserError(f"inputs in {dtype_name(inputs.dtype)}: give float64, float32, float16 or bfloat16")
@@ -70,16 +89,16 @@ class Task:
 
     @property
     def others(self) -> dict[str, Inputs]:
-        """Those that are judged alone: "on input 2" -> the second of several. Raises UserError without any tensor."""
+        """All but the first: "on input 2" -> the second of several. Raises UserError where one holds no tensor."""
         more = self.inputs[1:] if isinstance(self.inputs, list) else []
         return {f"on input {number}": self._inputs(inputs) for number, inputs in enumerate(more, 2)}
 
     @property
     def devices(self) -> set[torch.device]:
         given = [t for inputs in (self.given, *self.others.values()) for t in inputs.named().values()]
-        tensors = [*given, *named_parameters(self.model).values(),
-                   *named_buffers(self.model).values()]
-        return {t.device for t in tensors}
+        models = [self.model, *([self.by_hand.model] if self.by_hand else [])]
+        held = [t for model in models for named in (named_parameters, named_buffers) for t in named(model).values()]
+        return {t.device for t in (*given, *held)}
 
     def check_calls(self) -> None:
         """Call it twice. Raises UserError where its outputs can't be compared, or it changes its inputs."""
@@ -155,6 +174,8 @@ class Task:
             return self
         try:
             model = self.model.to(device)
+            if self.by_hand:
+                self.by_hand.model.to(device)
         except RuntimeError as error:
             raise UserError(f"the model can't be moved to {device}: {in_a_line(error)}") from None
 

@@ -40,14 +40,15 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
         return Opportunity(technique.name, found, "by hand", elsewhere, advice=advice)
     rung = Combination((technique,))
     judgement = result.judgements.get(rung.name)
-    if judgement and not judgement.passed:
-        return Opportunity(technique.name, found, "unsafe", judgement.failure)
+    if wrong := result.why_unsafe(technique):
+        return Opportunity(technique.name, found, "unsafe", wrong)
     gain = result.gain_alone(technique)
     if gain is None:
-        reason = result.alone.why_not(rung, result.mode)
+        reason = result.why_not_timed(technique)
         return Opportunity(technique.name, found, "not here" if reason else "not reached", reason)
     added = next((each for each in result.ladder if each.technique is technique), None)
-    verdict, why = _worth(judgement, gain, added)
+    loses_on_the_mix = result.others and gain[2] < 1.0      # the ladder stands on the first of the inputs
+    verdict, why = _worth(judgement, gain, None if loses_on_the_mix else added)
     if verdict in TO_WRITE and (clash := result.clashes.get(technique.name)):
         return Opportunity(technique.name, found, "not here", clash, gain[0], gain[1:], _error(judgement))
     if verdict in TO_WRITE and added and added.left_out and added is _in_the_way(result.ladder):
@@ -60,7 +61,8 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
         return Opportunity(technique.name, found, "no gain", why, gain[0], gain[1:], _error(judgement))
     if verdict in TO_WRITE and advice is None:
         verdict = "by hand"
-    why = "; ".join(filter(None, [why, elsewhere, not_fired and f"it did not fire: {not_fired}", remark,
+    loses = result.where_it_loses(technique)
+    why = "; ".join(filter(None, [why, loses, elsewhere, not_fired and f"it did not fire: {not_fired}", remark,
                                 _less_accurate(judgement), _unproven(judgement)]))
     return Opportunity(technique.name, found, verdict, why, gain[0], gain[1:], _error(judgement), advice)
 
@@ -83,6 +85,9 @@ def _if_it_gains(result: Optimized, one: Opportunity) -> Opportunity:
     written = Combination(called=as_written(one.technique))
     if written.name not in result.pieces.results:          # it was not timed: a person applies it, or Ctrl-C came
         return one
+    if result.others:
+        why = "as it is written it was timed on input 1 alone"
+        return dataclasses.replace(one, why="; ".join(filter(None, [one.why, why])))
     if reason := result.pieces.why_not(written, result.mode):
         return dataclasses.replace(one, verdict="by hand", why=f"as it is written: {reason}", advice=None)
     assert one.advice is not None

@@ -3,7 +3,8 @@
     python -m benchmarks assistant benchmarks/examples/public.py:gpt2
     python -m benchmarks assistant benchmarks/examples/public.py:resnet50 --inference
 
-Needs what a model is from: transformers or torchvision. Each function returns (model, inputs, loss).
+Needs what a model is from: transformers or torchvision. Each function returns (model, inputs, loss), and for three of
+them a version by hand goes with it.
 """
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.assistant import ByHand, Task
+from benchmarks.examples import by_hand
+
 Built = tuple[nn.Module, dict[str, Tensor], Callable[[Any], Tensor]]
+BF16 = "bfloat16"
 
 
 def _full() -> bool:
@@ -52,17 +57,18 @@ def _without_dropout(model: nn.Module) -> nn.Module:
 # ------------------------------------------------------------------------------------------------------- transformers
 
 
-def gpt2() -> Built:
+def gpt2() -> Task:
     """GPT-2 small, 124 million parameters, 8 x 1,024 tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
     torch.manual_seed(0)
     sizes: dict[str, Any] = {} if _full() else {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 1000}
     model = GPT2LMHeadModel(GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False, **sizes))
     tokens = _tokens(model.config.vocab_size, *((8, 1024) if _full() else (2, 128)))
-    return _of_tokens(model, {"input_ids": tokens}, tokens.roll(-1, 1))
+    built, inputs, loss = _of_tokens(model, {"input_ids": tokens}, tokens.roll(-1, 1))
+    return Task(built, inputs, loss, by_hand=ByHand(by_hand.compiled(by_hand.GPT2(model)), BF16))
 
 
-def llama() -> Built:
+def llama() -> Task:
     """TinyLlama, 1.1 billion parameters: 32 query heads to 4 key-value heads; 2 x 2,048 tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(0)
@@ -73,7 +79,8 @@ def llama() -> Built:
                  "num_key_value_heads": 2, "vocab_size": 1000}
     model = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes))
     tokens = _tokens(model.config.vocab_size, *((2, 2048) if _full() else (2, 128)))
-    return _of_tokens(model, {"input_ids": tokens}, tokens.roll(-1, 1))
+    built, inputs, loss = _of_tokens(model, {"input_ids": tokens}, tokens.roll(-1, 1))
+    return Task(built, inputs, loss, by_hand=ByHand(by_hand.compiled(by_hand.Llama(model)), BF16))
 
 
 def bert() -> Built:
@@ -141,11 +148,12 @@ def mixtral() -> Built:
 # -------------------------------------------------------------------------------------------------------- torchvision
 
 
-def resnet50() -> Built:
+def resnet50() -> Task:
     """ResNet-50, 26 million parameters, 64 images of 224 x 224; ResNet-18, 4 of 64 x 64, on a CPU."""
     from torchvision import models
     torch.manual_seed(0)
-    return _of_images(models.resnet50(), 64, 224) if _full() else _of_images(models.resnet18(), 4, 64)
+    model, inputs, loss = _of_images(models.resnet50(), 64, 224) if _full() else _of_images(models.resnet18(), 4, 64)
+    return Task(model, inputs, loss, by_hand=ByHand(by_hand.compiled(by_hand.ResNet(model)), BF16))
 
 
 def convnext() -> Built:
