@@ -13,7 +13,7 @@ from common.runtime.peaks import BURST
 from common.text import NOT_AVAILABLE, figures, markdown, number, ratio
 
 NEAR = 0.15                            # of a predicted gain: one that is measured within it was predicted well
-AS_IT_IS = "as it is"
+AS_IT_IS, BY_HAND = "as it is", "version by hand"
 
 
 def recorded() -> list[Path]:
@@ -36,8 +36,8 @@ def models() -> str:
             rows.append([_where(path), *row])
     if not rows:
         return "Models by their configurations: not recorded."
-    return markdown(rows, ["machine, model", "pass", "ms", "fastest", "times", "% of limit", "J", "take",
-                           "different numerics", "by hand", "unsafe"])
+    return markdown(rows, ["machine, model", "pass", "ms", "fastest", "times", "% of limit", "J", "by hand, ms",
+                           "of its speed", "take", "different numerics", "a person does", "unsafe"])
 
 
 def _row(found: list[Run]) -> list[str] | None:
@@ -49,11 +49,15 @@ def _row(found: list[Run]) -> list[str] | None:
     before = next((run for run in as_it_is if run.variant["measured"] == "together"), as_it_is[0])
     mode = next(mode for mode in reversed(MODES) if before.best(mode))
     in_the_same_rounds = [run for run in found if run.variant.get("measured") == before.variant["measured"]]
-    ms, after = min(((ms, run) for run in in_the_same_rounds if (ms := run.best_ms(mode))), key=lambda each: each[0])
+    version = next((run for run in in_the_same_rounds if run.case["name"] == BY_HAND and run.best(mode)), None)
+    ms, after = min(((ms, run) for run in in_the_same_rounds if run is not version and (ms := run.best_ms(mode))),
+                    key=lambda each: each[0])
     gain = paired(before, after, mode)
+    share = paired(version, after, mode) if version else None
     return [mode, figures(before.best_ms(mode) or ms), figures(ms), ratio(gain) if gain else NOT_AVAILABLE,
             _both(run.figure(SHARE[BURST], mode) for run in (before, after)),
             _both(joules(run, mode) for run in (before, after)),
+            *([figures(version.best_ms(mode) or 0.0), ratio(share)] if version and share else [NOT_AVAILABLE] * 2),
             *(_named(verdicts, verdict) for verdict in ("take", "different numerics", "by hand", "unsafe"))]
 
 

@@ -10,7 +10,9 @@ from benchmarks.assistant.combination import BY_HAND
 from benchmarks.assistant.technique import Found, Technique
 from benchmarks.examples import by_hand, public
 from benchmarks.measure.judge import validate
+from benchmarks.show import assistants
 from common.outcome import UserError
+from common.report.record_file import RecordFile
 
 
 class Sleeping(nn.Linear):
@@ -67,6 +69,21 @@ def test_one_that_is_wrong_is_not_timed_and_said(off, is_right, studies_in_secon
     words = " ".join(str(result).split())
     assert ("it was not timed: failed: the output is off by 1.0e-02" in words) != is_right
     assert (result.version_by_hand() is not None) == is_right
+
+
+@pytest.mark.integration
+def test_the_page_shows_it_beside_the_fastest_rung(studies_in_seconds, tmp_path, monkeypatch):
+    monkeypatch.setattr(assistants, "RESULTS", tmp_path)
+    path = tmp_path / "cpu" / "assistant-sleeping.jsonl"
+    path.parent.mkdir()
+    optimize(lambda: task(0.005), quick=True, inference=True, techniques=[quicker("a", 0.01)],
+             file=RecordFile(str(path)))
+    headers, _, row = ([cell.strip() for cell in line.strip("|").split("|")] for line in
+                       assistants.models().splitlines())
+    cells = dict(zip(headers, row, strict=True))
+    assert float(cells["by hand, ms"]) == pytest.approx(5, rel=0.2)
+    assert float(cells["fastest"]) == pytest.approx(10, rel=0.2)
+    assert float(cells["of its speed"].split()[0]) == pytest.approx(0.5, rel=0.2)
 
 
 @pytest.mark.unit
