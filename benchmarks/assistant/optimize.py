@@ -303,7 +303,8 @@ class _Assistant:
 
         `plan` says what it computes in.
         """
-        own, phase = workload(self.program, arithmetic_of(plan, setting.device)), _phase_of(result)
+        own = workload(self.program, arithmetic_of(plan, setting.device), plan.in_int8)
+        phase = _phase_of(result)
         result.matmul, result.runs_under = own.matmul, dtype_name(plan.autocast) if plan.autocast else ""
         self._record_prediction(result)
         setting.say(Phase.CHECKING)
@@ -388,8 +389,8 @@ class _Assistant:
         def prepare(setting: Setting, result: Result) -> Subject:
             setting.say(Phase.BUILDING)
             subject = self._judged_subject(version.model, _plan_of_numerics(version.numerics), result, setting)
-            if version.numerics == "float8":
-                subject.workload = None                        # which of its matmuls are in FP8 is not known
+            if version.numerics in ("float8", "int8"):         # which of its matmuls are so is not known
+                subject.workload = None
             return subject
         return [self._case_of(BY_HAND, prepare, TOGETHER)]
 
@@ -504,7 +505,7 @@ def _plan_of_numerics(numerics: str | None) -> Plan:
     """What a model multiplies in that chooses that itself."""
     if numerics == "tf32":
         return Plan(matmul_precision="high", numerics=numerics)
-    dtypes = {None: None, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
+    dtypes = {None: None, "int8": None, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
     return Plan(autocast=dtypes[numerics], numerics=numerics)
 
 

@@ -25,7 +25,7 @@ class ByHand:
     """The same model as a person wrote it for speed: it takes the same inputs and returns the same outputs.
 
     It shares the model's parameters, or has copies under the same names. `numerics` is what it multiplies in, where
-    that is less than its dtype: "tf32", "float16", "bfloat16" or "float8".
+    that is less than its dtype: "tf32", "float16", "bfloat16", "float8" or "int8".
     """
     model: nn.Module
     numerics: str | None = None

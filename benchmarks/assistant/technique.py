@@ -77,6 +77,7 @@ class Plan:
     autocast: torch.dtype | None = None                                # around every call
     numerics: str | None = None                                        # what it then multiplies in, if that is less
     in_fp8: tuple[str, ...] = ()                                       # paths of the modules that multiply in FP8
+    in_int8: tuple[str, ...] = ()                                      # and of those whose weights are in INT8
     found: Mapping[str, Sequence[Found]] = field(default_factory=dict)         # by the name of a technique
 
 @dataclass(frozen=True)

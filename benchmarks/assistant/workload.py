@@ -3,7 +3,7 @@
 Matmuls, convolutions and attention alone: what stands between them can ride on them, so it costs nothing here.
 """
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -16,14 +16,15 @@ from common.block.config import dtype_name
 from common.block.workload import ATTENTION, MATMUL, Operation, Workload
 
 
-def workload(program: Program, arithmetic: Arithmetic) -> Workload:
+def workload(program: Program, arithmetic: Arithmetic, in_int8: Collection[str] = ()) -> Workload:
     """The work of one call, and of its backward: what leads to no parameter that is trained has none.
 
-    Attention by hand counts as the attention it is: causal half, and without its scores in memory.
+    Attention by hand counts as the attention it is: causal half, and without its scores in memory. The weights of the
+    modules `in_int8` are one byte each.
     """
     forward: list[Operation] = []
     backward: list[Operation] = []
-    for one, product in _operations(program, arithmetic):
+    for one, product in _operations(program, arithmetic, in_int8):
         forward.append(one)
         backward += _backward(one, product)
     flops: dict[str, float] = {}
@@ -33,7 +34,8 @@ def workload(program: Program, arithmetic: Arithmetic) -> Workload:
     return Workload(most, tuple(forward), tuple(backward))
 
 
-def _operations(program: Program, arithmetic: Arithmetic) -> Iterator[tuple[Operation, Product]]:
+def _operations(program: Program, arithmetic: Arithmetic, in_int8: Collection[str]
+                ) -> Iterator[tuple[Operation, Product]]:
     """One for each matmul and convolution, and one for both matmuls of an attention by hand."""
     by_hand = {place_of(attention.scores): attention for attention in program.analysis.attentions}
     scores = None
@@ -49,7 +51,7 @@ def _operations(program: Program, arithmetic: Arithmetic) -> Iterator[tuple[Oper
             scores = None
         else:
             for product in call.products:
-                yield _matmul(call, product, arithmetic), product
+                yield _matmul(call, product, arithmetic, call.module in in_int8), product
 
 
 def _called_attention(call: Call, arithmetic: Arithmetic) -> Operation:
@@ -72,7 +74,7 @@ def _of_attention(name: str, flops: float, shapes: Sequence[tuple[int, ...]], ki
     return Operation(name, ATTENTION, flops, elements * bytes_of(kind), kind, queries)
 
 
-def _matmul(call: Call, product: Product, arithmetic: Arithmetic) -> Operation:
+def _matmul(call: Call, product: Product, arithmetic: Arithmetic, has_int8_weight: bool) -> Operation:
     kind = arithmetic(call)
     left, right = product.shapes[:2]
     if "conv" in product.operator:
@@ -82,8 +84,9 @@ def _matmul(call: Call, product: Product, arithmetic: Arithmetic) -> Operation:
         k = left[-1]
         m = math.prod(left) // k
         n = round(product.flops / (2 * m * k))
-    elements = math.prod(left) + math.prod(right) + m * n
-    return Operation(f"{call.name}, {call.module}", MATMUL, product.flops, elements * bytes_of(kind), kind, (m, k, n))
+    of_a_weight = 1 if has_int8_weight else bytes_of(kind)
+    moved = (math.prod(left) + m * n) * bytes_of(kind) + math.prod(right) * of_a_weight
+    return Operation(f"{call.name}, {call.module}", MATMUL, product.flops, moved, kind, (m, k, n))
 
 
 def _backward(one: Operation, product: Product) -> Iterator[Operation]:

@@ -358,10 +358,14 @@ class Judge:
     # --------------------------------------------------------------------------------------------------------- meaning
 
     def _ask_meaning(self) -> None:
-        """In FP64 where both run there; what computes in 16 bits by default is tried in FP32 too."""
+        """In FP64 where both run there; what computes in 16 bits by default is tried in FP32 too.
+
+        A kernel for weights in INT8 runs in FP32, and rounds there as well.
+        """
         if not self.truth.has_meaning:
             return self._no_fp64(self.truth.why_not_fp64)
-        for dtype in (FP64, FP32)[:2 if self.dtype in (torch.float16, torch.bfloat16) else 1]:
+        tries_fp32 = self.dtype in (torch.float16, torch.bfloat16) and self.numerics != "int8"
+        for dtype in (FP64, FP32)[:2 if tries_fp32 else 1]:
             try:
                 rounds_to, seen = self._seen_in(dtype)
             except Failed:
@@ -600,9 +604,10 @@ def validate(candidate: Callable, reference: Callable, inputs: Any, loss: Loss |
 
     `inputs` is a tensor, a tuple of positional values or a dict of values by keyword, of any shapes and dtypes. Both
     are judged in the mode that they are in, train or eval. `loss` maps an output to a scalar; without it outputs get
-    `cotangents` random ones. `numerics` ("tf32", "float16", "bfloat16", "float8") declares what a candidate multiplies
-    in. `parameters` (its name -> the reference's) pairs what names do not. Both are restored afterwards. Raises
-    ValueError where the reference or the arguments can't be used; what the candidate raises is a failed check.
+    `cotangents` random ones. `numerics` ("tf32", "float16", "bfloat16", "float8"; "int8" of the weights of
+    linear layers) declares what a candidate multiplies in. `parameters` (its name -> the reference's) pairs what names
+    do not. Both are restored afterwards. Raises ValueError where the reference or the arguments can't be used; what the
+    candidate raises is a failed check.
     """
     given = Inputs.of(inputs)
     materialised(given, reference, candidate)

@@ -21,6 +21,7 @@ from benchmarks.measure.calls import (
 )
 from benchmarks.measure.checks import CHANNELS_LAST
 from benchmarks.measure.copying import deep_copy
+from benchmarks.measure.int8 import WithInt8Weights
 from benchmarks.measure.keeping import kept, parameters_kept, uncompiled_meanwhile, without_dropout
 from benchmarks.measure.names import Kind, Named
 from benchmarks.measure.observing import Observation, Work, distance, norm, observe, rounding_in
@@ -390,9 +391,12 @@ def furthest_output(a: Observation, b: Observation) -> float:
 
 @contextlib.contextmanager
 def multiplying_in(numerics: str | None, inputs: Inputs) -> Iterator[None]:
-    """TF32 or autocast, as declared."""
+    """TF32, autocast or weights rounded to INT8, as declared."""
     if numerics is None:
         yield
+    elif numerics == "int8":
+        with WithInt8Weights():
+            yield
     elif numerics == "tf32":
         with multiplying_float32_in("high"):
             yield

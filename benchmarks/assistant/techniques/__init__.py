@@ -16,6 +16,7 @@ from benchmarks.assistant.techniques import (
     fused_qkv,
     graph_break,
     host_sync,
+    int8_weights,
     library_gelu,
     library_loss,
     library_norm,
@@ -30,5 +31,5 @@ from benchmarks.assistant.techniques import (
 
 EVERY: tuple[Technique, ...] = tuple(module.TECHNIQUE for module in (
     tf32, autocast, channels_last, cudnn_benchmark, fold_batchnorm, sdpa, flex_attention, library_norm, library_gelu,
-    library_silu, library_loss, fused_qkv, fp8, cast_once, compiled, cuda_graph, graph_break, host_sync, loop,
-    mask_is_causal, repeat_kv, alignment, optimizer, checkpointing, dynamic))
+    library_silu, library_loss, fused_qkv, fp8, cast_once, int8_weights, compiled, cuda_graph, graph_break, host_sync,
+    loop, mask_is_causal, repeat_kv, alignment, optimizer, checkpointing, dynamic))

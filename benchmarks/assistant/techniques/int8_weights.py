@@ -1,0 +1,144 @@
+"""Weights of linear layers in INT8, for inference on few tokens: there the time is that of reading the weights.
+
+A scale for each output takes them back; activations stay as they are. Which layers is decided by the time of each size
+on this machine.
+"""
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.assistant.fp8 import HOOKS, patterns
+from benchmarks.assistant.program import Program
+from benchmarks.assistant.side_by_side import Ratio, pays, times_as_fast
+from benchmarks.assistant.technique import Advice, Found, Plan, Technique
+from benchmarks.measure.int8 import in_int8
+from common.block.config import dtype_name
+from common.block.evidence import Evidence
+from common.runtime.iteration import Iteration
+
+MOST_TOKENS = 64                           # behind these a matmul's time is that of its FLOPs
+IN_16_BITS = (torch.bfloat16, torch.float16)
+CACHES = 128 * 2**20                       # bytes of weights that no cache of a machine here keeps from call to call
+Size = tuple[int, int, int]                # tokens, inputs, outputs
+CODE = """\
+from fnmatch import fnmatch
+
+class Int8Weights(torch.nn.Module):
+    def __init__(self, layer, dtype={dtype}):
+        super().__init__()
+        scale = layer.weight.detach().float().abs().amax(1).clamp_min(1e-30) / 127
+        self.register_buffer("weight", (layer.weight.detach() / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("scale", scale.to(dtype))
+        self.bias = layer.bias
+
+    def forward(self, x):
+        rows = x.to(self.scale.dtype).reshape(-1, x.size(-1))
+        y = torch._weight_int8pack_mm(rows, self.weight, self.scale).view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+for name, layer in list(model.named_modules()):
+    if isinstance(layer, torch.nn.Linear) and any(fnmatch(name, each) for each in {patterns}):
+        model.set_submodule(name, Int8Weights(layer))"""
+
+
+def find(program: Program) -> list[Found]:
+    """All that have few tokens, as one finding at the call of the model, each size timed."""
+    if not program.is_inference:
+        return []
+    found = []
+    for dtype, layers in layers_of(program).items():
+        gains = {size: gain_of(size, dtype, program.inputs.device) for size in dict.fromkeys(layers.values())}
+        chosen = tuple(path for path, size in layers.items() if pays(gains[size]))
+        sizes = [f"{' x '.join(f'{each:,}' for each in size)} {gain[0]:.2f}{'' if pays(gain) else ' (left out)'}"
+                 for size, gain in gains.items()]
+        reason = (f"{len(chosen)} of {len(layers)} linear layers on few tokens; times as fast as in "
+                  f"{dtype_name(dtype)}, by tokens x inputs x outputs: {', '.join(sizes)}")
+        found.append(Found(None, "", 1, reason, "" if chosen else "none is faster with them", modules=chosen,
+                           dtype=dtype))
+    return found
+
+
+def layers_of(program: Program) -> dict[torch.dtype, dict[str, Size]]:
+    """What they multiply in -> path and size of each linear layer that is called once, on few tokens."""
+    sizes: dict[str, list[tuple[torch.dtype | None, Size]]] = {}
+    for call in program.trace.calls:
+        module: Any = program.module_at(call.module)
+        if call.is_matmul and type(module) is nn.Linear and not any(getattr(module, hooks) for hooks in HOOKS):
+            tokens = round(call.flops / (2 * module.weight.numel()))
+            sizes.setdefault(call.module, []).append((call.dtype, (tokens, module.in_features, module.out_features)))
+    chosen: dict[torch.dtype, dict[str, Size]] = {}
+    for path, calls in sizes.items():
+        [(dtype, size), *others] = calls
+        if dtype in IN_16_BITS and not others and size[0] <= MOST_TOKENS:
+            chosen.setdefault(dtype, {})[path] = size
+    return chosen
+
+
+@functools.cache
+def gain_of(size: Size, dtype: torch.dtype, device: torch.device) -> Ratio:
+    """How many times as fast a layer of that size is, one after another of so many that no cache holds them."""
+    tokens, inputs, outputs = size
+    count = min(64, max(1, math.ceil(CACHES / (inputs * outputs * dtype.itemsize))))
+    layers = [nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype) for _ in range(count)]
+    x = torch.randn(tokens, inputs, device=device, dtype=dtype)
+    works = [_one_after_the_other(calls, x) for calls in (layers, [InInt8(layer, dtype) for layer in layers])]
+    return times_as_fast(works[0], works[1], device)
+
+
+def _one_after_the_other(calls: Sequence[Any], x: Tensor) -> Iteration:
+    def run() -> list[Tensor]:
+        with torch.no_grad():
+            return [call(x) for call in calls]
+    return Iteration(run, lambda: None, [], {})
+
+
+def apply(plan: Plan) -> None:
+    """To the layers that pay."""
+    plan.numerics = plan.numerics if plan.in_fp8 else "int8"
+    for found in plan.found.get(TECHNIQUE.name, ()):
+        assert found.dtype is not None
+        plan.in_int8 += found.modules
+        plan.changes.append(functools.partial(convert, paths=found.modules, dtype=found.dtype))
+
+
+def convert(model: nn.Module, paths: Sequence[str], dtype: torch.dtype) -> None:
+    """From here on these layers multiply by weights in INT8."""
+    for path in paths:
+        module = model.get_submodule(path)
+        vars(module)["forward"] = InInt8(module, dtype)    # parameters stay where they are: FP64 says what they mean
+
+
+class InInt8:
+    """A linear layer that has its weight in INT8, too. In FP64, which asks what a model means, it is a plain one."""
+
+    def __init__(self, module: Any, dtype: torch.dtype):
+        self.module, self.dtype = module, dtype
+        weight, scale = in_int8(module.weight)
+        self.weight, self.scale = weight, scale.to(dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module = self.module
+        if module.weight.dtype == torch.float64:
+            return type(module).forward(module, x)
+        rows = x.to(self.dtype).reshape(-1, x.size(-1))
+        y = torch._weight_int8pack_mm(rows, self.weight, self.scale).view(*x.shape[:-1], -1)
+        return y if module.bias is None else y + module.bias.to(y.dtype)
+
+
+def advice(program: Program, found: Found) -> Advice:
+    """Once, before the model is compiled."""
+    return Advice(CODE.format(patterns=patterns(found.modules, program.model), dtype=found.dtype))
+
+
+def fired(program: Program, before: Evidence, seen: Evidence) -> str:
+    """Why no layer multiplied by INT8; "" where one did, or a compiler made its own kernel of it."""
+    ran = seen.kinds["compiled"] or any("int8" in name.lower() for name in seen.kernels)
+    return "" if ran else "no matmul with weights in INT8 ran"
+
+
+TECHNIQUE = Technique("int8-weights", "weights of linear layers -> INT8, for few tokens", find, apply, advice,
+                      fired=fired)
