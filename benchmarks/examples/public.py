@@ -203,6 +203,88 @@ class TiedLSTM(nn.Module):
         return self.head(hidden)
 
 
+class Residual(nn.Module):
+    """Two convolutions, and what a time step adds between them. Images [B, C, H, W] -> [B, out, H, W]."""
+
+    def __init__(self, channels: int, out: int, time: int):
+        super().__init__()
+        self.first = nn.Sequential(nn.GroupNorm(8, channels), nn.SiLU(), nn.Conv2d(channels, out, 3, padding=1))
+        self.time = nn.Linear(time, out)
+        self.second = nn.Sequential(nn.GroupNorm(8, out), nn.SiLU(), nn.Conv2d(out, out, 3, padding=1))
+        self.skip = nn.Conv2d(channels, out, 1) if channels != out else nn.Identity()
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        y = self.first(x) + self.time(F.silu(time))[:, :, None, None]
+        return self.skip(x) + self.second(y)
+
+
+class PixelAttention(nn.Module):
+    """Each pixel attends to all, with its scores by hand. Images [B, C, H, W] -> [B, C, H, W]."""
+
+    def __init__(self, channels: int, heads: int):
+        super().__init__()
+        self.norm, self.heads = nn.GroupNorm(8, channels), heads
+        self.qkv, self.proj = nn.Conv2d(channels, 3 * channels, 1), nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).flatten(2).unflatten(1, (3 * self.heads, -1)).chunk(3, 1)     # [B, H, D, S]
+        weights = torch.softmax(q.transpose(-2, -1) @ k * q.size(2)**-0.5, dim=-1)
+        return x + self.proj((v @ weights.transpose(-2, -1)).reshape(x.shape))
+
+
+class UNet(nn.Module):
+    """The noise in images at a time step, as diffusion models learn it. [B, 3, H, W], [B] -> [B, 3, H, W].
+
+    Three resolutions; pixels attend to each other at the two lower ones.
+    """
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.width, time, widths = width, 4 * width, [width, 2 * width, 4 * width]
+        self.time = nn.Sequential(nn.Linear(width, time), nn.SiLU(), nn.Linear(time, time))
+        self.enter, self.leave = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 3, padding=1)
+        self.down, self.up = nn.ModuleList(), nn.ModuleList()
+        self.down_attention, self.up_attention = nn.ModuleList(), nn.ModuleList()
+        self.shrink, self.grow = nn.ModuleList(), nn.ModuleList()
+        before = width
+        for level, channels in enumerate(widths):
+            self.down.append(Residual(before, channels, time))
+            self.down_attention.append(PixelAttention(channels, heads) if level else nn.Identity())
+            self.shrink.append(nn.Conv2d(channels, channels, 3, stride=2, padding=1))
+            before = channels
+        self.middle, self.middle_attention = Residual(before, before, time), PixelAttention(before, heads)
+        for level, channels in reversed(list(enumerate(widths))):
+            self.grow.append(nn.Upsample(scale_factor=2.0))
+            self.up.append(Residual(before + channels, channels, time))
+            self.up_attention.append(PixelAttention(channels, heads) if level else nn.Identity())
+            before = channels
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        frequencies = torch.logspace(0, -4, self.width // 2, device=t.device, dtype=x.dtype)
+        angles = t[:, None] * frequencies
+        time = self.time(torch.cat([angles.sin(), angles.cos()], 1))
+        x, skipped = self.enter(x), []
+        for residual, attention, shrink in zip(self.down, self.down_attention, self.shrink, strict=True):
+            x = attention(residual(x, time))
+            skipped.append(x)
+            x = shrink(x)
+        x = self.middle_attention(self.middle(x, time))
+        for residual, attention, grow in zip(self.up, self.up_attention, self.grow, strict=True):
+            x = attention(residual(torch.cat([grow(x), skipped.pop()], 1), time))
+        return self.leave(F.silu(x))
+
+
+def unet() -> Built:
+    """A UNet with attention over pixels, 29 million parameters, 32 images of 64 x 64 and their noise."""
+    torch.manual_seed(0)
+    device = "cuda" if _full() else "cpu"
+    width, heads, batch, size = (128, 8, 32, 64) if _full() else (16, 2, 2, 16)
+    generator = torch.Generator().manual_seed(0)
+    images, noise = torch.randn(2, batch, 3, size, size, generator=generator).to(device)
+    steps = (1000 * torch.rand(batch, generator=generator)).to(device)
+    return UNet(width, heads).to(device), {"x": images, "t": steps}, lambda found: F.mse_loss(found, noise)
+
+
 def lstm() -> Built:
     """Two layers of an LSTM with tied weights, 27 million parameters, 64 x 128 tokens."""
     torch.manual_seed(0)

@@ -7,7 +7,8 @@ from benchmarks.examples import public
 
 LIBRARY = {"gpt2": "transformers", "llama": "transformers", "bert": "transformers", "t5": "transformers",
            "whisper": "transformers", "mixtral": "transformers", "resnet50": "torchvision", "convnext": "torchvision",
-           "vit": "torchvision", "swin": "torchvision", "lstm": "torch", "encoder": "torch", "compiled": "torch"}
+           "vit": "torchvision", "swin": "torchvision", "unet": "torch", "lstm": "torch",
+           "encoder": "torch", "compiled": "torch"}
 
 
 @pytest.mark.integration
