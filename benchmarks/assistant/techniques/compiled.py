@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from benchmarks.assistant import regions
 from benchmarks.assistant.predicting import Basis, Prediction, share_of_fused
 from benchmarks.assistant.program import Program, fresh_dynamo
 from benchmarks.assistant.side_by_side import compiled_work, times_as_fast
@@ -66,8 +67,15 @@ def predict(basis: Basis, found: Sequence[Found]) -> Prediction:
 
 
 def seen_alone(program: Program) -> list[tuple[str, str]]:
-    """Each of the repeated layers compiled by itself, which is once for all of them, beside the whole model."""
-    if not program.layers or program.not_captured or missing(program.inputs.device) or holds_compiled(program.model):
+    """Each of the repeated layers compiled by itself, and the parts that are slower compiled, beside the whole."""
+    if program.not_captured or missing(program.inputs.device) or holds_compiled(program.model):
+        return []
+    return [*_by_layer(program), *regions.without_them(program)]
+
+
+def _by_layer(program: Program) -> list[tuple[str, str]]:
+    """Each of the repeated layers compiled by itself, which is once for all of them."""
+    if not program.layers:
         return []
     by_layer = shared_copy(program.model)
     layers = dataclasses.replace(program, model=by_layer).layers
