@@ -13,6 +13,7 @@ from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from benchmarks.measure.copying import shared_copy
 from benchmarks.measure.keeping import kept, parameters_kept
 from common.block.evidence import Evidence
+from common.outcome import in_a_line
 from common.runtime import compiler
 from common.runtime.compiler import holds_compiled
 
@@ -70,7 +71,13 @@ def seen_alone(program: Program) -> list[tuple[str, str]]:
     """Each of the repeated layers compiled by itself, and the parts that are slower compiled, beside the whole."""
     if program.not_captured or missing(program.inputs.device) or holds_compiled(program.model):
         return []
-    return [*_by_layer(program), *regions.without_them(program)]
+    said: list[tuple[str, str]] = []
+    for what, part in (("each layer compiled by itself", _by_layer), ("parts", regions.without_them)):
+        try:
+            said += part(program)
+        except Exception as error:                             # whatever a compiler raises: the other is told
+            said.append((what, f"it could not be timed: {in_a_line(error)}"))
+    return said
 
 
 def _by_layer(program: Program) -> list[tuple[str, str]]:

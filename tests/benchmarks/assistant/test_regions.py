@@ -98,6 +98,15 @@ def test_parts_are_compiled_and_timed_for_real(monkeypatch):
                                             "the model compiled without"]
 
 
+@unit
+def test_what_fails_is_told_beside_the_other(monkeypatch):
+    timed(monkeypatch, [(1.3, 1.2, 1.4)] * 2 + [(0.8, 0.7, 0.9), (1.1, 1.0, 1.2)])
+    monkeypatch.setattr(compiled, "_by_layer", lambda program: 1 / 0)
+    said = dict(compiled.seen_alone(program_of()))
+    assert said["each layer compiled by itself"] == "it could not be timed: ZeroDivisionError: division by zero"
+    assert said["the model compiled without"].endswith("leave them in")
+
+
 @integration
 def test_the_model_without_it_is_the_same_function(monkeypatch):
     seen = []
