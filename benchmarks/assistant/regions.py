@@ -80,7 +80,7 @@ def slower_compiled(program: Program) -> list[tuple[Part, Ratio]]:
             module = part.module(program.model)
             with parameters_kept(module, part.inputs):
                 plain, _ = compiled_work(module, program, [part.inputs])
-                compiled, _ = compiled_work(torch.compile(module), program, [part.inputs])
+                compiled, _ = compiled_work(torch.compile(module, dynamic=False), program, [part.inputs])
                 gain = times_as_fast(plain, compiled, program.inputs.device)
             if gain[2] * WORTH_IT <= 1:
                 found.append((part, gain))
@@ -98,8 +98,8 @@ def without_them(program: Program) -> list[tuple[str, str]]:
         module: Any = left_out.get_submodule(path)
         module.forward = torch.compiler.disable(module.forward)
     with kept(program.model), fresh_dynamo(), parameters_kept(program.model, program.inputs):
-        whole, _ = compiled_work(torch.compile(program.model), program, [program.inputs])
-        without, _ = compiled_work(torch.compile(left_out), program, [program.inputs])
+        whole, _ = compiled_work(torch.compile(program.model, dynamic=False), program, [program.inputs])
+        without, _ = compiled_work(torch.compile(left_out, dynamic=False), program, [program.inputs])
         gain = times_as_fast(whole, without, program.inputs.device)
     said = [(f"{part.paths[0]}, {_count(part)}{type(part.module(program.model)).__name__}",
              f"compiled by itself it is {ratio(of_it)} times as fast as it is") for part, of_it in slower]

@@ -3,7 +3,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from benchmarks.assistant.combination import Combination, Interval
-from benchmarks.assistant.optimized import TO_WRITE, VERDICTS, Added, Opportunity, Optimized, as_written
+from benchmarks.assistant.optimized import ON_THE_FIRST, TO_WRITE, VERDICTS, Added, Opportunity, Optimized, as_written
 from benchmarks.assistant.side_by_side import WORTH_IT
 from benchmarks.assistant.technique import Advice, Found, NotWritten, Technique
 from benchmarks.measure.checks import Judgement
@@ -47,8 +47,9 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
         reason = result.why_not_timed(technique)
         return Opportunity(technique.name, found, "not here" if reason else "not reached", reason)
     added = next((each for each in result.ladder if each.technique is technique), None)
-    loses_on_the_mix = result.others and gain[2] < 1.0      # the ladder stands on the first of the inputs
-    verdict, why = _worth(judgement, gain, None if loses_on_the_mix else added)
+    verdict, why = _worth(judgement, gain, None if result.others else added)
+    if result.others and verdict == "no gain" and added and added.gain and added.gain[1] >= WORTH_IT:
+        why = f"in the ladder's rounds it is {ratio(added.gain)} {ON_THE_FIRST}, and was timed on no other"
     if verdict in TO_WRITE and (clash := result.clashes.get(technique.name)):
         return Opportunity(technique.name, found, "not here", clash, gain[0], gain[1:], _error(judgement))
     if verdict in TO_WRITE and added and added.left_out and added is _in_the_way(result.ladder):
@@ -86,7 +87,7 @@ def _if_it_gains(result: Optimized, one: Opportunity) -> Opportunity:
     if written.name not in result.pieces.results:          # it was not timed: a person applies it, or Ctrl-C came
         return one
     if result.others:
-        why = "as it is written it was timed on input 1 alone"
+        why = f"as it is written it was timed {ON_THE_FIRST} alone"
         return dataclasses.replace(one, why="; ".join(filter(None, [one.why, why])))
     if reason := result.pieces.why_not(written, result.mode):
         return dataclasses.replace(one, verdict="by hand", why=f"as it is written: {reason}", advice=None)

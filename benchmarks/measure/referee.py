@@ -424,13 +424,18 @@ class _Watch:
     def _other_state(self, as_left: list[Tensor]) -> str:
         """Whether the call left its buffers as the reference's last call on its input has left its own.
 
+        Those that it shares with the reference may have been moved by others' calls since then: they tell nothing.
+
         A running mean is near zero at times: beside its own norm that of all counts, as for gradients.
         """
         if not self.expected_state:                            # the reference has no answer on such an input
             return ""
         allowed = self.referee.allowed
         whole = norm([own.double() for own in self.expected_state if takes_gradient(own)])
-        for mine, own, before in zip(as_left, self.expected_state, self.state, strict=True):
+        shared = [mine is own for mine, own in self.referee.buffers]
+        for mine, own, before, is_shared in zip(as_left, self.expected_state, self.state, shared, strict=True):
+            if is_shared:
+                continue
             apart, size = apart_where_finite(mine, own), norm([own])
             if not apart <= (max(GROSS, allowed) * size + allowed * whole if takes_gradient(own) else 0.0):
                 what = "as it was" if torch.equal(mine, before) else "in another state than the reference does"

@@ -1,4 +1,5 @@
 """A version that a person wrote: it is judged, timed in the ladder's rounds, and what is missing to it is said."""
+import copy
 import time
 
 import pytest
@@ -69,6 +70,20 @@ def test_one_that_is_wrong_is_not_timed_and_said(off, is_right, studies_in_secon
     words = " ".join(str(result).split())
     assert ("it was not timed: failed: the output is off by 1.0e-02" in words) != is_right
     assert (result.version_by_hand() is not None) == is_right
+
+
+@pytest.mark.integration
+def test_running_means_of_its_own_and_those_that_rungs_share_are_no_fault(studies_in_seconds):
+    """All rungs move the model's own, between a call and the look at it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    given = [(torch.randn(32, 8),), (torch.randn(8, 8),)]
+    built = Task(model, given, by_hand=ByHand(copy.deepcopy(model)))
+    same = [Technique(name, "nothing", lambda program: [Found(None, "", 1, "the call")], lambda plan: None)
+            for name in ("a", "b")]
+    result = optimize(lambda: built, quick=True, techniques=same)
+    assert not result.failures and result.version_by_hand()
+    assert {one.verdict for one in result.opportunities} <= {"by hand", "no gain"}, result.opportunities
 
 
 @pytest.mark.integration

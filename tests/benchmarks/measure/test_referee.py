@@ -475,7 +475,9 @@ def test_a_state_is_held_against_one_call_of_the_reference_however_often_that_is
     for _ in range(3):
         work.between()
         work.run()
+    reference.mean += 100 * shares                             # another rung's call, on the buffers that all share
     watch.look_at_last()
+    found = found * (not shares)
     assert found in watch.found and bool(found) == bool(watch.found), watch.found
 
 
@@ -483,7 +485,8 @@ def test_a_state_is_held_against_one_call_of_the_reference_however_often_that_is
 @pytest.mark.parametrize("off, found", [(5e-4, False), (5e-2, True)])
 def test_a_running_mean_near_zero_is_held_against_the_norm_of_all_buffers(off, found):
     mean, variance = torch.full((8,), 1e-6), torch.ones(8)
-    of_it = referee.Referee(lambda x: [x], [], 1e-3, 1e-3, False, [], [])
+    pairs = [(mean + off, mean), (variance.clone(), variance)]
+    of_it = referee.Referee(lambda x: [x], [], 1e-3, 1e-3, False, pairs, [])
     watch = referee._Watch(of_it, FORWARD, [torch.ones(1)], [])
     watch.state, watch.expected_state = [torch.zeros(8), torch.ones(8)], [mean, variance]
     assert bool(watch._other_state([mean + off, variance])) == found
