@@ -77,7 +77,7 @@ def optimize(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: 
     where = next(iter(task.devices))
     count = rounds or (QUICK_ROUNDS if quick else ROUNDS[where.type])
     session = Session("assistant", where, count, seed, file=file)
-    with kept(task.model), parameters_kept(task.model, task.given), quick_collections(), _fits():
+    with kept(*task.models), parameters_kept(task.model, task.given), quick_collections(), _fits():
         source = model if isinstance(model, Source) else None
         assistant = _Assistant(task, session, techniques, inference, quick, source)
         return assistant.run(name or type(task.model).__name__)
@@ -314,7 +314,7 @@ class _Assistant:
                       is_proven=is_proven)
         judgement = judge.judge()
         if on_others:
-            judgement = replace(judgement, checks=_there(judgement, phase))
+            judgement.checks[:] = _there(judgement, phase)     # in place: timed calls add theirs
             self.result.judgements_on_others[result.name, phase] = judgement
         else:
             self.judgements[result.name] = judgement

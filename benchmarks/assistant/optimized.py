@@ -129,6 +129,11 @@ class Optimized(Shown):
         results = [*self.alone.results.items(), *self.together.results.items(), *self.pieces.results.items()]
         broken = {f"{name}: {result.reason}": None for name, result in results
                   if result.status == "failed" and (name not in self.judgements or self.judgements[name].passed)}
+        for words, measured in self.on_others.items():
+            for name, result in measured.results.items():
+                judgement = self.judgements_on_others.get((name, words))
+                if result.status == "failed" and (judgement is None or judgement.passed):
+                    broken[f"{name}, {words}: {result.reason}"] = None
         return [*self.looked.faults, *self.faults, *broken]
 
     def _as_it_is(self, mode: str) -> str:

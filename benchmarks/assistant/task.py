@@ -94,10 +94,14 @@ class Task:
         return {f"on input {number}": self._inputs(inputs) for number, inputs in enumerate(more, 2)}
 
     @property
+    def models(self) -> list[nn.Module]:
+        """The model, and the version by hand."""
+        return [self.model, *([self.by_hand.model] if self.by_hand else [])]
+
+    @property
     def devices(self) -> set[torch.device]:
         given = [t for inputs in (self.given, *self.others.values()) for t in inputs.named().values()]
-        models = [self.model, *([self.by_hand.model] if self.by_hand else [])]
-        held = [t for model in models for named in (named_parameters, named_buffers) for t in named(model).values()]
+        held = [t for model in self.models for t in (named_parameters(model) | named_buffers(model)).values()]
         return {t.device for t in (*given, *held)}
 
     def check_calls(self) -> None:

@@ -83,6 +83,8 @@ def test_running_means_of_its_own_and_those_that_rungs_share_are_no_fault(studie
             for name in ("a", "b")]
     result = optimize(lambda: built, quick=True, techniques=same)
     assert not result.failures and result.version_by_hand()
+    for each in built.models:                                  # both are restored
+        assert not each[1].running_mean.any() and all(t.grad is None for t in each.parameters())
     assert {one.verdict for one in result.opportunities} <= {"by hand", "no gain"}, result.opportunities
 
 

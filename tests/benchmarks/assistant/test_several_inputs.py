@@ -92,6 +92,22 @@ def test_a_verdict_is_on_a_call_with_each_of_them(short, long, verdict, studies_
     assert "on each of the inputs, alone" in str(result)
 
 
+@pytest.mark.integration
+def test_what_is_wrong_in_a_timed_call_on_one_of_them_is_unsafe(studies_in_seconds):
+    """From its eighth call on the long one: until then it was judged."""
+    def cheats(plan):
+        calls = []
+
+        def hook(module, given, output):
+            if given[0].size(1) == 9:
+                calls.append(1)
+            return output * (2.0 if len(calls) > 7 else 1.0)
+        plan.changes.append(lambda model: model.register_forward_hook(hook))
+    result = optimize(nn.Linear(6, 6), [(SHORT,), (LONG,)], quick=True, techniques=[of(cheats)])
+    [one] = result.opportunities
+    assert one.verdict == "unsafe" and "a timed call" in one.why, one
+
+
 class Refusing(nn.Linear):
     def forward(self, x):
         if x.size(1) == 9 and getattr(self, "refuses", False):
