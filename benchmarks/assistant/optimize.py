@@ -382,7 +382,7 @@ class _Assistant:
 
     def _by_hand(self) -> list[Case]:
         """The version that a person wrote, if there is one."""
-        version = self.task.by_hand
+        version = self.task.version_by_hand
         if version is None:
             return []
 

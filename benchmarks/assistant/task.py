@@ -44,7 +44,7 @@ class Task:
     inputs: Any
     loss: Loss | None = None
     optimizer: torch.optim.Optimizer | None = None
-    by_hand: ByHand | None = None
+    by_hand: ByHand | nn.Module | None = None
     has_constant_inputs: bool = False      # the model can't run on inputs that take a gradient
     needs_gradients: bool = False          # nor without gradients: it computes some itself
 
@@ -57,6 +57,8 @@ class Task:
             task = cls(*built)
         else:
             raise UserError(f"build() returned a {type(built).__name__}: return {FORMS}")
+        if isinstance(task.by_hand, nn.Module):
+            task = replace(task, by_hand=ByHand(task.by_hand))
         task._check()
         return task
 
@@ -66,11 +68,7 @@ class Task:
         if self.loss is not None and not callable(self.loss):
             kind = type(self.loss).__name__
             raise UserError(f"the loss is a {kind}: give a function from the output to a scalar tensor")
-        if self.by_hand is not None:
-            try:
-                check_numerics(self.by_hand.numerics)
-            except ValueError as error:
-                raise UserError(f"by_hand: {error}") from None
+        self._check_by_hand()
         for inputs in (self.given, *self.others.values()):
             if inputs.dtype not in (*FLOATING, None):
                 raise UserError(f"inputs in {dtype_name(inputs.dtype)}: give float64, float32, float16 or bfloat16")
@@ -80,6 +78,24 @@ class Task:
         if len(self.devices) > 1:
             devices = ", ".join(sorted(map(str, self.devices)))
             raise UserError(f"model and inputs are on {devices}: move them to one device")
+
+    def _check_by_hand(self) -> None:
+        version = self.by_hand
+        if version is None:
+            return
+        if not isinstance(version, ByHand) or not isinstance(version.model, nn.Module):
+            kind = type(version).__name__
+            raise UserError(f"by_hand is a {kind}: give a torch.nn.Module, or ByHand(module, numerics)")
+        try:
+            check_numerics(version.numerics)
+        except ValueError as error:
+            raise UserError(f"by_hand: {error}") from None
+
+    @property
+    def version_by_hand(self) -> ByHand | None:
+        """What `of` has made of it."""
+        assert not isinstance(self.by_hand, nn.Module)
+        return self.by_hand
 
     @property
     def given(self) -> Inputs:
@@ -96,7 +112,7 @@ class Task:
     @property
     def models(self) -> list[nn.Module]:
         """The model, and the version by hand."""
-        return [self.model, *([self.by_hand.model] if self.by_hand else [])]
+        return [self.model, *([self.version_by_hand.model] if self.version_by_hand else [])]
 
     @property
     def devices(self) -> set[torch.device]:
@@ -178,8 +194,8 @@ class Task:
             return self
         try:
             model = self.model.to(device)
-            if self.by_hand:
-                self.by_hand.model.to(device)
+            if self.version_by_hand:
+                self.version_by_hand.model.to(device)
         except RuntimeError as error:
             raise UserError(f"the model can't be moved to {device}: {in_a_line(error)}") from None
 

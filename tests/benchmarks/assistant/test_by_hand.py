@@ -1,6 +1,6 @@
 """A version that a person wrote: it is judged, timed in the ladder's rounds, and what is missing to it is said."""
 import copy
-import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,65 +8,74 @@ from torch import Tensor, nn
 
 from benchmarks.assistant import ByHand, Task, optimize
 from benchmarks.assistant.combination import BY_HAND
+from benchmarks.assistant.optimized import Optimized
 from benchmarks.assistant.technique import Found, Technique
 from benchmarks.examples import by_hand, public
 from benchmarks.measure.judge import validate
 from benchmarks.show import assistants
 from common.outcome import UserError
 from common.report.record_file import RecordFile
+from common.text import figures, ratio
 
 
-class Sleeping(nn.Linear):
-    """It takes so many seconds."""
+class Version(nn.Linear):
+    """A linear layer, or one that is off by a factor."""
 
-    def __init__(self, seconds: float, off: float = 0.0):
+    def __init__(self, off: float = 0.0):
         super().__init__(6, 6)
-        self.seconds, self.off = seconds, off
+        self.off = off
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
         return super().forward(x) * (1 + self.off)
 
 
-def quicker(name: str, seconds: float) -> Technique:
-    """A technique that makes it so fast."""
-    return Technique(name, "it sleeps less", lambda program: [Found(None, "", 1, "the call")],
-                     lambda plan: plan.changes.append(lambda model: setattr(model, "seconds", seconds)))
+def same(name: str) -> Technique:
+    """A technique that changes nothing."""
+    return Technique(name, "nothing", lambda program: [Found(None, "", 1, "the call")], lambda plan: None)
 
 
-def task(seconds: float, off: float = 0.0) -> Task:
-    model = Sleeping(0.02)
-    version = Sleeping(seconds, off)
+def task(off: float = 0.0) -> Task:
+    model, version = nn.Linear(6, 6), Version(off)
     version.load_state_dict(model.state_dict())
     return Task(model, (torch.randn(2, 6),), by_hand=ByHand(version))
 
 
+def timed(result: Optimized, ms: dict[str, float]) -> Optimized:
+    """The same result, as if those times of cases on the ladder had been measured."""
+    for case, each in ms.items():
+        row = result.together.results[case].rows[result.mode, "eager"]
+        assert row.timing is not None
+        row.timing = replace(row.timing, samples=[each] * len(row.timing.samples))
+    return result
+
+
 @pytest.mark.integration
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
-@pytest.mark.parametrize("seconds, share, is_missing", [(0.005, 0.5, True), (0.02, 2.0, False)])
-@pytest.mark.parametrize("techniques", [["a"], ["a", "b"]])
-def test_the_fastest_rung_is_held_against_it(techniques, seconds, share, is_missing, studies_in_seconds):
-    every = [quicker(name, 0.01) for name in techniques]
-    result = optimize(lambda: task(seconds), quick=True, inference=True, techniques=every)
-    row = next(line for line in str(result).splitlines() if line.startswith(BY_HAND))
-    assert float(row.removeprefix(BY_HAND).split()[0]) == pytest.approx(1e3 * seconds, rel=0.2)
+@pytest.mark.parametrize("ms, share, said", [
+    (5.0, 0.5, "reaches 0.50 [0.50, 0.50] of its speed: 5.00 ms are missing to it"),
+    (20.0, 2.0, "reaches 2.00 [2.00, 2.00] of its speed; it launches ")])
+@pytest.mark.parametrize("names", [["a"], ["a", "b"]])
+def test_the_fastest_rung_is_held_against_it(names, ms, share, said, studies_in_seconds):
+    result = optimize(task, quick=True, inference=True, techniques=[same(name) for name in names])
+    timed(result, {"as it is": 30.0, **{rung.combination.name: 10.0 + place for place, rung in
+                                        enumerate(result.ladder)}, BY_HAND: ms})
     words = " ".join(str(result).split())
-    assert ("ms are missing to it" in words) == is_missing
+    first = result.ladder[0].technique.name
+    assert f"{first} {said}" in words and f"{BY_HAND} {figures(ms)} {30 / ms:.2f}" in words
+    assert result.fastest_rung() == result.ladder[0].combination
     gain = result.together.gain(result.fastest_rung(), result.version_by_hand(), result.mode)
-    assert gain[0] == pytest.approx(share, rel=0.2)
-    assert {technique.name for technique in result.fastest_rung().techniques} & set(techniques)
+    assert gain == (share, share, share)
 
 
 @pytest.mark.integration
 def test_without_a_technique_the_model_as_it_is_is_held_against_it(studies_in_seconds):
-    result = optimize(lambda: task(0.001), quick=True, inference=True, techniques=[])
-    assert "the model as it is reaches 0." in " ".join(str(result).split())
+    result = optimize(task, quick=True, inference=True, techniques=[])
+    assert "the model as it is reaches " in " ".join(str(result).split())
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("off, is_right", [(0.0, True), (0.01, False)])
 def test_one_that_is_wrong_is_not_timed_and_said(off, is_right, studies_in_seconds):
-    result = optimize(lambda: task(0.001, off), quick=True, inference=True, techniques=[])
+    result = optimize(lambda: task(off), quick=True, inference=True, techniques=[])
     words = " ".join(str(result).split())
     assert ("it was not timed: failed: the output is off by 1.0e-02" in words) != is_right
     assert (result.version_by_hand() is not None) == is_right
@@ -79,9 +88,7 @@ def test_running_means_of_its_own_and_those_that_rungs_share_are_no_fault(studie
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     given = [(torch.randn(32, 8),), (torch.randn(8, 8),)]
     built = Task(model, given, by_hand=ByHand(copy.deepcopy(model)))
-    same = [Technique(name, "nothing", lambda program: [Found(None, "", 1, "the call")], lambda plan: None)
-            for name in ("a", "b")]
-    result = optimize(lambda: built, quick=True, techniques=same)
+    result = optimize(lambda: built, quick=True, techniques=[same("a"), same("b")])
     assert not result.failures and result.version_by_hand()
     for each in built.models:                                  # both are restored
         assert not each[1].running_mean.any() and all(t.grad is None for t in each.parameters())
@@ -93,14 +100,28 @@ def test_the_page_shows_it_beside_the_fastest_rung(studies_in_seconds, tmp_path,
     monkeypatch.setattr(assistants, "RESULTS", tmp_path)
     path = tmp_path / "cpu" / "assistant-sleeping.jsonl"
     path.parent.mkdir()
-    optimize(lambda: task(0.005), quick=True, inference=True, techniques=[quicker("a", 0.01)],
-             file=RecordFile(str(path)))
+    result = optimize(task, quick=True, inference=True, techniques=[same("a")], file=RecordFile(str(path)))
     headers, _, row = ([cell.strip() for cell in line.strip("|").split("|")] for line in
                        assistants.models().splitlines())
     cells = dict(zip(headers, row, strict=True))
-    assert float(cells["by hand, ms"]) == pytest.approx(5, rel=0.2)
-    assert float(cells["fastest"]) == pytest.approx(10, rel=0.2)
-    assert float(cells["of its speed"].split()[0]) == pytest.approx(0.5, rel=0.2)
+    by_hand, rung = result.version_by_hand(), result.fastest_rung()
+    assert cells["by hand, ms"] == figures(result.together.ms(by_hand, result.mode))
+    assert cells["fastest"] == figures(result.together.ms(rung, result.mode))
+    assert cells["of its speed"] == ratio(result.together.gain(rung, by_hand, result.mode))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("version", [lambda x: x, ByHand(lambda x: x)])
+def test_one_that_is_no_module_is_told(version):
+    with pytest.raises(UserError, match=r"by_hand is a \w+: give a torch\.nn\.Module, or ByHand"):
+        Task.of(Task(nn.Linear(6, 6), (torch.randn(2, 6),), by_hand=version))
+
+
+@pytest.mark.unit
+def test_a_module_alone_multiplies_in_its_dtype():
+    version = nn.Linear(6, 6)
+    task = Task.of(Task(nn.Linear(6, 6), (torch.randn(2, 6),), by_hand=version))
+    assert task.by_hand == ByHand(version) and task.models[1] is version
 
 
 @pytest.mark.unit

@@ -1,12 +1,12 @@
 """Inputs of several kinds, short ones and long ones: all are judged and timed, and a verdict is on all of them."""
 import textwrap
-import time
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.assistant import optimize
+from benchmarks.assistant import optimize, verdicts
 from benchmarks.assistant.loading import load
 from benchmarks.assistant.proving import Prover
 from benchmarks.assistant.source import Place
@@ -36,6 +36,10 @@ def wrong_on_nine(plan):
         lambda module, given, output: output * (1.01 if given[0].size(1) == 9 else 1.0)))
 
 
+def same(plan):
+    """Nothing is changed."""
+
+
 def of(change):
     return Technique("changed", "it changes something", lambda program: [Found(None, "", 1, "the call")], change)
 
@@ -52,44 +56,48 @@ def test_a_rung_is_judged_on_all_of_them(given, is_wrong, studies_in_seconds):
     assert line.endswith("float32 [2, 5, 6]") and ("on input 2" in str(result)) == isinstance(given, list)
 
 
-class Sleeping(nn.Linear):
-    """It takes so many seconds on inputs of each length."""
-
-    def __init__(self, seconds):
-        super().__init__(6, 6)
-        self.seconds = seconds
-
-    def forward(self, x):
-        time.sleep(self.seconds[x.size(1)])
-        return super().forward(x)
-
-
-def sleeping(seconds):
-    """A technique that changes them."""
-    return of(lambda plan: plan.changes.append(lambda model: setattr(model, "seconds", seconds)))
+def timed(result, ms):
+    """The same result, as if those times had been measured: (where, case) -> milliseconds."""
+    for (where, case), each in ms.items():
+        row = result.timed_on_each[where].results[case].rows[result.mode, "eager"]
+        row.timing = replace(row.timing, samples=[each] * len(row.timing.samples))
+    result.opportunities = verdicts.opportunities(result)
+    return result
 
 
 @pytest.mark.integration
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 @pytest.mark.parametrize("short, long, verdict", [
-    (0.002, 0.016, "by hand"),             # it gains on both
-    (0.008, 0.008, "by hand"),             # on the long one, and more than it loses on the short one
-    (0.001, 0.064, "no gain"),             # on the short one, and less than it loses on the long one
-    (0.004, 0.032, "no gain")])            # on none
+    (2.0, 16.0, "by hand"),                # it gains on both
+    (8.0, 8.0, "by hand"),                 # on the long one, and more than it loses on the short one
+    (1.0, 64.0, "no gain"),                # on the short one, and less than it loses on the long one
+    (6.0, 40.0, "no gain")])               # on none
 def test_a_verdict_is_on_a_call_with_each_of_them(short, long, verdict, studies_in_seconds):
-    before, after = {5: 0.004, 9: 0.032}, {5: short, 9: long}
-    result = optimize(Sleeping(before), [(SHORT,), (LONG,)], quick=True, inference=True, techniques=[sleeping(after)])
+    result = optimize(nn.Linear(6, 6), [(SHORT,), (LONG,)], quick=True, inference=True, techniques=[of(same)])
+    timed(result, {("on input 1", "as it is"): 4.0, ("on input 2", "as it is"): 32.0,
+                   ("on input 1", "changed"): short, ("on input 2", "changed"): long})
     [one] = result.opportunities
-    assert one.verdict == verdict, one
-    assert one.speedup == pytest.approx(0.036 / (short + long), rel=0.2)
+    assert one.verdict == verdict and one.speedup == pytest.approx(36 / (short + long)), one
     gains = result.gains_on_each(next(iter(result.looked.found)))
-    assert gains["on input 1"][0] == pytest.approx(0.004 / short, rel=0.3)
-    assert gains["on input 2"][0] == pytest.approx(0.032 / long, rel=0.3)
-    assert ("it loses on input 1: 0.5" in one.why) == (short > 0.004)
-    assert ("it loses on input 2: 0.5" in one.why) == (long > 0.032)
-    crosses = (short > 0.004) != (long > 0.032)
-    assert ("the crossover lies between 60 and 108 elements of input" in one.why) == crosses
+    assert [gains[f"on input {number}"][0] for number in (1, 2)] == pytest.approx([4 / short, 32 / long])
+    only_one = (short > 4) != (long > 32)
+    assert ("it loses on input 1: 0.50 [0.50, 0.50]" in one.why) == (only_one and short > 4)
+    assert ("it loses on input 2: 0.50 [0.50, 0.50]" in one.why) == (only_one and long > 32)
+    assert ("the crossover lies between 60 and 108 elements of input" in one.why) == only_one
     assert "on each of the inputs, alone" in str(result)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("ms, verdict", [(3.9, "by hand"), (3.95, "no gain")])
+def test_a_gain_on_all_of_them_counts_from_two_percent(ms, verdict, studies_in_seconds):
+    """Whatever the ladder says, which stands on the first."""
+    techniques = [of(same), replace(of(same), name="other")]
+    result = optimize(nn.Linear(6, 6), [(SHORT,), (LONG,)], quick=True, inference=True, techniques=techniques)
+    result.ladder = [replace(added, gain=(2.0, 1.9, 2.1)) for added in result.ladder]
+    timed(result, {(where, case): ms if case == "changed" else 4.0 for where in ("on input 1", "on input 2")
+                   for case in ("changed", "as it is", "other")})
+    one = next(each for each in result.opportunities if each.technique == "changed")
+    assert one.verdict == verdict
+    assert ("in the ladder's rounds it is 2.00 [1.90, 2.10] on input 1" in one.why) == (verdict == "no gain")
 
 
 @pytest.mark.integration

@@ -495,7 +495,7 @@ def test_what_can_not_be_judged_is_one_line(arguments, said):
 
 @pytest.mark.unit
 def test_unknown_numerics_name_the_known_ones():
-    with pytest.raises(ValueError, match=r"numerics 'fp8': give one of tf32, float16, bfloat16, float8, or None"):
+    with pytest.raises(ValueError, match=r"numerics 'fp8': give one of tf32, float16, bfloat16, float8, int8, or None"):
         validate(gelu, gelu, tensor(2, 2), numerics="fp8")
 
 
