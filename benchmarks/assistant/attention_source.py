@@ -34,6 +34,8 @@ MASK, QUERY, KEY = "attn_mask", "query", "key"       # the names that these get,
 SCORE_MOD = "score_mod", "score", "b", "h", "q_idx", "kv_idx"        # and a score function, and what it is given
 NOT_MADE = "the fused call gives no weights, and nothing used them"
 SUPPORTS = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}      # what a model of transformers says
+OF_MASKS = {"ones", "ones_like", "new_ones", "zeros", "zeros_like", "new_zeros", "full", "full_like", "new_full",
+            "arange", "tril", "triu", "bool", "to", "view", "unsqueeze", "expand", "size", "logical_not"}
 COMPILED = "compiled_flex_attention = torch.compile(flex.flex_attention, dynamic=False)"
 CAUSAL_BLOCKS = """@functools.lru_cache(maxsize=8)
 def causal_blocks(length, device):
@@ -242,6 +244,8 @@ class _Writer:
         for statement, count in self.removed.items():
             put_on = list(itertools.islice(fills, count))
             instead[statement] = [] if inline else masks.lines(put_on)
+        if self.all_causal:
+            instead |= {statement: [] for statement in self._masks_needed_no_longer(found, last, output)}
         text = text_of(self.file).split("\n")
         lines = [f"{', '.join(saved)} = {', '.join(saved.values())}"] if saved else []
         lines += lines_with(instead, self.statements[0], last, text)
@@ -254,6 +258,22 @@ class _Writer:
             return [*lines, *with_code(last, output, self._call(found, saved, mask), text)]
         before, call = self._flex(found, saved, "" if self.all_causal or not found.fills else mask, masks)
         return [*lines, *before, *with_code(last, output, call, text)]
+
+    def _masks_needed_no_longer(self, found: Scores, last: ast.stmt, output: ast.expr) -> list[ast.stmt]:
+        """The statements in between that make nothing but a mask which the call says by `is_causal`."""
+        function = function_node_at(self.file, last.lineno)
+        if function is None or any(isinstance(node, (ast.For, ast.While)) for node in ast.walk(function)):
+            return []
+        masks = set[str]().union(*(_values_named(ast.parse(fill.words)) for fill in found.fills))
+        dropped: list[ast.stmt] = []
+        for place, statement in reversed(list(enumerate(self.kept))):
+            target, behind = target_of(statement), [each for each in self.kept[place + 1:] if each not in dropped]
+            if not isinstance(statement, ast.Assign) or target is None or target[0] not in masks:
+                continue
+            if _makes_a_mask_alone(target[1]) and not needed_later({target[0]}, behind, last, output, self.file):
+                dropped.append(statement)
+                masks |= _values_named(target[1])
+        return dropped
 
     def _flex(self, found: Scores, saved: dict[str, str], mask: str, masks: "_Masks") -> tuple[list[str], str]:
         """(the statements before it, the call of FlexAttention). Raises NotWritten."""
@@ -428,6 +448,12 @@ class _Writer:
         if len(found.scales) == 1:
             return found.scales[0].removeprefix(" * ") if found.scales[0].startswith(" * ") else f"1{found.scales[0]}"
         return repr(attention.scale)
+
+
+def _makes_a_mask_alone(expression: ast.expr) -> bool:
+    """Whether it calls nothing but functions of torch's that make a mask, and methods that change its form."""
+    calls = [node.func for node in ast.walk(expression) if isinstance(node, ast.Call)]
+    return bool(calls) and all(isinstance(call, ast.Attribute) and call.attr in OF_MASKS for call in calls)
 
 
 def _product(scales: Sequence[str]) -> str:

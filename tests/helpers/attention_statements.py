@@ -23,6 +23,49 @@ class Attention(nn.Module):
         return self.attend(q, k, v, padding).transpose(1, 2).flatten(2)
 
 
+class MaskInBetween(Attention):
+    def attend(self, q, k, v, padding):
+        S = q.size(-2)
+        att = (q @ k.transpose(-2, -1)) * 0.3
+        seen = torch.ones(S, S, dtype=torch.bool)
+        future = ~seen.tril()
+        att = att.masked_fill(future, float("-inf"))
+        att = att.softmax(dim=-1)
+        return att @ v
+
+
+class MaskIsReadAgain(Attention):
+    def attend(self, q, k, v, padding):
+        S = q.size(-2)
+        att = q @ k.transpose(-2, -1)
+        seen = torch.ones(S, S, dtype=torch.bool)
+        seen = seen.tril()
+        att = att.masked_fill(~seen, float("-inf"))
+        y = att.softmax(dim=-1) @ v
+        return y * seen.sum(-1, keepdim=True)
+
+
+class MaskInALoop(Attention):
+    def attend(self, q, k, v, padding):
+        for _ in range(1):
+            att = q @ k.transpose(-2, -1)
+            seen = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool).tril()
+            att = att.masked_fill(~seen, float("-inf"))
+            y = att.softmax(dim=-1) @ v
+        return y
+
+
+class MaskByAFunctionOfItsOwn(Attention):
+    def attend(self, q, k, v, padding):
+        att = q @ k.transpose(-2, -1)
+        seen = self.seen(q.size(-2))
+        att = att.masked_fill(~seen, float("-inf"))
+        return att.softmax(dim=-1) @ v
+
+    def seen(self, length):
+        return ~self.future[:length, :length]
+
+
 class BiasOnTheLeft(Attention):
     def attend(self, q, k, v, padding):
         scores = self.bias + torch.matmul(q, k.transpose(-1, -2))

@@ -57,6 +57,24 @@ def test_what_can_not_be_written_so_says_why_and_is_rewritten_in_the_graph_all_t
     assert validate(Rung(model, [sdpa.TECHNIQUE]), model, (X, PADDING)).passed
 
 
+@pytest.mark.parametrize("kind, kept", [
+    (statements.MaskInBetween, []),
+    (statements.MaskIsReadAgain, ["seen = torch.ones(S, S, dtype=torch.bool)", "seen = seen.tril()"]),
+    (statements.MaskInALoop, ["seen = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool).tril()"]),
+    (statements.MaskByAFunctionOfItsOwn, ["seen = self.seen(q.size(-2))"])])
+def test_a_causal_mask_that_nothing_else_needs_goes(kind, kept, tmp_path):
+    """But for one whose function may do more, and one that stands in a loop."""
+    model = made(kind)
+    program = read(model, Inputs.of((X,)))
+    [found] = sdpa.find(program)
+    advice = sdpa.advice(program, found)
+    *lines, call = advice.code.splitlines()
+    assert "is_causal=True" in call and lines == kept
+    other = made(getattr(pasted(advice, statements, tmp_path / "pasted.py"), kind.__name__))
+    judgement = validate(other, model, (X,), cotangents=1)
+    assert judgement.passed, judgement.failure
+
+
 def test_comments_and_what_something_else_needs_stay(tmp_path):
     def code_of(kind):
         program = read(made(kind), Inputs.of((X, PADDING)))
