@@ -18,6 +18,7 @@ from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from benchmarks.measure.int8 import in_int8
 from common.block.config import dtype_name
 from common.block.evidence import Evidence
+from common.outcome import in_a_line, is_out_of_memory
 from common.runtime.iteration import Iteration
 
 MOST_TOKENS = 64                           # behind these a matmul's time is that of its FLOPs
@@ -51,12 +52,19 @@ def find(program: Program) -> list[Found]:
         return []
     found = []
     for dtype, layers in layers_of(program).items():
-        gains = {size: gain_of(size, dtype, program.inputs.device) for size in dict.fromkeys(layers.values())}
+        few = f"{len(layers)} linear layers on few tokens"
+        try:
+            gains = {size: gain_of(size, dtype, program.inputs.device) for size in dict.fromkeys(layers.values())}
+        except RuntimeError as error:                      # not every device has the kernel, nor it every size
+            if is_out_of_memory(error):
+                raise
+            found.append(Found(None, "", 1, few, f"torch can't multiply so here: {in_a_line(error)}"))
+            continue
         chosen = tuple(path for path, size in layers.items() if pays(gains[size]))
         sizes = [f"{' x '.join(f'{each:,}' for each in size)} {gain[0]:.2f}{'' if pays(gain) else ' (left out)'}"
                  for size, gain in gains.items()]
-        reason = (f"{len(chosen)} of {len(layers)} linear layers on few tokens; times as fast as in "
-                  f"{dtype_name(dtype)}, by tokens x inputs x outputs: {', '.join(sizes)}")
+        reason = (f"{len(chosen)} of {few}; times as fast as in {dtype_name(dtype)}, by tokens x inputs x outputs: "
+                  f"{', '.join(sizes)}")
         found.append(Found(None, "", 1, reason, "" if chosen else "none is faster with them", modules=chosen,
                            dtype=dtype))
     return found

@@ -76,6 +76,16 @@ def test_where_none_pays_that_is_said(gain):
     assert found.why_not == "none is faster with them" and found.modules == ()
 
 
+@unit
+def test_a_device_without_the_kernel_is_said(monkeypatch):
+    def missing(size, dtype, device):
+        raise RuntimeError("no kernel for that")
+    monkeypatch.setattr(int8_weights, "gain_of", missing)
+    [found] = found_in(made(), given())
+    assert found.reason == "13 linear layers on few tokens" and not found.can_be_tried
+    assert found.why_not == "torch can't multiply so here: RuntimeError: no kernel for that"
+
+
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
