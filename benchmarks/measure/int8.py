@@ -3,7 +3,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -18,9 +18,15 @@ def in_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class WithInt8Weights(TorchFunctionMode):
-    """Meanwhile each linear layer multiplies by its weight rounded to INT8; that has the gradient as if it were not."""
+    """Meanwhile each linear layer multiplies by its weight rounded to INT8; that has the gradient as if it were not.
+
+    It calls F.linear, or torch.addmm with a parameter [in, out].
+    """
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func is torch.addmm and not kwargs and isinstance(args[2], nn.Parameter):
+            bias, x, weight = args
+            return _linear(x, weight.t(), bias)
         return (_linear if func is F.linear else func)(*args, **(kwargs or {}))
 
 

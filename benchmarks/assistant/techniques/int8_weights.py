@@ -5,6 +5,7 @@ on this machine.
 """
 import functools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,12 +28,13 @@ CACHES = 128 * 2**20                       # bytes of weights that no cache of a
 Size = tuple[int, int, int]                # tokens, inputs, outputs
 CODE = """\
 from fnmatch import fnmatch
-
+{imports}
 class Int8Weights(torch.nn.Module):
     def __init__(self, layer, dtype={dtype}):
         super().__init__()
-        scale = layer.weight.detach().float().abs().amax(1).clamp_min(1e-30) / 127
-        self.register_buffer("weight", (layer.weight.detach() / scale[:, None]).round().to(torch.int8))
+        weight = {weight}
+        scale = weight.float().abs().amax(1).clamp_min(1e-30) / 127
+        self.register_buffer("weight", (weight / scale[:, None]).round().to(torch.int8).contiguous())
         self.register_buffer("scale", scale.to(dtype))
         self.bias = layer.bias
 
@@ -42,7 +44,7 @@ class Int8Weights(torch.nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 for name, layer in list(model.named_modules()):
-    if isinstance(layer, torch.nn.Linear) and any(fnmatch(name, each) for each in {patterns}):
+    if isinstance(layer, {kinds}) and any(fnmatch(name, each) for each in {patterns}):
         model.set_submodule(name, Int8Weights(layer))"""
 
 
@@ -75,15 +77,27 @@ def layers_of(program: Program) -> dict[torch.dtype, dict[str, Size]]:
     sizes: dict[str, list[tuple[torch.dtype | None, Size]]] = {}
     for call in program.trace.calls:
         module: Any = program.module_at(call.module)
-        if call.is_matmul and type(module) is nn.Linear and not any(getattr(module, hooks) for hooks in HOOKS):
-            tokens = round(call.flops / (2 * module.weight.numel()))
-            sizes.setdefault(call.module, []).append((call.dtype, (tokens, module.in_features, module.out_features)))
+        if call.is_matmul and type(module) in kinds_of_layer() and not any(getattr(module, hooks) for hooks in HOOKS):
+            outputs, inputs = weight_of(module).shape
+            tokens = round(call.flops / (2 * inputs * outputs))
+            sizes.setdefault(call.module, []).append((call.dtype, (tokens, inputs, outputs)))
     chosen: dict[torch.dtype, dict[str, Size]] = {}
     for path, calls in sizes.items():
         [(dtype, size), *others] = calls
         if dtype in IN_16_BITS and not others and size[0] <= MOST_TOKENS:
             chosen.setdefault(dtype, {})[path] = size
     return chosen
+
+
+def kinds_of_layer() -> tuple[type, ...]:
+    """nn.Linear, and that of transformers whose weight is [in, out], once somebody has imported it."""
+    library = sys.modules.get("transformers.pytorch_utils")
+    return (nn.Linear, library.Conv1D) if library else (nn.Linear,)
+
+
+def weight_of(layer: Any) -> Tensor:
+    """[out, in], of either kind."""
+    return layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()
 
 
 @functools.cache
@@ -125,8 +139,8 @@ class InInt8:
 
     def __init__(self, module: Any, dtype: torch.dtype):
         self.module, self.dtype = module, dtype
-        weight, scale = in_int8(module.weight)
-        self.weight, self.scale = weight, scale.to(dtype)
+        weight, scale = in_int8(weight_of(module))
+        self.weight, self.scale = weight.contiguous(), scale.to(dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self.module
@@ -138,8 +152,13 @@ class InInt8:
 
 
 def advice(program: Program, found: Found) -> Advice:
-    """Once, before the model is compiled."""
-    return Advice(CODE.format(patterns=patterns(found.modules, program.model), dtype=found.dtype))
+    """Once, before the model is compiled. In transformers' GPT-2 the weight of a layer is [in, out]."""
+    words = {"imports": "", "kinds": "torch.nn.Linear", "weight": "layer.weight.detach()"}
+    if {type(program.model.get_submodule(path)) for path in found.modules} != {nn.Linear}:
+        words = {"imports": "from transformers.pytorch_utils import Conv1D\n", "kinds": "(torch.nn.Linear, Conv1D)",
+                 "weight": "layer.weight.detach() if isinstance(layer, torch.nn.Linear) else layer.weight.detach().T"}
+    names = patterns(found.modules, program.model, kinds_of_layer())
+    return Advice(CODE.format(patterns=names, dtype=found.dtype, **words))
 
 
 def fired(program: Program, before: Evidence, seen: Evidence) -> str:

@@ -1,4 +1,5 @@
 """Weights in INT8 for few tokens: where, what the judge allows them, and what is wrong."""
+import copy
 import functools
 from collections import Counter
 
@@ -216,6 +217,27 @@ def test_it_is_tried_and_its_code_is_right(gain, studies_in_seconds):
         assert torch.equal(written(x), rung_of(model, x)(x))
     judgement = judged(written, model, x)
     assert judgement.passed, judgement
+
+
+@integration
+def test_the_layers_of_gpt_2_have_their_weights_the_other_way_round(gain):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=100, use_cache=False, bos_token_id=0,
+                                     eos_token_id=0)
+    model, x = transformers.GPT2LMHeadModel(config).bfloat16().eval(), {"input_ids": torch.arange(3)[None]}
+    [found] = found_in(model, x)
+    assert len(found.modules) == 4 + 1 and "3 x 64 x 192 2.00" in found.reason
+    judgement = judged(rung_of(model, x), model, x)
+    assert judgement.passed and judgement.has_oracle, judgement
+    truth = Truth(model, Work(Inputs.of(x), forward_only=True))
+    assert truth.own_error_in("int8") > 1.3 * truth.own_error_in(None)
+    code = int8_weights.advice(read(model, Inputs.of(x)), found).code
+    own = copy.deepcopy(model)
+    written = AsWritten(own, code, "output = model(**inputs)")
+    assert not any(type(module).__name__ == "Conv1D" for module in own.modules())
+    with torch.no_grad():
+        assert torch.equal(written(**x).logits, rung_of(model, x)(**x).logits)
 
 
 @unit
