@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.assistant.fp8 import HOOKS, patterns
+from benchmarks.assistant.predicting import Basis, Prediction
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.side_by_side import Ratio, pays, times_as_fast
+from benchmarks.assistant.spending import MATMUL
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from benchmarks.measure.int8 import in_int8
 from common.block.config import dtype_name
@@ -167,5 +169,17 @@ def fired(program: Program, before: Evidence, seen: Evidence) -> str:
     return "" if ran else "no matmul with weights in INT8 ran"
 
 
+def predict(basis: Basis, found: Sequence[Found]) -> Prediction:
+    """Each layer's share of the matmuls' time, by its bytes, shrinks as its size alone did."""
+    matmuls = [call for call in basis.program.trace.calls if call.is_matmul]
+    device = basis.program.inputs.device
+    sizes = {path: (size, dtype) for dtype, layers in layers_of(basis.program).items() for path, size in layers.items()}
+    chosen = {path for each in found for path in each.modules}
+    saved = sum(call.bytes * (1 - 1 / gain_of(*sizes[call.module], device)[0])
+                for call in matmuls if call.module in chosen)
+    share = saved / sum(call.bytes for call in matmuls)
+    return basis.saves(share * basis.ms_of({MATMUL}))
+
+
 TECHNIQUE = Technique("int8-weights", "weights of linear layers -> INT8, for few tokens", find, apply, advice,
-                      fired=fired)
+                      fired=fired, predict=predict)

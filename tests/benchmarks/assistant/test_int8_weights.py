@@ -9,8 +9,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.assistant import optimize
+from benchmarks.assistant.predicting import Basis
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
+from benchmarks.assistant.spending import MATMUL, Spending, Spent
+from benchmarks.assistant.technique import Found
 from benchmarks.assistant.techniques import int8_weights
 from benchmarks.assistant.workload import workload
 from benchmarks.assistant.written import AsWritten
@@ -238,6 +241,19 @@ def test_the_layers_of_gpt_2_have_their_weights_the_other_way_round(gain):
     assert not any(type(module).__name__ == "Conv1D" for module in own.modules())
     with torch.no_grad():
         assert torch.equal(written(**x).logits, rung_of(model, x)(**x).logits)
+
+
+@unit
+@pytest.mark.parametrize("times, least", [(2.0, 6.0), (1.0, 10.0), (4.0, 4.0)])
+def test_what_it_saves_is_predicted_from_its_sizes(times, least, gain):
+    """All matmuls take 8 of 10 ms."""
+    gain |= dict.fromkeys([(2, WIDTH, 2 * WIDTH), (2, 2 * WIDTH, WIDTH), (2, WIDTH, 64)], (times, 0.9 * times, times))
+    program = read(made(), Inputs.of(given()))
+    program.is_inference = True
+    basis = Basis(program, Spending(10.0, [Spent(MATMUL, None, "", 1, 8.0)]), lambda arithmetic: 1e9, lambda: 1e9)
+    every = tuple(call.module for call in program.trace.calls if call.is_matmul)
+    prediction = int8_weights.predict(basis, [Found(None, "", 1, "", modules=every)])
+    assert (prediction.least_ms, prediction.most_ms) == pytest.approx((least, (least + 10) / 2))
 
 
 @unit
