@@ -341,7 +341,7 @@ class Optimized(Shown):
             return None
         name = " + ".join(each.name for each in rung.techniques) or "the model as it is"
         words = f"{name} reaches {interval(share)} of its speed"
-        if before > after:
+        if share[2] < 1.0:
             words += f": {figures(before - after)} ms are missing to it"
         ran = [self.together.results[each.name].evidence.get(self.mode) for each in (rung, by_hand) if each]
         if ran[0] and ran[1]:

@@ -52,6 +52,7 @@ def timed(result: Optimized, ms: dict[str, float]) -> Optimized:
 @pytest.mark.integration
 @pytest.mark.parametrize("ms, share, said", [
     (5.0, 0.5, "reaches 0.50 [0.50, 0.50] of its speed: 5.00 ms are missing to it"),
+    (10.0, 1.0, "reaches 1.00 [1.00, 1.00] SAME of its speed; it launches "),
     (20.0, 2.0, "reaches 2.00 [2.00, 2.00] of its speed; it launches ")])
 @pytest.mark.parametrize("names", [["a"], ["a", "b"]])
 def test_the_fastest_rung_is_held_against_it(names, ms, share, said, studies_in_seconds):
