@@ -260,16 +260,20 @@ class _Writer:
         return [*lines, *before, *with_code(last, output, call, text)]
 
     def _masks_needed_no_longer(self, found: Scores, last: ast.stmt, output: ast.expr) -> list[ast.stmt]:
-        """The statements in between that make nothing but a mask which the call says by `is_causal`."""
+        """The statements in between that make nothing but a mask which the call says by `is_causal`.
+
+        None where the function has a loop: its next turn may read them.
+        """
         function = function_node_at(self.file, last.lineno)
         if function is None or any(isinstance(node, (ast.For, ast.While)) for node in ast.walk(function)):
             return []
         masks = set[str]().union(*(_values_named(ast.parse(fill.words)) for fill in found.fills))
         dropped: list[ast.stmt] = []
         for place, statement in reversed(list(enumerate(self.kept))):
-            target, behind = target_of(statement), [each for each in self.kept[place + 1:] if each not in dropped]
+            target = target_of(statement)
             if not isinstance(statement, ast.Assign) or target is None or target[0] not in masks:
                 continue
+            behind = [each for each in self.kept[place + 1:] if each not in dropped]
             if _makes_a_mask_alone(target[1]) and not needed_later({target[0]}, behind, last, output, self.file):
                 dropped.append(statement)
                 masks |= _values_named(target[1])

@@ -3,11 +3,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.assistant.technique import Technique
+from benchmarks.records import AS_IT_IS
 from common.report.result import Result, Row
 from common.runtime import rounds
 from common.runtime.peaks import BURST
 
-AS_IT_IS, BY_HAND = "as it is", "version by hand"
 Interval = tuple[float, float, float]              # a ratio, and the ends of its 95 % interval
 
 

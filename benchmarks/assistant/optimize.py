@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.assistant.combination import BY_HAND, Combination, Measured, cases
+from benchmarks.assistant.combination import Combination, Measured, cases
 from benchmarks.assistant.loading import Source
 from benchmarks.assistant.look import Looked, look_at
 from benchmarks.assistant.optimized import Added, Optimized, as_written
@@ -32,6 +32,7 @@ from benchmarks.measure.keeping import kept, materialised, parameters_kept
 from benchmarks.measure.modules import record_checks, subject_of, work_in_words
 from benchmarks.measure.observing import Work
 from benchmarks.measure.truth import Truth, free_memory, quick_collections, working_dtype
+from benchmarks.records import BY_HAND
 from common import signals
 from common.block import oracle
 from common.block.config import dtype_name

@@ -3,7 +3,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmarks.assistant.combination import BY_HAND, Combination, Interval, Measured, gain_on_the_mix
+from benchmarks.assistant.combination import Combination, Interval, Measured, gain_on_the_mix
 from benchmarks.assistant.look import Looked, shapes_in_words, times
 from benchmarks.assistant.predicting import Prediction
 from benchmarks.assistant.sections import Code, Said, Section, Shown, Table
@@ -13,6 +13,7 @@ from benchmarks.assistant.techniques import compiled
 from benchmarks.assistant.written import WrittenOut
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.checks import Judgement
+from benchmarks.records import BY_HAND
 from benchmarks.records.read import verdict
 from common.outcome import in_a_line
 from common.report.card import card
@@ -103,8 +104,7 @@ class Optimized(Shown):
         measured += [(mode, said) for mode in MODES if (said := self._as_it_is(mode))]
         parts: list[Callable[[], Section | None]] = [
             lambda: self.looked.model(measured), self.looked.where, self._ranked, self._on_each, self._predicted,
-            self._climbed, self._beside_by_hand,
-            self._write_this, self._written, self._reasons]
+            self._climbed, self._beside_by_hand, self._write_this, self._written, self._reasons]
         shown = [section for part in parts if (section := self._unless_it_breaks(part))]
         if failed := self.failures:
             shown.append(Said("what failed", [("", each) for each in failed]))

@@ -1,7 +1,6 @@
 """Parts of a model that are slower compiled, and whether the whole is faster without them.
 
-Inductor's own kernels lose at times to a library's: to a norm or a convolution of a certain shape, say. Each part is
-compiled by itself, on what the model gives it, and timed beside itself uncompiled.
+Each part is compiled by itself, on what the model gives it, and timed beside itself uncompiled.
 """
 import contextlib
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from benchmarks.assistant.side_by_side import WORTH_IT, Ratio, compiled_work, pa
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.copying import shared_copy
 from benchmarks.measure.keeping import kept, parameters_kept
+from common.outcome import in_a_line
 from common.text import ratio
 
 MOST = 8                                   # parts that are compiled by themselves, those with most parameters first
@@ -40,9 +40,11 @@ def parts_of(program: Program) -> list[Part]:
     handles = []
 
     def keep(path: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        if path in called:
+            return
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
         inputs = replace(program.inputs, args=args, kwargs=kwargs)
-        if path not in called and inputs.named():
+        if inputs.named():
             called[path] = inputs
     with kept(program.model), torch.no_grad() if program.is_inference else contextlib.nullcontext():
         try:
@@ -72,27 +74,35 @@ def _below(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]
             yield path, module
 
 
-def slower_compiled(program: Program) -> list[tuple[Part, Ratio]]:
-    """The parts that are slower compiled, and how many times as fast they are so. What can't be timed is left out."""
-    found = []
+def gain_of(part: Part, program: Program) -> Ratio:
+    """How many times as fast it is compiled."""
+    module = part.module(program.model)
+    with kept(program.model), fresh_dynamo(), parameters_kept(module, part.inputs):
+        plain, _ = compiled_work(module, program, [part.inputs])
+        compiled, _ = compiled_work(torch.compile(module, dynamic=False), program, [part.inputs])
+        return times_as_fast(plain, compiled, program.inputs.device)
+
+
+def slower_compiled(program: Program) -> list[tuple[str, str]]:
+    """(the part, how fast it is compiled) of each that is slower so, or can't be timed; then of the whole without."""
+    said: list[tuple[str, str]] = []
+    paths: list[str] = []
     for part in parts_of(program):
-        with contextlib.suppress(Exception), kept(program.model), fresh_dynamo():
-            module = part.module(program.model)
-            with parameters_kept(module, part.inputs):
-                plain, _ = compiled_work(module, program, [part.inputs])
-                compiled, _ = compiled_work(torch.compile(module, dynamic=False), program, [part.inputs])
-                gain = times_as_fast(plain, compiled, program.inputs.device)
-            if gain[2] * WORTH_IT <= 1:
-                found.append((part, gain))
-    return found
+        count = f"{len(part.paths)} x " if len(part.paths) > 1 else ""
+        place = f"{part.paths[0]}, {count}{type(part.module(program.model)).__name__}"
+        try:
+            gain = gain_of(part, program)
+        except Exception as error:                             # whatever a compiler or a module raises
+            said.append((place, f"it could not be timed: {in_a_line(error)}"))
+            continue
+        if gain[2] * WORTH_IT <= 1:
+            said.append((place, f"compiled by itself it is {ratio(gain)} times as fast as it is"))
+            paths += part.paths
+    return [*said, _without(paths, program)] if paths else said
 
 
-def without_them(program: Program) -> list[tuple[str, str]]:
-    """(the part, how it is compiled, and the whole model without it), of each that is slower compiled; then of all."""
-    slower = slower_compiled(program)
-    if not slower:
-        return []
-    paths = [path for part, _ in slower for path in part.paths]
+def _without(paths: list[str], program: Program) -> tuple[str, str]:
+    """The whole compiled without these, beside the whole compiled with them."""
     left_out = shared_copy(program.model)
     for path in paths:
         module: Any = left_out.get_submodule(path)
@@ -101,11 +111,5 @@ def without_them(program: Program) -> list[tuple[str, str]]:
         whole, _ = compiled_work(torch.compile(program.model, dynamic=False), program, [program.inputs])
         without, _ = compiled_work(torch.compile(left_out, dynamic=False), program, [program.inputs])
         gain = times_as_fast(whole, without, program.inputs.device)
-    said = [(f"{part.paths[0]}, {_count(part)}{type(part.module(program.model)).__name__}",
-             f"compiled by itself it is {ratio(of_it)} times as fast as it is") for part, of_it in slower]
     code = CODE.format(paths=paths) if pays(gain) else "leave them in"
-    return [*said, ("the model compiled without", f"{ratio(gain)} times as fast as with: {code}")]
-
-
-def _count(part: Part) -> str:
-    return f"{len(part.paths)} x " if len(part.paths) > 1 else ""
+    return "the model compiled without", f"{ratio(gain)} times as fast as with: {code}"

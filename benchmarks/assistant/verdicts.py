@@ -52,7 +52,8 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
         why = f"in the ladder's rounds it is {ratio(added.gain)} {ON_THE_FIRST}, and was timed on no other"
     if verdict in TO_WRITE and (clash := result.clashes.get(technique.name)):
         return Opportunity(technique.name, found, "not here", clash, gain[0], gain[1:], _error(judgement))
-    if verdict in TO_WRITE and added and added.left_out and added is _in_the_way(result.ladder):
+    in_the_way = None if result.others else _in_the_way(result.ladder)         # which stands on the first of several
+    if verdict in TO_WRITE and added and added.left_out and added is in_the_way:
         why = f"alone it gains, but all together are {number(added.left_out[0], '.2f')} times as fast with it"
         return Opportunity(technique.name, found, "no gain", why, gain[0], gain[1:], _error(judgement))
     gains_on_top = verdict in TO_WRITE and gain[1] < WORTH_IT

@@ -27,7 +27,7 @@ MULTIPLE_FROM, MULTIPLE_FROM_IN_FP32 = 4, 32
 ELEMENTS_OF_A_MULTIPLE = 256               # of fewer elements, roundings may happen to look like a factor
 NOTHING_TOLD = 0.5                         # a bound of so much of the tensor tells nothing
 NUMERICS = {"tf32": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.bfloat16,
-            "int8": torch.bfloat16}        # of INT8 what weights are multiplied in: the reference rounds its own, too
+            "int8": torch.bfloat16}        # its activations: the weights are rounded in the reference, too
 FP8_OUTPUT, FP8_GRADIENT = 10 ** (-20 / 20), 10 ** (-17 / 20)          # 20 and 17 dB
 FP64, FP32 = torch.float64, torch.float32
 NOT_TWICE = "the reference does not give the same twice"

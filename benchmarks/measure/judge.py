@@ -224,8 +224,11 @@ class Judge:
 
     @property
     def _multiplies_in(self) -> str | None:
-        """What was declared, or the precision that explains why it is less accurate; None where it is its dtype."""
-        return self.numerics or next((check.explained_by for check in self.checks if check.is_less_accurate), None)
+        """What was declared, or the coarsest precision that explains an error; None where it is its dtype."""
+        if self.numerics:
+            return self.numerics
+        found = {check.explained_by for check in self.checks if check.is_less_accurate}
+        return max(found, key=lambda kind: bounds.epsilon_of(kind, self.truth.work.inputs.device), default=None)
 
     @property
     def allowed_between(self) -> float:
@@ -248,11 +251,10 @@ class Judge:
         gate = self.gate or 0.0
         allowed_of_gradients = max(self.allowed_between, TIMES_OF_A_GRADIENT * gate)
         in_its_numerics = None
-        numerics = self._multiplies_in
-        if numerics not in (None, "float8"):
-            in_its_numerics = multiplying_in(numerics, truth.work.inputs)(flat)
+        if self.numerics not in (None, "float8"):
+            in_its_numerics = multiplying_in(self.numerics, truth.work.inputs)(flat)
         return Referee(flat, pairs, max(self.allowed_between, gate), allowed_of_gradients, draws, buffers, self.checks,
-                       in_its_numerics=in_its_numerics, numerics=numerics)
+                       in_its_numerics=in_its_numerics, numerics=self._multiplies_in)
 
     def _buffers_that_change(self) -> list[tuple[Tensor, Tensor]]:
         """(the candidate's, the reference's) of each that a call of the reference changes."""
@@ -604,10 +606,10 @@ def validate(candidate: Callable, reference: Callable, inputs: Any, loss: Loss |
 
     `inputs` is a tensor, a tuple of positional values or a dict of values by keyword, of any shapes and dtypes. Both
     are judged in the mode that they are in, train or eval. `loss` maps an output to a scalar; without it outputs get
-    `cotangents` random ones. `numerics` ("tf32", "float16", "bfloat16", "float8"; "int8" of the weights of
-    linear layers) declares what a candidate multiplies in. `parameters` (its name -> the reference's) pairs what names
-    do not. Both are restored afterwards. Raises ValueError where the reference or the arguments can't be used; what the
-    candidate raises is a failed check.
+    `cotangents` random ones. `numerics` declares what a candidate multiplies in: "tf32", "float16",
+    "bfloat16", "float8", or "int8" for the weights of linear layers. `parameters` (its name -> the reference's) pairs
+    what names do not. Both are restored afterwards. Raises ValueError where the reference or the arguments can't be
+    used; what the candidate raises is a failed check.
     """
     given = Inputs.of(inputs)
     materialised(given, reference, candidate)

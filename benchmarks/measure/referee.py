@@ -400,7 +400,7 @@ class _Watch:
         if self.referee.draws:
             return ""
         state_as_left = [mine.detach().clone() for mine, _ in self.referee.buffers]
-        with self._with_its_state():
+        with self._references_buffers_kept():
             return self._other_results(as_left) or self._other_state(state_as_left)
 
     def _reference_changes_its_inputs(self) -> bool:
@@ -411,11 +411,10 @@ class _Watch:
         return _differ(inputs, self.given)
 
     @contextlib.contextmanager
-    def _with_its_state(self) -> Iterator[None]:
-        """Meanwhile the reference's buffers hold what the candidate's held before the call."""
+    def _references_buffers_kept(self) -> Iterator[None]:
+        """The reference's buffers are restored afterwards."""
         theirs = [own for _, own in self.referee.buffers]
         before = [own.detach().clone() for own in theirs]
-        _fill(theirs, self.state)
         try:
             yield
         finally:
@@ -485,10 +484,12 @@ class _Watch:
         return "" if is_same else other
 
     def _other_than(self, reference: Callable, as_left: list[Tensor], gradients: dict[str, Tensor]) -> str | None:
-        """What is another result than the reference's; None where that has none on such an input."""
+        """What is another result than the reference's, from the buffers that the call began with; None where the
+        reference has none on such an input.
+        """
         leaves = [t.detach().requires_grad_(bool(gradients) and takes_gradient(t)) for t in self.given]
         buffers = [own for _, own in self.referee.buffers]
-        _fill(buffers, self.state)                             # whatever calls came before
+        _fill(buffers, self.state)
         try:
             with torch.set_grad_enabled(bool(gradients)):
                 expected = reference(*leaves)

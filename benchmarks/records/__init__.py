@@ -2,3 +2,4 @@
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"              # recorded runs, a folder for each machine
+AS_IT_IS, BY_HAND = "as it is", "version by hand"                      # cases of the assistant that pages look for

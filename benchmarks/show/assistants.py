@@ -2,7 +2,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.records import RESULTS
+from benchmarks.records import AS_IT_IS, BY_HAND, RESULTS
 from benchmarks.records.files import stem_of
 from benchmarks.records.read import Run, extra, lies_within, metric, miss, paired, read, runs, values
 from benchmarks.show.tables import joules
@@ -13,7 +13,6 @@ from common.runtime.peaks import BURST
 from common.text import NOT_AVAILABLE, figures, markdown, number, ratio
 
 NEAR = 0.15                            # of a predicted gain: one that is measured within it was predicted well
-AS_IT_IS, BY_HAND = "as it is", "version by hand"
 
 
 def recorded() -> list[Path]:
@@ -81,7 +80,7 @@ def predicted() -> str:
             if prediction is None:
                 continue
             mode, ends = prediction
-            gain = paired(alone.get("as it is"), run, mode, LAUNCHES[0])
+            gain = paired(alone.get(AS_IT_IS), run, mode, LAUNCHES[0])
             if gain:
                 misses.append(0.0 if lies_within(gain[0], ends) else miss(gain[0], ends))
                 rows.append([_where(path), name, f"{ends[0]:.2f} to {ends[1]:.2f}", ratio(gain),

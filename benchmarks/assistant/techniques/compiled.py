@@ -72,7 +72,7 @@ def seen_alone(program: Program) -> list[tuple[str, str]]:
     if program.not_captured or missing(program.inputs.device) or holds_compiled(program.model):
         return []
     said: list[tuple[str, str]] = []
-    for what, part in (("each layer compiled by itself", _by_layer), ("parts", regions.without_them)):
+    for what, part in (("each layer compiled by itself", _by_layer), ("parts", regions.slower_compiled)):
         try:
             said += part(program)
         except Exception as error:                             # whatever a compiler raises: the other is told

@@ -18,15 +18,17 @@ from benchmarks.assistant.program import Program
 from benchmarks.assistant.side_by_side import Ratio, pays, times_as_fast
 from benchmarks.assistant.spending import MATMUL
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
+from benchmarks.assistant.techniques.cast_once import IN_16_BITS
 from benchmarks.measure.int8 import in_int8
 from common.block.config import dtype_name
 from common.block.evidence import Evidence
 from common.outcome import in_a_line, is_out_of_memory
 from common.runtime.iteration import Iteration
 
-MOST_TOKENS = 64                           # behind these a matmul's time is that of its FLOPs
-IN_16_BITS = (torch.bfloat16, torch.float16)
-CACHES = 128 * 2**20                       # bytes of weights that no cache of a machine here keeps from call to call
+MOST_TOKENS = 64                           # of more no layer is timed
+MULTIPLE = 64                              # of inputs: of others torch's CPU kernel reads beyond a row's end, and gives
+# garbage or crashes
+CACHES = 128 * 2**20                       # bytes of weights that are read in turn: an H100's cache holds 50 MB
 Size = tuple[int, int, int]                # tokens, inputs, outputs
 CODE = """\
 from fnmatch import fnmatch
@@ -75,7 +77,9 @@ def find(program: Program) -> list[Found]:
 
 
 def layers_of(program: Program) -> dict[torch.dtype, dict[str, Size]]:
-    """What they multiply in -> path and size of each linear layer that is called once, on few tokens."""
+    """What they multiply in -> path and size of each linear layer that is called once, on few tokens, and whose inputs
+    the kernel can take.
+    """
     sizes: dict[str, list[tuple[torch.dtype | None, Size]]] = {}
     for call in program.trace.calls:
         module: Any = program.module_at(call.module)
@@ -86,7 +90,8 @@ def layers_of(program: Program) -> dict[torch.dtype, dict[str, Size]]:
     chosen: dict[torch.dtype, dict[str, Size]] = {}
     for path, calls in sizes.items():
         [(dtype, size), *others] = calls
-        if dtype in IN_16_BITS and not others and size[0] <= MOST_TOKENS:
+        is_one = not others and size[0] <= MOST_TOKENS and size[1] % MULTIPLE == 0
+        if is_one and dtype in IN_16_BITS:
             chosen.setdefault(dtype, {})[path] = size
     return chosen
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.assistant import ByHand, Task, optimize
-from benchmarks.assistant.combination import BY_HAND
 from benchmarks.assistant.optimized import Optimized
 from benchmarks.assistant.technique import Found, Technique
 from benchmarks.examples import by_hand, public
 from benchmarks.measure.judge import validate
+from benchmarks.records import BY_HAND
 from benchmarks.show import assistants
 from common.outcome import UserError
 from common.report.record_file import RecordFile

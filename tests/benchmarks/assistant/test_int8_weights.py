@@ -90,6 +90,13 @@ def test_a_device_without_the_kernel_is_said(monkeypatch):
     assert found.why_not == "torch can't multiply so here: RuntimeError: no kernel for that"
 
 
+@unit
+@pytest.mark.parametrize("inputs, count", [(64, 1), (96, 0), (65, 0), (32, 0), (128, 1)])
+def test_inputs_that_the_kernel_reads_beyond_are_left_alone(inputs, count, gain):
+    model = nn.Sequential(nn.Linear(inputs, 33)).bfloat16().eval()
+    assert len(found_in(model, torch.randn(2, inputs).bfloat16())) == count
+
+
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
@@ -109,9 +116,19 @@ def test_few_tokens_in_16_bits_once_in_inference(model, x, is_inference, count, 
 
 
 @unit
-def test_a_size_is_timed_with_weights_that_no_cache_holds():
-    ratio = int8_weights.gain_of((1, 256, 256), torch.bfloat16, torch.device("cpu"))
-    assert ratio[1] <= ratio[0] <= ratio[2]
+def test_a_size_is_timed_with_weights_that_no_cache_holds(monkeypatch):
+    """One layer after another."""
+    monkeypatch.setattr(int8_weights, "CACHES", 5 * 96 * 96)
+    monkeypatch.setattr(int8_weights, "times_as_fast", lambda before, after, device: (before.run(), after.run()))
+    for width, count in ((64, 6), (128, 2), (1024, 1)):
+        plain, narrow = int8_weights.gain_of((3, width, width), torch.bfloat16, torch.device("cpu"))
+        assert len(plain) == len(narrow) == count
+        off = torch.cat(plain) - torch.cat(narrow)
+        assert 0 < off.norm() < 0.02 * torch.cat(plain).norm()
+    monkeypatch.setattr(int8_weights, "CACHES", 10**9)
+    plain, _ = int8_weights.gain_of((1, 64, 64), torch.bfloat16, torch.device("cpu"))
+    assert len(plain) == 64, "no more, where they are small"
+    int8_weights.gain_of.cache_clear()
 
 
 @unit

@@ -64,9 +64,9 @@ def timed(monkeypatch, ratios):
 @unit
 @pytest.mark.parametrize("high, is_slower", [(0.97, True), (0.99, False)])
 def test_what_is_slower_compiled_as_far_as_samples_can_tell(high, is_slower, monkeypatch):
-    timed(monkeypatch, [(1.3, 1.2, 1.4), (0.95, 0.9, high), (1.3, 1.2, 1.4)])
-    slower = regions.slower_compiled(program_of())
-    assert [part.paths for part, _ in slower] == ([("head",)] if is_slower else [])
+    timed(monkeypatch, [(1.3, 1.2, 1.4), (0.95, 0.9, high), (1.3, 1.2, 1.4), (1.0, 0.9, 1.1)])
+    said = regions.slower_compiled(program_of())
+    assert [place for place, _ in said] == (["head, Part", "the model compiled without"] if is_slower else [])
 
 
 @unit
@@ -75,18 +75,20 @@ def test_what_is_slower_compiled_as_far_as_samples_can_tell(high, is_slower, mon
            "part.forward = torch.compiler.disable(part.forward)"), (1.01, "leave them in")])
 def test_the_whole_is_timed_without_it(low, code, monkeypatch):
     timed(monkeypatch, [(1.3, 1.2, 1.4), (1.3, 1.2, 1.4), (0.8, 0.7, 0.9), (1.1, low, 1.2)])
-    (part, of_it), (whole, words) = regions.without_them(program_of())
+    (part, of_it), (whole, words) = regions.slower_compiled(program_of())
     assert (part, of_it) == ("parts.0, 3 x Part", "compiled by itself it is 0.80 [0.70, 0.90] times as fast as it is")
     assert whole == "the model compiled without"
     assert words == f"1.10 [{low:.2f}, 1.20] times as fast as with: {code}"
 
 
 @unit
-def test_a_part_that_can_not_be_compiled_is_left_out(monkeypatch):
+def test_a_part_that_can_not_be_compiled_is_said(monkeypatch):
     def broken(call, program, every):
         raise RuntimeError("no code for this")
     monkeypatch.setattr(regions, "compiled_work", broken)
-    assert regions.without_them(program_of()) == []
+    said = dict(regions.slower_compiled(program_of()))
+    assert set(said) == {"wide, Part", "head, Part", "parts.0, 3 x Part"}
+    assert set(said.values()) == {"it could not be timed: RuntimeError: no code for this"}
 
 
 @integration
@@ -113,7 +115,7 @@ def test_the_model_without_it_is_the_same_function(monkeypatch):
     timed(monkeypatch, [(0.5, 0.4, 0.6)] * 4)
     monkeypatch.setattr(regions, "compiled_work", lambda call, program, every: seen.append(call) or (call, 0.0))
     program = program_of()
-    regions.without_them(program)
+    regions.slower_compiled(program)
     x = torch.randn(4, 8)
     torch._dynamo.reset()
     assert torch.allclose(seen[-1](x), program.model(x), atol=1e-5)

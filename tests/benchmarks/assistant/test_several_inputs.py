@@ -92,7 +92,7 @@ def test_a_gain_on_all_of_them_counts_from_two_percent(ms, verdict, studies_in_s
     """Whatever the ladder says, which stands on the first."""
     techniques = [of(same), replace(of(same), name="other")]
     result = optimize(nn.Linear(6, 6), [(SHORT,), (LONG,)], quick=True, inference=True, techniques=techniques)
-    result.ladder = [replace(added, gain=(2.0, 1.9, 2.1)) for added in result.ladder]
+    result.ladder = [replace(added, gain=(2.0, 1.9, 2.1), left_out=(0.5, 0.4, 0.6)) for added in result.ladder]
     timed(result, {(where, case): ms if case == "changed" else 4.0 for where in ("on input 1", "on input 2")
                    for case in ("changed", "as it is", "other")})
     one = next(each for each in result.opportunities if each.technique == "changed")

@@ -12,6 +12,7 @@ from benchmarks.measure.calls import Inputs
 from benchmarks.measure.judge import validate
 from benchmarks.measure.names import Kind, output
 from benchmarks.measure.observing import Work
+from tests.helpers.deep_network import Deep
 
 pytestmark = pytest.mark.unit
 
@@ -172,25 +173,9 @@ def test_a_spread_that_outputs_off_by_so_much_may_move(factor, passes):
     assert all(check.passed for check in found) == passes
 
 
-class Deep(nn.Module):
-    """Twenty-four layers that round to BF16, and dropout behind them, which in the candidate drops by another rate."""
-
-    def __init__(self, p: float, rounds: bool):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh()) for _ in range(24))
-        self.dropout, self.rounds = nn.Dropout(p), rounds
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.rounds and x.dtype == torch.float32):
-            for layer in self.layers:
-                x = layer(x)
-        return self.dropout(x)
-
-
 @pytest.mark.parametrize("p, passes", [(0.2, True), (0.4, False)])
 def test_dropout_behind_layers_that_round(p, passes):
-    judgement = validate(Deep(p, rounds=True), Deep(0.2, rounds=False), tensor(16, 32), numerics="bfloat16")
+    judgement = validate(Deep(rounds=True, p=p), Deep(rounds=False, p=0.2), tensor(16, 32), numerics="bfloat16")
     assert max(check.error for check in judgement if check.of.kind is Kind.OUTPUT) > 0.03
     assert judgement.passed == passes, judgement
 

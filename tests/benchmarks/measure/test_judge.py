@@ -14,12 +14,13 @@ from benchmarks.examples.pairs import LIBRARY, RIGHT, WRONG, Pair, fused, gelu, 
 from benchmarks.measure import hints, judge, referee
 from benchmarks.measure.bounds import Standard
 from benchmarks.measure.calls import Inputs
-from benchmarks.measure.checks import Judgement
+from benchmarks.measure.checks import Check, Judgement
 from benchmarks.measure.judge import Judge, validate
 from benchmarks.measure.names import buffer, gradient_of, output
 from benchmarks.measure.observing import Work, exact_in
 from benchmarks.measure.truth import CONTRADICTS, Truth
 from common import BlockConfig, parameters, steps
+from tests.helpers.deep_network import Deep
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -943,38 +944,35 @@ def test_outputs_on_fresh_inputs_may_be_apart_by_what_the_declared_numerics_make
     assert Judge(deep, truth).allowed_between == pytest.approx(2 * 2e-6 + 4 * of_fp32)
 
 
-class Deep(nn.Module):
-    """Twenty-four layers, and autocast around them in the candidate alone."""
-
-    def __init__(self, is_in_bf16: bool):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh())
-                                      for _ in range(24)))
-        self.is_in_bf16 = is_in_bf16
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_in_bf16 and x.dtype == torch.float32):
-            return self.layers(x)
-
-
 @pytest.mark.unit
 def test_gradients_on_fresh_inputs_may_be_apart_by_what_a_rounding_of_the_numerics_makes_of_them(monkeypatch):
     """A rounding to BF16 moves them by a half behind so many layers, on some inputs; one of FP32 does not."""
     seeds = itertools.count(24)
     for module in (judge, referee):
         monkeypatch.setattr(module, "unguessable_seed", lambda: next(seeds))
-    judgement = validate(Deep(is_in_bf16=True), Deep(is_in_bf16=False), tensor(16, 32), numerics="bfloat16")
+    judgement = validate(Deep(rounds=True), Deep(rounds=False), tensor(16, 32), numerics="bfloat16")
     assert judgement.passed and judgement.less_accurate, judgement
 
 
 @pytest.mark.unit
 def test_its_timed_calls_are_held_to_what_it_multiplies_in():
-    of_bf16, as_it_is = Deep(is_in_bf16=True), Deep(is_in_bf16=False)
+    of_bf16, as_it_is = Deep(rounds=True), Deep(rounds=False)
     for candidate, numerics in ((of_bf16, "bfloat16"), (as_it_is, None)):
         judged = Judge(candidate, Truth(as_it_is, Work(Inputs.of(tensor(16, 32)))), numerics)
         judged.judge()
         assert judged.referee().numerics == numerics
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("kinds, coarsest", [
+    (["", "float16", "bfloat16", "float16"], "bfloat16"), (["tf32", "channels-last"], "tf32"),
+    (["channels-last"], None)])
+def test_the_coarsest_precision_that_explains_an_error_counts(kinds, coarsest):
+    layer = nn.Linear(4, 4)
+    judged = Judge(layer, Truth(layer, Work(Inputs.of(tensor(2, 4)))))
+    judged.checks = [Check(output("output"), "precision", True, True, 1e-3, 1e-6, "", kind) for kind in kinds]
+    of_a_timed_call = judged.referee()
+    assert of_a_timed_call.numerics == coarsest and of_a_timed_call.in_its_numerics is None
 
 
 @pytest.mark.unit
