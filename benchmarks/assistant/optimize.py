@@ -265,7 +265,7 @@ class _Assistant:
             setting.say(Phase.BUILDING)
             if not combination.changing:
                 _, gate = oracle.MODULE_GATES[self.truth.dtype]
-                subject = subject_of(self.task.model, self._work_in(phase), (gate, gate))
+                subject = subject_of(self.task.model, self._work_in(phase), (gate, gate), is_refreshed=True)
                 own = workload(self.program, arithmetic_of(Plan(), setting.device))
                 result.matmul = own.matmul
                 subject.workload = None if phase in self.other_truths else own
@@ -355,9 +355,11 @@ class _Assistant:
         return time.perf_counter() - began
 
     def _climb(self, tried: Sequence[Technique]) -> None:
-        """Measure the ladder: one technique after the other, the one that gains most alone first."""
-        gains = {each: gain for each in tried if (gain := self.result.gain_alone(each))}
-        order = sorted(gains, key=lambda each: -gains[each][0])
+        """Measure the ladder: one technique after the other, the one that gains most first."""
+        gains = {each: gain for each in tried if (gain := self.result.most_gained(each))}
+        order = sorted(gains, key=lambda each: -gains[each])
+        if self.quick:                                         # each rung on top of it would be compiled anew
+            order.sort(key=lambda each: plan_of((each,), found=self.result.found).compiles)
         least = 1 if self.task.by_hand else 2                  # one alone is measured already
         while len(order) >= least:
             self._climb_once(order)
@@ -400,11 +402,22 @@ class _Assistant:
         measured, mode = self.result.together, self.result.mode
         for before, rung, technique in zip(_rungs(order), _rungs(order)[1:], order, strict=False):
             why_not = measured.why_not(rung, mode)
-            if why_not and not measured.why_not(before, mode):
-                names = " + ".join(each.name for each in before.techniques) or "the model as it is"
-                self.result.clashes[technique.name] = f"on top of {names} it can't run: {why_not}"
-                return technique
+            if not why_not or measured.why_not(before, mode):
+                continue
+            clashing = self._better_without(rung, technique) or technique
+            others = rung.without(clashing).techniques
+            names = " + ".join(each.name for each in others) or "the model as it is"
+            self.result.clashes[clashing.name] = f"on top of {names} it can't run: {why_not}"
+            return clashing
         return None
+
+    def _better_without(self, rung: Combination, technique: Technique) -> Technique | None:
+        """What captures this rung, where it runs launched one by one, and its last technique gains more so."""
+        graph = next((each for each in rung.techniques if each.launch == "graph"), None)
+        if graph is None or graph is technique or not self.result.together.ms(rung.without(graph), self.result.mode):
+            return None
+        alone, captured = self.result.gain_alone(technique), self.result.most_gained(graph)
+        return graph if alone and captured and alone[0] > captured else None
 
     def _prove(self) -> None:
         """Paste each piece of advice into a copy of the files: is it right, and do those of a technique gain?"""

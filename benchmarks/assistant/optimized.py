@@ -162,6 +162,30 @@ class Optimized(Shown):
         of, over = Combination((technique,)), self.base_of(technique)
         return gain_on_the_mix(list(self.timed_on_each.values()), of, over, self.mode)
 
+    def gain_captured(self, technique: Technique) -> Interval | None:
+        """How many times as fast it makes the model where both are launched as a graph: a host that launches slower
+        than its GPU runs hides a gain. None where they can't be.
+        """
+        graph = self._graph()
+        if graph is None or technique is graph:
+            return None
+        over = Combination((*self.base_of(technique).techniques, graph))
+        return self.alone.gain(Combination((technique, graph)), over, self.mode)
+
+    def most_gained(self, technique: Technique) -> float | None:
+        """The most that it gains: launched one by one, captured, or, where it captures, of any technique alone."""
+        gains = [self.gain_alone(technique), self.gain_captured(technique)]
+        if technique is self._graph():
+            rungs = [Combination((each,)) for each in self.looked.found if each is not technique]
+            gains += [self.alone.gain(Combination((*rung.techniques, technique)), rung, self.mode) for rung in rungs]
+        return max((gain[0] for gain in gains if gain), default=None)
+
+    def _graph(self) -> Technique | None:
+        """The technique that captures, where it was found possible."""
+        found = self.looked.found.items()
+        return next((each for each, places in found if each.launch == "graph"
+                     and any(place.can_be_tried for place in places)), None)
+
     @property
     def timed_on_each(self) -> dict[str, Measured]:
         """Of each of the inputs, what was timed there."""

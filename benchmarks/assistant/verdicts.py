@@ -64,8 +64,9 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
     if verdict in TO_WRITE and advice is None:
         verdict = "by hand"
     loses = result.where_it_loses(technique)
-    why = "; ".join(filter(None, [why, loses, elsewhere, not_fired and f"it did not fire: {not_fired}", remark,
-                                _less_accurate(judgement), _unproven(judgement)]))
+    said = [why, _where_captured(result, technique, gain), loses, elsewhere,
+            not_fired and f"it did not fire: {not_fired}", remark, _less_accurate(judgement), _unproven(judgement)]
+    why = "; ".join(filter(None, said))
     return Opportunity(technique.name, found, verdict, why, gain[0], gain[1:], _error(judgement), advice)
 
 
@@ -139,6 +140,12 @@ def _worth(judgement: Judgement | None, alone: Interval, added: Added | None) ->
             return kind, "not alone, but in the ladder's rounds"
         return "no gain", f"measured twice, the two differ: in the ladder's rounds it is {ratio(added.gain)}"
     return "no gain", ""
+
+
+def _where_captured(result: Optimized, technique: Technique, alone: Interval) -> str:
+    """What it gains as a graph, where launching hides that; "" where it does not."""
+    captured = result.gain_captured(technique)
+    return f"captured in a graph it is {ratio(captured)}" if captured and captured[1] > alone[2] else ""
 
 
 def _in_the_way(ladder: Sequence[Added]) -> Added | None:

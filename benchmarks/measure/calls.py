@@ -99,7 +99,7 @@ class Inputs:
 
     def off_by_a_rounding(self, seed: int, epsilon: float = 0.0) -> "Inputs":
         """Copies of which each floating element is a rounding larger, smaller or neither."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(self.device).manual_seed(seed)
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: off_by_a_rounding(t, generator, epsilon),
                                             (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
@@ -129,11 +129,12 @@ class Inputs:
 def off_by_a_rounding(t: Tensor, generator: torch.Generator, epsilon: float = 0.0) -> Tensor:
     """A copy of which each element is a rounding larger, smaller or neither; whole numbers are left as they are.
 
+    The generator is of the tensor's own device: a host draws for millions of pixels as long as a GPU takes for a model.
     `epsilon` is the relative step of what FP32 is multiplied in, where that is coarser.
     """
     if not takes_gradient(t):
         return t
-    steps = torch.randint(-1, 2, t.shape, generator=generator).to(t.device, t.dtype)
+    steps = torch.randint(-1, 2, t.shape, generator=generator, device=generator.device).to(t.device, t.dtype)
     own = torch.finfo(t.dtype).eps
     return t.detach() * (1 + steps * (max(own, epsilon) if t.dtype == torch.float32 else own))
 

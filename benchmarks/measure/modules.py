@@ -19,7 +19,7 @@ from benchmarks.measure.flat import flat_of
 from benchmarks.measure.judge import Judge, check_numerics, validate
 from benchmarks.measure.keeping import kept, materialised, parameters_kept
 from benchmarks.measure.observing import Loss, Work, cotangent
-from benchmarks.measure.referee import Referee
+from benchmarks.measure.referee import Referee, Refresher, refreshed
 from benchmarks.measure.truth import Truth
 from benchmarks.records.read import Run, paired, runs, verdict
 from common.block import oracle
@@ -40,9 +40,13 @@ __all__ = ["Comparison", "compare", "validate"]
 
 @dataclass
 class Checked(Subject):
-    """What passed, as it is timed. Without a gradient it has a forward alone. A referee looks at its timed calls."""
+    """What passed, as it is timed. Without a gradient it has a forward alone. A referee looks at its timed calls.
+
+    Without one each timed call may still get inputs of its own: what is timed beside it has them.
+    """
     takes_gradient: bool = field(default=True, kw_only=True)
     referee: Referee | None = field(default=None, kw_only=True)
+    is_refreshed: bool = field(default=False, kw_only=True)
 
     def has(self, mode: str) -> bool:
         return self.takes_gradient or mode == FORWARD
@@ -55,14 +59,18 @@ class Checked(Subject):
 
     def iteration(self, mode: str) -> Iteration:
         own = super().iteration(mode)
-        return self.referee.watched(own, self.inputs, self.cotangents, mode) if self.referee else own
+        if self.referee:
+            return self.referee.watched(own, self.inputs, self.cotangents, mode)
+        return refreshed(own, self.inputs) if self.is_refreshed else own
 
     def replay(self, mode: str, captured: Callable[[], None] = lambda: None) -> tuple[Callable | None, str]:
         return replay.verified(super().iteration(mode), self.proof(), captured=captured)
 
     def between_replays(self, mode: str, replayed: Callable) -> Callable[[], None]:
-        if self.referee is None or not isinstance(replayed, replay.Replay):
+        if not isinstance(replayed, replay.Replay):
             return super().between_replays(mode, replayed)
+        if self.referee is None:
+            return Refresher(self.inputs).refresh if self.is_refreshed else super().between_replays(mode, replayed)
         return self.referee.between_replays(replayed, replayed.writes, self.inputs, mode)
 
     def forget_replay(self, mode: str) -> None:
@@ -96,7 +104,8 @@ def record_checks(judgement: Judgement, result: Result, gradients: int | None = 
         raise Failed(judgement.failure)
 
 
-def subject_of(module: Callable, work: Work, gates: tuple[float, float], referee: Referee | None = None) -> Checked:
+def subject_of(module: Callable, work: Work, gates: tuple[float, float], referee: Referee | None = None,
+               is_refreshed: bool = False) -> Checked:
     """A module that was checked, on copies of the inputs. `gates` are those of a replay."""
     inputs = work.inputs.as_trained()
     flat, outputs = flat_of(module, work)
@@ -111,7 +120,7 @@ def subject_of(module: Callable, work: Work, gates: tuple[float, float], referee
     constants = [place for place, t in enumerate(tensors) if not t.requires_grad]
     parameters = {name: t for name, t in named_parameters(module).items() if t.requires_grad}
     return Checked(call, [t.detach() for t in tensors], given, parameters, gates, constants=constants,
-                   takes_gradient=bool(taking), referee=referee)
+                   takes_gradient=bool(taking), referee=referee, is_refreshed=is_refreshed)
 
 
 # ------------------------------------------------------------------------------------------------------------ comparing

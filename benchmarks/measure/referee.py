@@ -134,7 +134,8 @@ def unguessable_seed() -> int:
 
 
 class Refresher:
-    """Gives inputs other values of the same kind, in place, each time others.
+    """Gives inputs other values of the same kind, in place, each time others. It never waits for a GPU: the host would
+    lose its lead, and the next call would be timed as it is launched, kernel by kernel.
 
     A floating tensor gets noise of half of each element: zeros stay, unless there is nothing else, infinities, and most
     signs. Its norm stays about the same, and no element exceeds the largest one of before: a scale that was calibrated
@@ -156,8 +157,9 @@ class Refresher:
         of_ones = list(map(_is_of_ones, tensors))
         has_data = any(changes and not ones for changes, ones in zip(self.changing, of_ones, strict=True))
         self.padding = [ones and has_data for ones in of_ones]
-        largest = max((t.nbytes for t in tensors), default=1)
-        self.ahead = max(1, min(MOST_AHEAD, BYTES_AHEAD // max(1, largest)))
+        nbytes = max((t.nbytes for t in tensors), default=1)
+        self.ahead = max(1, min(MOST_AHEAD, BYTES_AHEAD // max(1, nbytes)))
+        self.is_zero, self.largest = list(map(_is_zero, self.base)), list(map(_largest, self.base))
         self.made: list[list[Tensor]] = []               # values for the next calls, of every tensor
 
     def refresh(self) -> None:
@@ -174,7 +176,7 @@ class Refresher:
         """What that tensor has in so many calls."""
         if not self.changing[place]:
             return [self.base[place]] * self.ahead
-        return self._padded(self.base[place]) if self.padding[place] else self._others(self.base[place])
+        return self._padded(self.base[place]) if self.padding[place] else self._others(place)
 
     def _padded(self, ones: Tensor) -> list[Tensor]:
         """With zeros at the end of the last dimension, so many times."""
@@ -184,18 +186,27 @@ class Refresher:
             made[-1][..., -count:] = 0
         return made
 
-    def _others(self, base: Tensor) -> list[Tensor]:
+    def _others(self, place: int) -> list[Tensor]:
         """Values for so many calls."""
+        base, largest = self.base[place], self.largest[place]
         if not takes_gradient(base):
             shifts = torch.randint(1, base.size(-1), (self.ahead,), generator=self.numbers)
             return [base.roll(int(shift), -1) for shift in shifts]
         wide = torch.complex64 if base.is_complex() else torch.float32
         noise = torch.randn(self.ahead, *base.shape, generator=self.noise, device=base.device, dtype=wide).mul_(NOISE)
-        if not base.count_nonzero():                     # noise of a share would leave it so
+        if self.is_zero[place]:                          # noise of a share would leave it so
             return list(noise.to(base.dtype))
         others = base * (1 + noise).div_((1 + NOISE**2)**0.5).to(base.dtype)
-        largest = base.abs().nan_to_num(nan=0.0, posinf=math.inf).amax()
-        return list(others if base.is_complex() else others.clamp_(-largest, largest))
+        return list(others if largest is None else others.clamp_(-largest, largest))
+
+
+def _is_zero(t: Tensor) -> bool:
+    return not t.count_nonzero()
+
+
+def _largest(t: Tensor) -> Tensor | None:
+    """Of a floating tensor the largest magnitude that is a number."""
+    return t.abs().nan_to_num(nan=0.0, posinf=math.inf).amax() if t.is_floating_point() and t.numel() else None
 
 
 def _is_of_ones(t: Tensor) -> bool:
@@ -219,6 +230,16 @@ def fresh(inputs: Inputs, count: int) -> Iterator[Inputs]:
     for _ in range(count if any(refresher.changing) else 0):
         refresher.refresh()
         yield own
+
+
+def refreshed(work: Iteration, inputs: Sequence[Tensor]) -> Iteration:
+    """The same iteration, with other inputs each time."""
+    refresher = Refresher(inputs)
+
+    def between() -> None:
+        work.between()
+        refresher.refresh()
+    return Iteration(work.run, between, work.reads, work.receives, work)
 
 
 # ------------------------------------------------------------------------------------------------------ timed calls
@@ -555,7 +576,7 @@ class _Watch:
                ) -> Iterator[dict[str, Tensor]]:
         """The reference's own gradients where the inputs are off by a rounding, several times."""
         for number in range(PERTURBATIONS):
-            generator = torch.Generator().manual_seed(number)
+            generator = torch.Generator(leaves[0].device).manual_seed(number)
             others = [off_by_a_rounding(t, generator, epsilon_of(self.referee.numerics, t.device))
                       .requires_grad_(t.requires_grad) for t in leaves]
             yield self._own_gradients(names, others, reference(*others))

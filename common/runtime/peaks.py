@@ -24,6 +24,7 @@ from .pieces import Work, attention_work, copy_work, matmul_work
 from .timing import clock_for, nothing
 
 SUSTAINED, BURST, DATA_SHEET = YARDSTICKS = ("sustained", "burst", "data sheet")
+LARGEST_SHAPES = 4                         # of the work's matmuls whose rates are measured: smaller ones are slower
 _FUSED = ("float16", "bfloat16")           # dtypes in which fused attention is measured apart
 _BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
@@ -32,13 +33,14 @@ _BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.
 
 
 def measure_burst(workload: Workload, device: torch.device, known: Peaks | None = None) -> Peaks:
-    """The best matmul rate per dtype over the work's own shapes and a large square, and the copy bandwidth.
+    """The best matmul rate per dtype over the work's largest shapes and a large square, and the copy bandwidth.
 
     What `known` holds already is taken from there. Best rates, each after a short rest: a GPU at its power limit
     multiplies slower, and how warm the last matmul left it must not decide what the next one is credited with. Random
     operands: zeros run faster than data.
     """
-    shapes = {operation.shape for operation in workload.forward if operation.kind == MATMUL} | {square(device)}
+    own = {operation.shape for operation in workload.forward if operation.kind == MATMUL}
+    shapes = {*sorted(own, key=math.prod)[-LARGEST_SHAPES:], square(device)}
     rates = dict(known.flops) if known else {}
     for name in sorted(arithmetics(workload) - rates.keys()):
         rates[name] = max(_matmul_rate(shape, name, device) for shape in sorted(shapes))

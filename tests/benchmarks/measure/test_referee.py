@@ -9,14 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.examples import cheats, pairs
 from benchmarks.examples.cheats import CHEATS, Layer, given, reference_of
 from benchmarks.examples.pairs import tensor
 from benchmarks.measure import referee
+from benchmarks.measure.calls import Inputs
 from benchmarks.measure.judge import validate
-from benchmarks.measure.modules import compare
+from benchmarks.measure.modules import compare, subject_of
+from benchmarks.measure.observing import Work
 from common.runtime import iteration
 from common.runtime.iteration import FORWARD
 from tests.helpers.cheats import SAID, is_named
@@ -249,6 +252,55 @@ def test_a_mask_changes_where_nothing_else_can(other):
     tensors = [spikes.clone(), other.clone()]
     referee.Refresher(tensors).refresh()
     assert not torch.equal(tensors[0], spikes) and torch.equal(tensors[1], other)
+
+
+@pytest.mark.gpu
+@pytest.mark.unit
+@pytest.mark.parametrize("ahead", [1, 64])
+def test_fresh_inputs_do_not_wait_for_the_gpu(ahead, monkeypatch):
+    """The host would lose its lead, and each call would take as long as its launches."""
+    monkeypatch.setattr(referee, "MOST_AHEAD", ahead)
+    tensors = [tensor(64, 64).cuda(), torch.zeros(8, 8, device="cuda"), torch.arange(12, device="cuda").view(3, 4),
+               torch.ones(2, 8, device="cuda")]
+    refresher = referee.Refresher(tensors)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            refresher.refresh()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Counts(TorchDispatchMode):
+    """How often a value is read from a tensor with data."""
+    reads = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.reads += function is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point()
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.unit
+def test_fresh_inputs_read_no_value():
+    refresher = referee.Refresher([tensor(8, 8), torch.zeros(8, 8), torch.ones(2, 8)])
+    with Counts() as counts:
+        bool(torch.ones(()))
+        refresher.refresh()
+    assert counts.reads == 1
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("is_refreshed", [False, True])
+def test_what_is_timed_beside_a_candidate_gets_fresh_inputs_too(is_refreshed):
+    x = tensor(8, 8)
+    subject = subject_of(nn.Linear(8, 8), Work(Inputs.of(x)), (0.0, 0.0), is_refreshed=is_refreshed)
+    work, seen = subject.iteration(FORWARD), {}
+    for _ in range(4):
+        work.between()
+        work.run()
+        seen[subject.inputs[0].sum().item()] = None
+    assert len(seen) == (4 if is_refreshed else 1) and torch.equal(x, tensor(8, 8))
+    assert (work.plain is not None) == is_refreshed
 
 
 @pytest.mark.unit

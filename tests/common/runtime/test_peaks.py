@@ -75,6 +75,14 @@ def test_a_peak_is_of_the_best_shape_a_large_square_among_them(rates):
     assert shapes == {(16, 16, 16), (16, 16, 48), (16, 16, 64), (16, 64, 16), (1024, 1024, 1024)}
 
 
+def test_of_many_shapes_the_largest_are_measured(rates):
+    """A ResNet has two dozen: each takes a rest of its own."""
+    shapes = [(2**k, 2, 4) for k in range(6)]
+    operations = tuple(Operation("mm", MATMUL, 1.0, 1.0, "float32", shape) for shape in [*shapes, *shapes])
+    measure_burst(Workload("float32", operations), CPU)
+    assert {(m, k, n) for _, m, k, n in rates} == {*shapes[2:], (1024, 1024, 1024)}
+
+
 def test_each_arithmetic_of_a_block_has_a_peak(rates):
     found = measure_burst(FP8, CPU, Peaks({}, 5.0))
     assert found.flops.keys() == {"float8", "float16"} and found.bandwidth == 5.0

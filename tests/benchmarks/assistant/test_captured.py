@@ -1,0 +1,93 @@
+"""What a host hides that launches slower than its GPU runs: each technique is ranked by what it gains captured, too."""
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.assistant import optimize, verdicts
+from benchmarks.assistant.combination import Combination
+from benchmarks.assistant.optimize import _Assistant
+from benchmarks.assistant.optimized import Optimized
+from benchmarks.assistant.technique import Found, Technique
+from benchmarks.assistant.techniques import compiled, cuda_graph
+
+
+def same(name: str, launch: str = "eager", why_not: str = "") -> Technique:
+    """A technique that changes nothing."""
+    return Technique(name, "nothing", lambda program: [Found(None, "", 1, "the call", why_not)], lambda plan: None,
+                     launch=launch)
+
+
+def timed(result: Optimized, eager: dict[str, float], graph: dict[str, float]) -> Optimized:
+    """The same result, as if those times of each technique alone had been measured."""
+    for launch, ms in (("eager", eager), ("graph", graph)):
+        for case, each in ms.items():
+            rows = result.alone.results[case].rows
+            row = rows[result.mode, "eager"]
+            rows[result.mode, launch] = replace(row, timing=replace(row.timing, samples=[each] * 6))
+    result.opportunities = verdicts.opportunities(result)
+    return result
+
+
+GRAPH, FIRST, SECOND = same("graph", "graph"), same("first"), same("second")
+EAGER, CAPTURED = {"as it is": 10.0, "first": 12.0, "second": 8.0}, {"as it is": 9.0, "first": 3.0, "second": 7.5}
+
+
+@pytest.mark.integration
+def test_a_gain_that_launching_hides_is_seen_captured(studies_in_seconds):
+    result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=True, inference=True,
+                      techniques=[GRAPH, FIRST, SECOND])
+    timed(result, EAGER, CAPTURED)
+    assert result.gain_captured(FIRST) == pytest.approx((3.0, 3.0, 3.0))
+    assert [result.most_gained(each) for each in (GRAPH, FIRST, SECOND)] == pytest.approx([4.0, 3.0, 10 / 8])
+    said = {one.technique: one.why for one in result.opportunities}
+    assert "captured in a graph it is 3.00 [3.00, 3.00]" in said["first"] and "captured" not in said["second"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("graph", [None, same("graph", "graph", "the host waits")])
+def test_what_can_not_be_captured_is_ranked_by_its_launches(graph, studies_in_seconds):
+    techniques = [each for each in (graph, FIRST, SECOND) if each]
+    result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=True, inference=True, techniques=techniques)
+    timed(result, EAGER, CAPTURED)
+    assert result.gain_captured(FIRST) is None and result.most_gained(FIRST) == pytest.approx(10 / 12)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("first, stays, clashing", [(2.6, "graph", "first"), (2.4, "first", "graph")])
+def test_where_one_can_not_be_captured_what_gains_more_stays(first, stays, clashing, studies_in_seconds):
+    """Alone it makes the model 10 / first times as fast, and capturing makes the other one 4 times as fast."""
+    assistant = _Assistant.__new__(_Assistant)
+    assistant.result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=True, inference=True,
+                                techniques=[GRAPH, FIRST, SECOND])
+    timed(assistant.result, {"as it is": 10.0, "first": first, "second": 8.0}, {"as it is": 9.0, "second": 2.0})
+    together, mode = assistant.result.together, assistant.result.mode
+    together.results = {each.name: assistant.result.alone.results[each.name]
+                        for each in (Combination(), Combination((FIRST,)), Combination((SECOND,)))}
+    failed = together.results["first"].rows[mode, "eager"]
+    together.results["first"].rows[mode, "graph"] = replace(failed, timing=None, reason="graph: it waits")
+    assert assistant._clashing([GRAPH, FIRST]).name == clashing
+    assert assistant.result.clashes == {clashing: f"on top of {stays} it can't run: graph: it waits"}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("quick, order", [(True, ["second", "first", "compiling"]),
+                                          (False, ["compiling", "second", "first"])])
+def test_in_a_hurry_one_rung_is_compiled(quick, order, studies_in_seconds, monkeypatch):
+    compiling = replace(same("compiling"), apply=lambda plan: setattr(plan, "compiles", True))
+    gains = {"first": 1.1, "second": 1.2, "compiling": 1.3}
+    monkeypatch.setattr(Optimized, "most_gained", lambda result, technique: gains[technique.name])
+    result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=quick, rounds=2, inference=True,
+                      techniques=[FIRST, compiling, SECOND])
+    assert [added.technique.name for added in result.ladder] == order
+
+
+@pytest.mark.gpu
+@pytest.mark.integration
+def test_a_model_of_small_operations_is_captured_first(studies_in_seconds):
+    """Then what the others gain is not hidden by the launches of hundreds of kernels."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(64))).cuda()
+    result = optimize(layers, (torch.randn(8, 64, device="cuda"),), quick=True,
+                      techniques=[compiled.TECHNIQUE, cuda_graph.TECHNIQUE])
+    assert result.ladder[0].technique is cuda_graph.TECHNIQUE and result.ladder[-1].combination.launch == "graph"
