@@ -289,7 +289,8 @@ class _Assistant:
         return self.other_truths[phase].work if phase in self.other_truths else self.work
 
     def _rung(self, combination: Combination, setting: Setting, result: Result) -> Subject:
-        rung, phase = Rung(self.task.model, combination.changing, setting.device, self.result.found), _phase_of(result)
+        phase, found = _phase_of(result), self.result.found
+        rung = Rung(self.task.model, combination.changing, setting.device, found, self.program.dynamic)
         if rung.plan.compiles and phase == ALONE:
             setting.say(Phase.COMPILING)
             result.compilation = Compilation(self._first_calls(rung, self._gates(rung.plan)), None)
@@ -358,7 +359,8 @@ class _Assistant:
         """Measure the ladder: one technique after the other, the one that gains most first."""
         gains = {each: gain for each in tried if (gain := self.result.most_gained(each))}
         order = sorted(gains, key=lambda each: -gains[each])
-        if self.quick:                                         # each rung on top of it would be compiled anew
+        if self.quick:                                         # each rung on top of what compiles is compiled anew
+            order = [each for each in order if any(gain[2] >= 1.0 for gain in self.result.gains_measured(each))]
             order.sort(key=lambda each: plan_of((each,), found=self.result.found).compiles)
         least = 1 if self.task.by_hand else 2                  # one alone is measured already
         while len(order) >= least:

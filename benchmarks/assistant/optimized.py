@@ -172,13 +172,17 @@ class Optimized(Shown):
         over = Combination((*self.base_of(technique).techniques, graph))
         return self.alone.gain(Combination((technique, graph)), over, self.mode)
 
-    def most_gained(self, technique: Technique) -> float | None:
-        """The most that it gains: launched one by one, captured, or, where it captures, of any technique alone."""
+    def gains_measured(self, technique: Technique) -> list[Interval]:
+        """All that it gains: launched one by one, captured, and, where it captures, of each technique alone."""
         gains = [self.gain_alone(technique), self.gain_captured(technique)]
         if technique is self._graph():
             rungs = [Combination((each,)) for each in self.looked.found if each is not technique]
             gains += [self.alone.gain(Combination((*rung.techniques, technique)), rung, self.mode) for rung in rungs]
-        return max((gain[0] for gain in gains if gain), default=None)
+        return [gain for gain in gains if gain]
+
+    def most_gained(self, technique: Technique) -> float | None:
+        """The most of these."""
+        return max((gain[0] for gain in self.gains_measured(technique)), default=None)
 
     def _graph(self) -> Technique | None:
         """The technique that captures, where it was found possible."""

@@ -39,6 +39,13 @@ class Program:
     analysis: Analysis = field(default_factory=Analysis)   # what was recognised in all of that
 
     @property
+    def dynamic(self) -> bool | None:
+        """As torch.compile takes it. Where the host reads a value or a size of the device, sizes may be others at each
+        call, as of the tokens of an expert: what is dynamic is then left to Dynamo, or it would compile for each.
+        """
+        return None if self.analysis.waits else False
+
+    @property
     def layers(self) -> list[nn.Module]:
         """Its longest list of modules of one class, each once, where it has more than one."""
         lists = [list(dict.fromkeys(module)) for module in self.model.modules()

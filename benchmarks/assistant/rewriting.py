@@ -115,8 +115,8 @@ def _guarded(run: Callable, as_it_was: fx.GraphModule, assumed: Sequence[Assumed
     return torch.compiler.disable(choose)
 
 
-def rewritten(model: nn.Module, passes: Sequence[Pass], compiles: bool) -> nn.Module:
+def rewritten(model: nn.Module, passes: Sequence[Pass], compiles: bool, dynamic: bool | None = False) -> nn.Module:
     """The model with its graphs changed by the passes; its parameters are the same tensors."""
     allow_many_graphs()
-    compiled: Any = torch.compile(model, backend=Rewritten(model, passes, compiles), dynamic=False)
+    compiled: Any = torch.compile(model, backend=Rewritten(model, passes, compiles), dynamic=dynamic)
     return compiled

@@ -24,13 +24,13 @@ class Rung(nn.Module):
     """It is called as the model is, and has its parameters, under their names.
 
     A model that came compiled is compiled in every rung; one that is compiled in part, where its graphs are rewritten.
-    `found` is what each technique has found in it, by its name.
+    `found` is what each technique has found in it, by its name; `dynamic` goes to torch.compile.
     """
 
     def __init__(self, model: nn.Module, techniques: Sequence[Technique], device: torch.device | None = None,
-                 found: Mapping[str, Sequence[Found]] | None = None):
+                 found: Mapping[str, Sequence[Found]] | None = None, dynamic: bool | None = False):
         super().__init__()
-        self.techniques = tuple(techniques)
+        self.techniques, self.dynamic = tuple(techniques), dynamic
         self.device = device or next((t.device for t in model.parameters()), torch.device("cpu"))
         self.plan = plan_of(techniques, compiler.is_compiled(model), found)
         if self.plan.passes and compiler.holds_compiled(model):        # Dynamo takes the compiled parts as written
@@ -44,7 +44,7 @@ class Rung(nn.Module):
             change(model)
         call: Any = model
         if self.plan.passes or self.plan.compiles:
-            call = rewritten(model, self.plan.passes, self.plan.compiles)
+            call = rewritten(model, self.plan.passes, self.plan.compiles, self.dynamic)
         vars(self)["run"] = call                               # no child: its parameters have one name each
         settings = self.plan.matmul_precision, self.plan.times_convolutions
         vars(self)["in_its_settings"] = held(settings, _as_it_is)
@@ -62,6 +62,7 @@ class Rung(nn.Module):
         made = Rung.__new__(Rung)
         nn.Module.__init__(made)
         made.device, made.techniques, made.plan = self.device, self.techniques, copy.copy(self.plan)
+        made.dynamic = self.dynamic
         made.plan.compiles, made.plan.changes = False, []
         made._over(copy.deepcopy(self.module, memo))
         memo[id(self)] = made

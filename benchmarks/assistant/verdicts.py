@@ -47,7 +47,8 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
         reason = result.why_not_timed(technique)
         return Opportunity(technique.name, found, "not here" if reason else "not reached", reason)
     added = next((each for each in result.ladder if each.technique is technique), None)
-    verdict, why = _worth(judgement, gain, None if result.others else added)
+    on_top = _on_top(result, technique.name)
+    verdict, why = _worth(judgement, gain, None if result.others else on_top)
     if result.others and verdict == "no gain" and added and added.gain and added.gain[1] >= WORTH_IT:
         why = f"in the ladder's rounds it is {ratio(added.gain)} {ON_THE_FIRST}, and was timed on no other"
     if verdict in TO_WRITE and (clash := result.clashes.get(technique.name)):
@@ -57,7 +58,7 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
         why = f"alone it gains, but all together are {number(added.left_out[0], '.2f')} times as fast with it"
         return Opportunity(technique.name, found, "no gain", why, gain[0], gain[1:], _error(judgement))
     gains_on_top = verdict in TO_WRITE and gain[1] < WORTH_IT
-    not_fired, remark = _kernels_show(result, technique, added if gains_on_top else None)
+    not_fired, remark = _kernels_show(result, technique, on_top if gains_on_top else None)
     if not_fired and verdict in TO_WRITE:
         why = f"it did not fire: {not_fired}; what was measured with it has another reason"
         return Opportunity(technique.name, found, "no gain", why, gain[0], gain[1:], _error(judgement))
@@ -102,7 +103,7 @@ def _if_it_gains(result: Optimized, one: Opportunity) -> Opportunity:
     gain = result.pieces.gain(written, Combination(), result.mode)
     if gain is None or gain[1] >= WORTH_IT:
         return one
-    added = next((each for each in result.ladder if each.technique.name == one.technique), None)
+    added = _on_top(result, one.technique)
     if gain[2] >= 1.0 and added and added.gain and added.gain[1] >= WORTH_IT:      # it gains on top of others alone
         return one
     promised = f", and {number(one.speedup, '.2f')} were promised" if one.speedup else ""
@@ -124,6 +125,18 @@ def _advice(result: Optimized, technique: Technique, found: Found) -> tuple[Advi
         return None, "it stands in an installed package: there is nothing to write in your files"
     is_missing = advice is None and technique.apply is not None
     return advice, "no code is written for it: its lines are not read" if is_missing else ""
+
+
+def _on_top(result: Optimized, technique: str) -> Added | None:
+    """What was measured of it on top of others. None where one of those slows the model down: it is not taken, so a
+    gain on top of it is none of the model's.
+    """
+    for added in result.ladder:
+        if added.technique.name == technique:
+            return added
+        if added.gain and added.gain[2] < 1.0:
+            return None
+    return None
 
 
 def _worth(judgement: Judgement | None, alone: Interval, added: Added | None) -> tuple[str, str]:

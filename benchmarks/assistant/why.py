@@ -62,7 +62,8 @@ def _applied(technique: Technique, looked: Looked, found: list[Found], task: Tas
         return BY_HAND
     before = _seen(task.model, looked, task, session)
     try:
-        seen = _seen(Rung(task.model, [technique], session.device, {technique.name: found}), looked, task, session)
+        rung = Rung(task.model, [technique], session.device, {technique.name: found}, looked.program.dynamic)
+        seen = _seen(rung, looked, task, session)
     except UserError:
         raise
     except Exception as error:                                     # whatever a compiler or a model raises

@@ -73,13 +73,13 @@ def test_where_one_can_not_be_captured_what_gains_more_stays(first, stays, clash
 
 @pytest.mark.integration
 @pytest.mark.parametrize("quick, order", [(True, ["second", "first", "compiling"]),
-                                          (False, ["compiling", "second", "first"])])
-def test_in_a_hurry_one_rung_is_compiled(quick, order, studies_in_seconds, monkeypatch):
+                                          (False, ["compiling", "second", "first", "slow"])])
+def test_in_a_hurry_one_rung_is_compiled_and_what_is_slower_is_left_out(quick, order, studies_in_seconds, monkeypatch):
     compiling = replace(same("compiling"), apply=lambda plan: setattr(plan, "compiles", True))
-    gains = {"first": 1.1, "second": 1.2, "compiling": 1.3}
-    monkeypatch.setattr(Optimized, "most_gained", lambda result, technique: gains[technique.name])
+    gains = {"first": 1.1, "second": 1.2, "compiling": 1.3, "slow": 0.9}
+    monkeypatch.setattr(Optimized, "gains_measured", lambda result, technique: [(gains[technique.name],) * 3])
     result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=quick, rounds=2, inference=True,
-                      techniques=[FIRST, compiling, SECOND])
+                      techniques=[FIRST, same("slow"), compiling, SECOND])
     assert [added.technique.name for added in result.ladder] == order
 
 

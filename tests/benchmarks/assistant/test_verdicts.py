@@ -1,6 +1,7 @@
 """Which verdict a gain and a judgement lead to."""
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,3 +129,16 @@ def test_the_tensor_that_is_less_accurate_is_named():
     assert verdicts._less_accurate(Judgement([RIGHT], "FP64")) == verdicts._less_accurate(None) == ""
     zero = Check(output("output"), "precision", True, True, math.inf, 0.0, "less accurate", "float16")
     assert verdicts._less_accurate(Judgement([zero, ROUGH], "FP64"))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("below, counts", [([], True), ([(1.0, 0.95, 1.01)], True), ([(0.9, 0.8, 0.999)], False),
+                                           ([(1.2, 1.1, 1.3), (0.5, 0.4, 0.6)], False), ([None], True)])
+def test_a_gain_on_top_of_what_slows_the_model_down_is_none(below, counts):
+    """That one is not taken: without it there may be nothing to gain."""
+    techniques = [Technique(f"t{place}", "", lambda program: ()) for place in range(len(below) + 1)]
+    ladder = [Added(each, Combination((each,)), gain) for each, gain in zip(techniques, [*below, (1.5, 1.4, 1.6)],
+                                                                            strict=True)]
+    found = verdicts._on_top(SimpleNamespace(ladder=ladder), techniques[-1].name)
+    assert found is (ladder[-1] if counts else None)
+    assert verdicts._on_top(SimpleNamespace(ladder=ladder), "another") is None
