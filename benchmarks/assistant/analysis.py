@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from benchmarks.assistant.attention import Attention, attentions_in
 from benchmarks.assistant.graph import Captured, Refusal
 from benchmarks.assistant.loops import Loop, loops_in
+from benchmarks.assistant.multihead import UnreadWeights, weights_in
 from benchmarks.assistant.norms import Norm, norms_in
 from benchmarks.assistant.projections import ProjectionGroup, projections_in
 from benchmarks.assistant.source import Place
@@ -34,6 +35,7 @@ class Wait:
 class Analysis:
     """What a program is made of."""
     softmaxes: list[Attention | Refusal] = field(default_factory=list)
+    weights: list[UnreadWeights | Refusal] = field(default_factory=list)
     norms: list[Norm | Refusal] = field(default_factory=list)
     projections: list[ProjectionGroup] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
@@ -50,6 +52,7 @@ def analysed(graphs: Sequence[Captured], trace: Trace) -> Analysis:
     found = Analysis(waits=waits_in(trace))
     for graph in graphs:
         found.softmaxes += attentions_in(graph)
+        found.weights += weights_in(graph)
         found.norms += norms_in(graph)
         found.projections += projections_in(graph)
         found.loops += loops_in(graph)

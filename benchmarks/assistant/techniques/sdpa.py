@@ -6,11 +6,12 @@ from typing import Any
 from torch import fx
 from torch.nn import functional as F
 
-from benchmarks.assistant import attention_source
+from benchmarks.assistant import attention_source, multihead_rewriting
 from benchmarks.assistant.attention import Attention, missing_dimensions
 from benchmarks.assistant.attention_rewriting import rewrite_attention
 from benchmarks.assistant.fusing import Given, fused_or_why_not, softmax_left
 from benchmarks.assistant.graph import Captured, Refusal, place_of, with_stars
+from benchmarks.assistant.multihead import UnreadWeights
 from benchmarks.assistant.predicting import Basis, Prediction
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed
@@ -32,6 +33,9 @@ def find(program: Program) -> list[Found]:
     for each in program.analysis.softmaxes:
         reason = in_words(each) + _blind_in_words(each, program) if isinstance(each, Attention) else "a softmax"
         found.append(found_at(each, reason, _why_not(each)))
+    for weights in program.analysis.weights:
+        reason = "attention" if isinstance(weights, Refusal) else multihead_rewriting.in_words(weights)
+        found.append(found_at(weights, reason))
     return unique([*_called_already(program), *found, *_not_captured(program)])
 
 
@@ -87,12 +91,14 @@ def _blind_in_words(attention: Attention, program: Program) -> str:
 
 def advice(program: Program, found: Found) -> Advice | None:
     """The call in place of the lines from the one matmul to the other. Raises NotWritten."""
+    if isinstance(found.region, UnreadWeights):
+        return multihead_rewriting.advice(found.region)
     return attention_source.advice(program, found, "sdpa")
 
 
 def rewrite(graph: Captured) -> list[Assumed]:
     """Put the fused function in place of every attention by hand; what that assumes of the buffers."""
-    return rewrite_attention(graph, _can_take, _call)
+    return [*rewrite_attention(graph, _can_take, _call), *multihead_rewriting.without_weights(graph)]
 
 
 def _can_take(attention: Attention) -> bool:
