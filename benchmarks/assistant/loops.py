@@ -103,16 +103,17 @@ def loops_in(graph: Captured) -> list[Loop]:
 
 
 def _steps(place: Place, nodes: Sequence[fx.Node]) -> int:
-    """How many: as often as most of its operations ran. 0 where others ran less often, which no loop of steps has."""
+    """How many: the most that all but a few of its operations ran. A line may have several of one kind. 0 where none
+    ran in it.
+    """
     alike = Counter(map(_of_any_number, nodes))
-    counts = Counter(alike[_of_any_number(node)] for node in nodes if name_of(node) not in MOVING
-                     and _loops_of(node)[-1] == place)                                     # not of a loop inside
-    times = Counter({count: number // count for count, number in counts.items()})          # so many operations have it
-    if not times:
-        return 0
-    steps = max(times, key=lambda count: (times[count], -count))
-    seldom = sum(alike[_of_any_number(node)] < steps - 1 for node in nodes)                # the first may have one less
-    return steps if seldom <= SELDOM * len(nodes) else 0
+    counts = {alike[_of_any_number(node)] for node in nodes if name_of(node) not in MOVING
+              and _loops_of(node)[-1] == place}                                            # not of a loop inside
+    for steps in sorted(counts, reverse=True):
+        seldom = sum(alike[_of_any_number(node)] < steps - 1 for node in nodes)            # the first may have one less
+        if seldom <= SELDOM * len(nodes):
+            return steps
+    return 0
 
 
 def _of_any_number(node: fx.Node) -> Kind:
