@@ -3,6 +3,7 @@
 Scores may be capped before the masks: cap * tanh(scale * q k^T).
 """
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +32,7 @@ from benchmarks.measure.calls import BLOCKING
 CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous")
 PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 VIEWS = ("view", "reshape")
+HIDING = -40.0                             # a score of so much or less has a weight below the rounding of FP64
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,8 @@ def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
     if (up.is_transposed or order or up.temperatures) and any(name_of(node) in VIEWS for node in between):
         raise Refused("its scores are viewed in another shape, and transposed")
     leading = _leading(softmax, between)
-    if any(set(node.users) - set(chain) for node in chain[:-1]):
+    users = {user for node in chain[:-1] for user in node.users if number_of(user) is None}      # not for its shape
+    if users - set(chain):
         raise Refused("its scores are used more than once")
     refuse_mixed_gradients(graph, chain)
     return Attention(graph, chain, softmax, scores, output, query, key, value, order, up.scale * _own_scale(scores),
@@ -338,13 +341,13 @@ class _Upwards:
 
     def _max(self, node: fx.Node) -> Any:
         scores, least = self._scores_and(node)
-        return self._at_least(scores, _number(least))
+        return self._at_least(scores, number_of(least))
 
     _maximum = _max
 
     def _clamp(self, node: fx.Node) -> Any:
         least, most = argument(node, 1, "min"), argument(node, 2, "max")
-        return self._at_least(node.args[0], _number(least) if most is None else None)
+        return self._at_least(node.args[0], number_of(least) if most is None else None)
 
     _clip = _clamp_min = _clamp
 
@@ -374,14 +377,17 @@ class _Upwards:
 
     def _where(self, node: fx.Node) -> Any:
         condition, yes, no = args_of(node)
-        if shape_of(yes) == self.shape:
+        if shape_of(yes) == self.shape and number_of(yes) is None:
             return self._filled(yes, condition, no, False)
         return self._filled(no, condition, yes, True)
 
     def _filled(self, scores: Any, mask: Any, value: Any, blocks: bool) -> Any:
-        value = _number(value)
+        value = number_of(value)
         if value is None or not isinstance(mask, fx.Node):
             self.why = "its mask puts in a tensor"
+            return None
+        if self.scale * value > HIDING:
+            self.why = f"its mask puts in {value:g}, which hides nothing"
             return None
         return self._masked(Mask(mask, self.scale, value, blocks), scores)
 
@@ -396,14 +402,28 @@ class _Upwards:
         return (first, second) if isinstance(first, fx.Node) else (second, first)
 
 
-def _number(value: Any) -> float | None:
-    """A number, or a tensor in the graph that holds one for sure: full([], v) and the like."""
+# Operation -> which of its arguments a tensor has in all its elements.
+_FILLED_WITH = {"tensor": 0, "scalar_tensor": 0, "full": 1, "full_like": 1, "new_tensor": 1, "new_full": 2}
+_FILLED = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones": 1.0, "ones_like": 1.0, "new_ones": 1.0}
+_OF_NUMBERS: dict[str, Callable[..., float]] = {"mul": operator.mul, "add": operator.add, "sub": operator.sub,
+                                                "neg": operator.neg}
+
+
+def number_of(value: Any) -> float | None:
+    """A number, or that of a tensor in the graph that holds it in every element for sure: full([], v) and the like."""
     if isinstance(value, (int, float)):
         return float(value)
-    if isinstance(value, fx.Node) and name_of(value) in ("tensor", "full", "scalar_tensor"):
-        inner = argument(value, 1, "fill_value") if name_of(value) == "full" else value.args[0]
-        return float(inner) if isinstance(inner, (int, float)) else None
-    return None
+    if not isinstance(value, fx.Node):
+        return None
+    name = name_of(value)
+    if name in _FILLED:
+        return _FILLED[name]
+    if name in _FILLED_WITH:
+        return number_of(argument(value, _FILLED_WITH[name], "fill_value"))
+    if name in CASTS:
+        return number_of(value.args[0])
+    numbers = [number_of(inner) for inner in value.args] if name in _OF_NUMBERS and not value.kwargs else [None]
+    return None if None in numbers else _OF_NUMBERS[name](*numbers)
 
 
 def _leads_to_a_matmul(node: Any, depth: int = 12) -> bool:

@@ -18,6 +18,7 @@ TRANSPOSES = {"transpose", "swapaxes", "swapdims", "permute"}
 PLACES = {"input": 0, "condition": 0, "mask": 1, "other": 1, "mat2": 1, "value": 2}       # of a keyword
 KEEPS_AT_LEAST = ("max", "maximum", "clamp", "clip", "clamp_min")             # at a number
 OF_ROWS = {"amax": "largest", "max": "largest", "sum": "sum", "logsumexp": "logsumexp"}
+FILLED = {"full": 1, "full_like": 1, "new_full": 1, "tensor": 0, "new_tensor": 0, "scalar_tensor": 0}     # with what
 INFINITE = {"float('-inf')", "-math.inf", "-torch.inf", "-np.inf", "-numpy.inf", "-float('inf')", "-inf",
             "float('-infinity')"}
 
@@ -46,6 +47,9 @@ class Fill:
         """As a boolean mask: true where a position is seen."""
         if not self.blocks:
             return self.words
+        node = ast.parse(self.words, mode="eval").body
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+            return ast.unparse(node.operand)
         return f"~{self.words}" if self.words.isidentifier() else f"~({self.words})"
 
     def added(self) -> str:
@@ -191,7 +195,10 @@ class Reader:
         return replace(scores, fills=(*scores.fills, fill))
 
     def _call(self, node: ast.Call) -> Scores | None:
-        name, given = called(node).rstrip("_"), self._arguments(node)
+        name = called(node).rstrip("_")
+        if name in FILLED:                                     # it has their shape alone
+            return None
+        given = self._arguments(node)
         if name in ("matmul", "bmm") and len(given) == 2:
             return self._product(node, *given.values())
         if name == "einsum":
@@ -237,9 +244,10 @@ class Reader:
         if (len(rest) == 1 and name in ("mul", "add")) or (place == 0 and name in ("div", "sub")):
             return self._by_name(name, scores, rest[0])
         if len(rest) == 2 and (name, place) in (("masked_fill", 0), ("where", 1), ("where", 2)):
-            return self._with(scores, Fill(self.words(rest[0]), self.words(rest[1]), name != "where" or place == 2))
+            value = self.words(_filled_with(rest[1]))
+            return self._with(scores, Fill(self.words(rest[0]), value, name != "where" or place == 2))
         if len(rest) == 2 and (name, place) == ("where", 0) and not is_of_module(node):
-            return self._with(scores, Fill(self.words(rest[0]), self.words(rest[1]), blocks=False))
+            return self._with(scores, Fill(self.words(rest[0]), self.words(_filled_with(rest[1])), blocks=False))
         raise NotWritten(f"its scores go through {name}")
 
     def _swaps_the_last(self, name: str, dims: Sequence[ast.expr]) -> bool:
@@ -400,6 +408,17 @@ def _literal(node: ast.expr) -> Any:
 def permuted(words: str, order: einsum.Order) -> str:
     """With its dimensions in that order."""
     return f"{grouped(words)}.permute({', '.join(map(str, order))})" if order else words
+
+
+def _filled_with(node: ast.expr) -> ast.expr:
+    """The number of a tensor that is full of it; any other expression itself."""
+    inner = node
+    while isinstance(inner, ast.Call) and called(inner) in CASTS and isinstance(inner.func, ast.Attribute):
+        inner = inner.func.value
+    if not isinstance(inner, ast.Call) or called(inner) not in FILLED:
+        return node
+    by_name = [keyword.value for keyword in inner.keywords if keyword.arg == "fill_value"]
+    return (by_name or inner.args[FILLED[called(inner)]:] or [node])[0]
 
 
 def grouped(words: str) -> str:

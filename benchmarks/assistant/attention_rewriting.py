@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from benchmarks.assistant.attention import Attention, Causal, Mask, attention_at, causal, infinite, is_causal
+from benchmarks.assistant.attention import (
+    Attention,
+    Causal,
+    Mask,
+    attention_at,
+    causal,
+    infinite,
+    is_causal,
+    number_of,
+)
 from benchmarks.assistant.graph import Captured, Refused, shape_of
 from benchmarks.assistant.rewriting import Assumed, erase_unused, same_buffers
 from benchmarks.assistant.softmaxes import softmaxes
@@ -60,10 +69,19 @@ def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
             result = nodes.call_method("permute", (result, *attention.order))
     attention.output.replace_all_uses_with(result)
     for node in reversed(attention.nodes):
-        nodes.erase_node(node)
+        _erase(node, nodes)
     for mask in attention.masks:
         erase_unused(mask.tensor, nodes)
     return assumed
+
+
+def _erase(node: fx.Node, nodes: fx.Graph) -> None:
+    """With the numbers that have its shape; it stays where somebody else reads one of these."""
+    for user in list(node.users):
+        if number_of(user) is not None:
+            _erase(user, nodes)
+    if not node.users:
+        nodes.erase_node(node)
 
 
 def _split(mask: Mask, leading: tuple[int, ...], nodes: fx.Graph) -> Mask:

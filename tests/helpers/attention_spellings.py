@@ -80,6 +80,52 @@ class WhereBlocked(Attention):
         return F.dropout(scores.softmax(-1), 0.2, self.training) @ v
 
 
+class FilledLikeItsScores(Attention):
+    def attend(self, q, k, v):
+        scores = q @ k.mT * self.scale
+        scores = torch.where(self.tril == 0, torch.full_like(scores, -1e9), scores)
+        return scores.softmax(-1) @ v
+
+
+class FilledWithOnesTimesANumber(Attention):
+    def attend(self, q, k, v):
+        scores = q @ k.mT * self.scale
+        least = -2**15 * torch.ones_like(scores) - 1.0
+        return torch.where(self.tril > 0, scores, least).softmax(-1) @ v
+
+
+class FilledWithZeros(Attention):
+    def attend(self, q, k, v):
+        scores = q @ k.mT * self.scale
+        return torch.where(self.tril == 0, torch.zeros_like(scores), scores).softmax(-1) @ v
+
+
+class FilledWithLessThanAll(Attention):
+    filled = -320.0
+
+    def attend(self, q, k, v):
+        scores = q @ k.mT
+        scores = scores.masked_fill(self.tril == 0, self.filled) * 0.125
+        return scores.softmax(-1) @ v
+
+
+class FilledWithMoreThanThat(FilledWithLessThanAll):
+    filled = -319.0
+
+
+class FilledWithATensor(Attention):
+    def attend(self, q, k, v):
+        scores = q @ k.mT * self.scale
+        return torch.where(self.tril == 0, -1e9 * scores.abs(), scores).softmax(-1) @ v
+
+
+class FilledWithANewTensor(Attention):
+    def attend(self, q, k, v):
+        scores = q @ k.mT * self.scale
+        scores = torch.where(self.tril == 0, scores.new_full((1, 1), fill_value=-math.inf).float(), scores)
+        return scores.softmax(-1) @ v
+
+
 class Unmasked(Attention):
     def attend(self, q, k, v):
         return (q @ k.mT * self.scale).softmax(-1) @ v
@@ -457,7 +503,8 @@ class WithItsWeightsAtOnce(WithItsWeights):
         return weights @ v, weights
 
 
-RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereBlocked, Unmasked, OtherScale,
+RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereBlocked, FilledLikeItsScores,
+         FilledWithANewTensor, Unmasked, OtherScale,
          LocalWindow, Slopes, InFloat32, GroupedHeads, Einsum, EinsumAcross, Batched, InPlace,
          ValuesFirst, Pixels, EinsumValuesFirst, LessItsLargest, LessItsMaximum, Alibi,
          Cosine, DividedByATemperature, ShiftedByANumber, KeptFinite, ClampedFromBelow,

@@ -69,6 +69,28 @@ def test_its_advice_can_be_pasted(spelling, evaluated, tmp_path):
         assert "softmax" not in kinds_of(lambda: other(X)), advice.code
 
 
+@pytest.mark.integration
+def test_a_number_by_arithmetic_of_ones_is_a_number_too():
+    """A statement of its own makes it, which needs the scores: a person writes the code."""
+    model = made(spellings.FilledWithOnesTimesANumber)
+    program = read(model, Inputs.of(X))
+    (found,) = sdpa.find(program)
+    judgement = validate(Rung(model, [sdpa.TECHNIQUE]), model, (X,))
+    assert judgement.passed and judgement.outputs_proven, judgement
+    with pytest.raises(NotWritten):
+        sdpa.advice(program, found)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("spelling, why_not", [
+    (spellings.FilledWithZeros, "its mask puts in 0, which hides nothing"),
+    (spellings.FilledWithMoreThanThat, "its mask puts in -319, which hides nothing"),
+    (spellings.FilledWithLessThanAll, ""), (spellings.FilledWithATensor, "its mask puts in a tensor")])
+def test_what_does_not_hide_is_no_mask(spelling, why_not):
+    (found,) = sdpa.find(read(made(spelling), Inputs.of(X)))
+    assert found.why_not == why_not
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize("spelling", [
     spellings.OneMoreInItsSum, spellings.SumsOfColumns, spellings.SumsOfOthers, spellings.SumOfAll,
