@@ -7,7 +7,8 @@ import functools
 import torch
 from torch import nn
 
-from benchmarks.assistant.fp8 import layers_of
+from benchmarks.assistant.fp8 import Layer, layers_of
+from benchmarks.assistant.graph import with_stars
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.side_by_side import Ratio, pays, times_as_fast
 from benchmarks.assistant.technique import Found, Technique
@@ -16,31 +17,33 @@ from common.runtime import iteration
 from common.runtime.iteration import BOTH, FORWARD
 
 MULTIPLE, PADDED = 8, 64                   # what sizes should be divisible by; to a multiple of which they are padded
-SHARE = 0.02                               # of all FLOPs that a layer must have
+SHARE = 0.02                               # of all FLOPs that such layers must have
 
 
 def find(program: Program) -> list[Found]:
-    """Every linear layer of such a size, where its matmul counts."""
+    """The linear layers of each such size at each line, where their matmuls count."""
     mode = FORWARD if program.is_inference or not program.trace.trains else BOTH
-    dtypes = {call.module: call.dtype for call in program.trace.calls if call.name == "linear"}
-    places = {call.module: call.place for call in program.trace.calls if call.name == "linear"}
-    found = []
+    calls = {call.module: call for call in program.trace.calls if call.name == "linear"}
+    alike: dict[tuple, list[Layer]] = {}
     for layer in layers_of(program):
-        tokens, *sides = layer.size
-        if not any(side % MULTIPLE for side in sides) or layer.flops < SHARE * program.trace.flops:
+        call = calls[layer.path]
+        alike.setdefault((call.place, layer.size, call.dtype or torch.float32), []).append(layer)
+    found = []
+    for (place, (tokens, *sides), dtype), layers in alike.items():
+        flops = sum(layer.flops for layer in layers)
+        if not any(side % MULTIPLE for side in sides) or flops < SHARE * program.trace.flops:
             continue
         padded = [side + -side % PADDED for side in sides]
         odd = [f"{side:,} {name}{'s' * (side > 1)}" for side, name in zip(sides, ("input", "output"), strict=True)
                if side % MULTIPLE]
-        share = f"{100 * layer.flops / program.trace.flops:.0f} % of all FLOPs"
+        share = f"{100 * flops / program.trace.flops:.0f} % of all FLOPs"
         reason, why_not = f"{' and '.join(odd)}, which {MULTIPLE} does not divide: {share}", ""
         if not missing(program.inputs.device):
-            dtype = dtypes[layer.path] or torch.float32
             gain = _gain((tokens, *sides), (tokens, *padded), dtype, mode, program.inputs.device)
             times = f"{gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}] times as fast here in {dtype_name(dtype)}"
             reason += f"; padded to {' x '.join(f'{side:,}' for side in padded)} it is {times}"
             why_not = "" if pays(gain) else "it is not worth it"
-        found.append(Found(places[layer.path], layer.path, 1, reason, why_not))
+        found.append(Found(place, with_stars([layer.path for layer in layers]), len(layers), reason, why_not))
     return found
 
 

@@ -63,6 +63,15 @@ def test_a_layer_counts_from_its_share_of_the_flops(width, count):
 
 
 @unit
+def test_layers_of_one_size_at_one_line_are_one_finding(on_a_gpu):
+    """Each alone would have too few of the FLOPs to count, and all of them a row each."""
+    model = nn.Sequential(*(nn.Linear(33, 33) for _ in range(100)), nn.Linear(33, 40))
+    [found] = found_in(model, torch.randn(4, 33))
+    assert (found.module, found.count) == ("*", 100) and "99 % of all FLOPs" in found.reason
+    assert len(on_a_gpu[1]) == 1
+
+
+@unit
 def test_both_sides_are_named():
     [found] = found_in(nn.Linear(31, 33), torch.randn(4, 31))
     assert found.reason.startswith("31 inputs and 33 outputs, which 8 does not divide: 100 % of all FLOPs")
