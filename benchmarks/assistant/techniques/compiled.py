@@ -3,6 +3,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from benchmarks.assistant import regions
 from benchmarks.assistant.predicting import Basis, Prediction, share_of_fused
@@ -18,6 +19,7 @@ from common.runtime import compiler
 from common.runtime.compiler import holds_compiled
 
 CODE = "model = torch.compile(model)"
+ALLOW_RNN = "torch._dynamo.config.allow_rnn = True"
 
 
 def find(program: Program) -> list[Found]:
@@ -68,11 +70,13 @@ def predict(basis: Basis, found: Sequence[Found]) -> Prediction:
 
 
 def seen_alone(program: Program) -> list[tuple[str, str]]:
-    """Each of the repeated layers compiled by itself, and the parts that are slower compiled, beside the whole."""
+    """Each repeated layer compiled by itself, the parts that are slower compiled, the whole with nn.LSTM in it."""
     if program.not_captured or missing(program.inputs.device) or holds_compiled(program.model):
         return []
     said: list[tuple[str, str]] = []
-    for what, part in (("each layer compiled by itself", _by_layer), ("parts", regions.slower_compiled)):
+    parts = {"each layer compiled by itself": _by_layer, "parts": regions.slower_compiled,
+             "recurrent layers": _with_recurrent_layers}
+    for what, part in parts.items():
         try:
             said += part(program)
         except Exception as error:                             # whatever a compiler raises: the other is told
@@ -95,6 +99,21 @@ def _by_layer(program: Program) -> list[tuple[str, str]]:
     words = (f"the first call takes {seconds_by_layer:.0f} s, of the whole model {seconds:.0f} s; then it is "
              f"{gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}] times as fast as that")
     return [(f"each of {len(layers)} {type(layers[0]).__name__} compiled by itself", words)]
+
+
+def _with_recurrent_layers(program: Program) -> list[tuple[str, str]]:
+    """Beside the model as it is: by default Dynamo leaves the functions out that call one."""
+    kinds = {type(module).__name__: None for module in program.model.modules() if isinstance(module, nn.RNNBase)}
+    if not kinds or torch._dynamo.config.allow_rnn:
+        return []
+    with (kept(program.model), fresh_dynamo(), parameters_kept(program.model, program.inputs),
+          torch._dynamo.config.patch(allow_rnn=True)):
+        before, _ = compiled_work(program.model, program, [program.inputs])
+        after, seconds = compiled_work(torch.compile(program.model), program, [program.inputs])
+        gain = times_as_fast(before, after, program.inputs.device)
+    words = (f"`{ALLOW_RNN}`: the first call takes {seconds:.0f} s; then it is {gain[0]:.2f} [{gain[1]:.2f}, "
+             f"{gain[2]:.2f}] times as fast as the model as it is")
+    return [(f"with {' and '.join(f'nn.{kind}' for kind in kinds)} compiled", words)]
 
 
 TECHNIQUE = Technique("compile", "eager -> torch.compile", find, apply, advice, missing, fired, remark,

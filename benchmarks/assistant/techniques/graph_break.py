@@ -2,12 +2,15 @@
 import ast
 import textwrap
 
+from torch import nn
+
 from benchmarks.assistant.breaks import Break
 from benchmarks.assistant.graph import with_stars
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.source import Place, statement_at
 from benchmarks.assistant.technique import Advice, Found, Technique
 from benchmarks.assistant.techniques import host_sync
+from benchmarks.assistant.techniques.compiled import ALLOW_RNN
 
 # Calls that only tell something: compiled code may leave them out.
 TALKING = ("print", "debug", "info", "warning", "warn", "error", "log", "write")
@@ -21,8 +24,16 @@ def find(program: Program) -> list[Found]:
         names = [call.name for call in calls]
         count = max(map(names.count, names), default=1)
         modules = [call.module for call in calls]
-        found.append(Found(each.place, with_stars(modules), count, reason(each)))
+        recurrent = [module for path in modules if isinstance(module := program.module_at(path), nn.RNNBase)]
+        why = f"{reason(each)}; {of_recurrent(recurrent[0])}" if recurrent else reason(each)
+        found.append(Found(each.place, with_stars(modules), count, why))
     return found
+
+
+def of_recurrent(module: nn.Module) -> str:
+    """How Dynamo captures it all the same, and what that costs."""
+    return (f"with `{ALLOW_RNN}` Dynamo captures nn.{type(module).__name__}: its steps are compiled one by one, which "
+            "takes long for many; `--why compile` times it")
 
 
 def reason(each: Break) -> str:

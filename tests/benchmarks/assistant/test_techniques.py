@@ -235,6 +235,30 @@ def test_a_leading_break_is_found_too(capsys):
     assert set(places) == {first + 1, first + 3}
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.GRU(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0]).sin()
+
+
+@pytest.mark.integration
+def test_a_recurrent_layer_names_what_lets_dynamo_capture_it():
+    """By default the whole function around it is left out: `torch.compile` does nothing."""
+    program = program_of(Recurrent())
+    [found] = graph_break.find(program)
+    assert compiled.ALLOW_RNN in found.reason and "captures nn.GRU" in found.reason
+    [(what, words)] = [said for said in compiled.seen_alone(program) if said[0].startswith("with ")]
+    assert what == "with nn.GRU compiled" and "times as fast as the model as it is" in words
+    assert not torch._dynamo.config.allow_rnn
+    with torch._dynamo.config.patch(allow_rnn=True):
+        program = program_of(Recurrent())
+        assert not graph_break.find(program) and program.graphs
+        assert not [said for said in compiled.seen_alone(program) if said[0].startswith("with ")]
+
+
 class Waiting(nn.Module):
     def forward(self, x):
         kept = x[x > 0]
