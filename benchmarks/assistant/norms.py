@@ -45,13 +45,16 @@ class Norm(Region):
         return "layer_norm" if self.is_centred else "rms_norm"
 
 
+LENGTHS = ("norm", "linalg_norm", "linalg_vector_norm")        # of rows
+
+
 def roots(graph: Captured) -> list[fx.Node]:
-    """Every square root of a mean that is kept as a dimension, and what is scaled to length 1: where a norm by hand may
-    be.
+    """Every square root of a mean and every length that is kept as a dimension, and what is scaled to length 1: where a
+    norm by hand may be.
     """
     found = []
     for node in graph.nodes:
-        is_root = _calls(node, "sqrt", "rsqrt", "std") or _is_power(node, (0.5, -0.5))
+        is_root = _calls(node, "sqrt", "rsqrt", "std", *LENGTHS) or _is_power(node, (0.5, -0.5))
         if (is_root and 1 in shape_of(node)) or _calls(node, "normalize"):
             found.append(node)
     return found
@@ -66,6 +69,8 @@ def norm_at(root: fx.Node, graph: Captured) -> Norm | None:
     """The norm around a root; None where it is none. Raises Refused where it is another function than the library's."""
     if _calls(root, "normalize"):
         return _of_length_one(root, graph)
+    if _calls(root, *LENGTHS):
+        return _by_length(root, graph)
     added = _bare(root.args[0])
     if not _calls(added, "add") or _calls(root, "std"):
         _refuse_a_root_alone(root, added)
@@ -118,6 +123,43 @@ def _of_length_one(normalized: fx.Node, graph: Captured) -> Norm | None:
         norm.output = user
     if not is_multiplied:
         return None
+    norm.nodes = between(norm.x, norm.output, graph)
+    refuse_mixed_gradients(graph, norm.nodes)
+    return norm
+
+
+def _by_length(length: fx.Node, graph: Captured) -> Norm | None:
+    """The RMSNorm that divides x by its length over the root of its width; None for another multiple.
+
+    Its epsilon is that of `_of_length_one`.
+    """
+    x, shape = args_of(length)[0], shape_of(length)
+    dim, power = argument(length, 2, "dim"), argument(length, 1, "p", argument(length, 1, "ord", 2))
+    if power not in (2, None, "fro") or not isinstance(dim, int) or not argument(length, 3, "keepdim", False):
+        return None
+    node, share, least = length, 1.0, 0.0
+    while len(node.users) == 1:
+        (user,) = node.users
+        other = next((each for each in args_of(user) if each is not node), None)
+        if _calls(user, "div") and user.args[1] is node:
+            break
+        bound = argument(user, 1, "min") if _calls(user, "clamp", "clamp_min", "clip") else None
+        if isinstance(bound, (int, float)) and argument(user, 2, "max") is None and not least:
+            least = bound / share
+        elif isinstance(other, (int, float)) and other > 0 and _calls(user, "mul"):
+            share *= other
+        elif isinstance(other, (int, float)) and other > 0 and _calls(user, "div"):
+            share /= other
+        else:
+            return None
+        node = user
+    divided = next(iter(node.users)) if len(node.users) == 1 else None
+    dim %= len(shape)
+    width = shape_of(x)[dim]
+    if divided is None or not _same(_bare(divided.args[0]), _bare(x)) or not math.isclose(share, width**-0.5):
+        return None
+    norm = Norm(graph, (), _uncast(x), divided, least**2 / width, False, dim)
+    _with_affine(norm)
     norm.nodes = between(norm.x, norm.output, graph)
     refuse_mixed_gradients(graph, norm.nodes)
     return norm
@@ -204,7 +246,7 @@ def _is_along(node: Any, norm: Norm) -> bool:
 def _is_normalised(node: Any, norm: Norm) -> bool:
     if norm.is_centred:
         return _calls(node, "sub") and _same(node.args[0], norm.x) and _is_mean_of(node.args[1], norm.x, norm.dim)
-    return _same(node, norm.x)
+    return _same(_bare(node), _bare(norm.x))               # squared in FP32, and divided as it is: that gives FP32
 
 
 def _is_mean_of(node: Any, x: Any, dim: int) -> bool:

@@ -166,6 +166,33 @@ class RMSNormByLengthWithOne(Norm):
         return x * (self.weight + 1) * self.scale
 
 
+class RMSNormByItsLength(Norm):
+    """The least length that it divides by is no epsilon of the mean."""
+
+    def forward(self, x):
+        length = torch.norm(x, dim=-1, keepdim=True) * WIDTH**-0.5
+        return x / length.clamp(min=1e-8) * self.weight
+
+
+class RMSNormByItsLengthBare(Norm):
+    def forward(self, x):
+        return x / (x.norm(p=2, dim=2, keepdim=True) / WIDTH**0.5)
+
+
+class RMSNormByTheLibrarysLength(Norm):
+    def forward(self, x):
+        return self.weight * (x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-6) / WIDTH**0.5))
+
+
+class RMSNormOfT5(Norm):
+    """Only what it is divided by is in FP32."""
+
+    def forward(self, x):
+        variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(variance + self.eps)
+        return self.weight * x
+
+
 class RMSNormByLength2d(nn.Module):
     """Over the channels of an image."""
 
@@ -181,7 +208,8 @@ class RMSNormByLength2d(nn.Module):
 NORMS = (LayerNormByMeans, LayerNormByVar, LayerNormBare, RMSNormOfLlama, RMSNormByPowers, RMSNormInHuggingFacesManner,
          LayerNormByBoth, LayerNormByMoments, LayerNormThatKeepsItsMean, RMSNormUnderItsOwnName,
          OverTheSequence, LayerNorm2d, ChannelNorm, RMSNorm2d, LastByThree, RMSNormByLength,
-         RMSNormByLengthWithOne, RMSNormByLength2d)
+         RMSNormByLengthWithOne, RMSNormByLength2d, RMSNormByItsLength, RMSNormByItsLengthBare,
+         RMSNormByTheLibrarysLength, RMSNormOfT5)
 
 
 class UnbiasedLayerNorm(Norm):
@@ -231,7 +259,33 @@ class OfAnotherNorm(Norm):
         return F.normalize(x, p=1.0, dim=-1) * WIDTH**0.5 * self.weight
 
 
-OTHER_FUNCTIONS = (UnbiasedLayerNorm, EpsilonOutside, StandardDeviation, OfAnotherMean, OverTwo, OfTwoDimensions,
+class OfItsLengthAlone(Norm):
+    def forward(self, x):
+        return x / x.norm(dim=-1, keepdim=True).clamp(min=1e-8) * self.weight
+
+
+class OfItsLengthAndMore(Norm):
+    def forward(self, x):
+        return x / (x.norm(dim=-1, keepdim=True) * WIDTH**-0.5 + 1e-2) * self.weight
+
+
+class OfItsLengthUpToALimit(Norm):
+    def forward(self, x):
+        return x / (x.norm(dim=-1, keepdim=True) * WIDTH**-0.5).clamp(1e-8, 1.0)
+
+
+class OfItsAbsoluteValues(Norm):
+    def forward(self, x):
+        return x / (x.norm(p=1, dim=-1, keepdim=True) * WIDTH**-0.5)
+
+
+class OfAnothersLength(Norm):
+    def forward(self, x):
+        return x.sin() / (x.norm(dim=-1, keepdim=True) * WIDTH**-0.5)
+
+
+OTHER_FUNCTIONS = (OfItsLengthAlone, OfItsLengthAndMore, OfItsLengthUpToALimit, OfItsAbsoluteValues, OfAnothersLength,
+                   UnbiasedLayerNorm, EpsilonOutside, StandardDeviation, OfAnotherMean, OverTwo, OfTwoDimensions,
                    OfLengthOne, OfAnotherLength, OfAnotherNorm)
 
 

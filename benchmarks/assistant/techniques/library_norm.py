@@ -47,7 +47,7 @@ def _call(norm: Norm, words: Sequence[str]) -> str:
     affine = [word if _is_flat(node) else _flattened(word) for word, node in zip(affine, _affine(norm), strict=True)]
     if norm.weight is None and norm.is_centred:
         affine = ["None"]
-    options = [*affine, f"eps={norm.epsilon!r}"]
+    options = [*affine, f"eps={float(f'{norm.epsilon:.6g}')!r}"]           # the square of 1e-8 is no round number
     if norm.is_over_the_last:
         return f"F.{norm.function}({', '.join([x, f'{x}.shape[-1:]', *options])})"
     rows, width = f"{grouped(x)}.movedim({norm.dim}, -1)", f"{grouped(x)}.shape[{norm.dim}:{norm.dim + 1}]"
