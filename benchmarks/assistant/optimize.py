@@ -360,7 +360,7 @@ class _Assistant:
         gains = {each: gain for each in tried if (gain := self.result.most_gained(each))}
         order = sorted(gains, key=lambda each: -gains[each])
         if self.quick:                                         # each rung on top of what compiles is compiled anew
-            order = [each for each in order if any(gain[2] >= 1.0 for gain in self.result.gains_measured(each))]
+            order = [each for each in order if not self.result.is_slower(each)]
             order.sort(key=lambda each: plan_of((each,), found=self.result.found).compiles)
         least = 1 if self.task.by_hand else 2                  # one alone is measured already
         while len(order) >= least:

@@ -26,6 +26,7 @@ from common.text import NOT_AVAILABLE, figures, number, only, ratio
 VERDICTS = ("take", "different numerics", "by hand", "no gain", "unsafe", "not here", "not reached")
 TO_WRITE = VERDICTS[:3]                                # after these there is something to write
 AS_IT_IS, ON_THE_FIRST = Combination(), "on input 1"
+SLOWER = 0.98                                          # times as fast, at most: a technique is slower, and no noise
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,11 @@ class Optimized(Shown):
     def most_gained(self, technique: Technique) -> float | None:
         """The most of these."""
         return max((gain[0] for gain in self.gains_measured(technique)), default=None)
+
+    def is_slower(self, technique: Technique) -> bool:
+        """Whether the model is slower with it, in each way that this was measured."""
+        gains = self.gains_measured(technique)
+        return bool(gains) and all(gain[2] < SLOWER for gain in gains)
 
     def _graph(self) -> Technique | None:
         """The technique that captures, where it was found possible."""

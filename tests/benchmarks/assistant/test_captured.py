@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.assistant import optimize, verdicts
+from benchmarks.assistant import optimize, optimized, verdicts
 from benchmarks.assistant.combination import Combination
 from benchmarks.assistant.optimize import _Assistant
-from benchmarks.assistant.optimized import Optimized
+from benchmarks.assistant.optimized import SLOWER, Optimized
 from benchmarks.assistant.technique import Found, Technique
 from benchmarks.assistant.techniques import compiled, cuda_graph
 
@@ -72,14 +72,24 @@ def test_where_one_can_not_be_captured_what_gains_more_stays(first, stays, clash
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("quick, order", [(True, ["second", "first", "compiling"]),
-                                          (False, ["compiling", "second", "first", "slow"])])
+def test_what_is_slower_one_by_one_and_faster_captured_is_not_slower(studies_in_seconds, monkeypatch):
+    monkeypatch.setattr(optimized, "SLOWER", SLOWER)
+    result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=True, inference=True,
+                      techniques=[GRAPH, FIRST, SECOND])
+    timed(result, EAGER | {"second": 12.0}, CAPTURED | {"second": 12.0})
+    assert not result.is_slower(FIRST) and result.is_slower(SECOND)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("quick, order", [(True, ["second", "first", "as fast", "compiling"]),
+                                          (False, ["compiling", "second", "first", "as fast", "slow"])])
 def test_in_a_hurry_one_rung_is_compiled_and_what_is_slower_is_left_out(quick, order, studies_in_seconds, monkeypatch):
     compiling = replace(same("compiling"), apply=lambda plan: setattr(plan, "compiles", True))
-    gains = {"first": 1.1, "second": 1.2, "compiling": 1.3, "slow": 0.9}
+    monkeypatch.setattr(optimized, "SLOWER", SLOWER)
+    gains = {"first": 1.1, "second": 1.2, "compiling": 1.3, "as fast": 0.981, "slow": 0.979}
     monkeypatch.setattr(Optimized, "gains_measured", lambda result, technique: [(gains[technique.name],) * 3])
     result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=quick, rounds=2, inference=True,
-                      techniques=[FIRST, same("slow"), compiling, SECOND])
+                      techniques=[FIRST, same("slow"), same("as fast"), compiling, SECOND])
     assert [added.technique.name for added in result.ladder] == order
 
 
