@@ -3,7 +3,16 @@ import dataclasses
 from collections.abc import Sequence
 
 from benchmarks.assistant.combination import Combination, Interval
-from benchmarks.assistant.optimized import ON_THE_FIRST, TO_WRITE, VERDICTS, Added, Opportunity, Optimized, as_written
+from benchmarks.assistant.optimized import (
+    ON_THE_FIRST,
+    SLOWER,
+    TO_WRITE,
+    VERDICTS,
+    Added,
+    Opportunity,
+    Optimized,
+    as_written,
+)
 from benchmarks.assistant.side_by_side import WORTH_IT
 from benchmarks.assistant.technique import Advice, Found, NotWritten, Technique
 from benchmarks.measure.checks import Judgement
@@ -134,7 +143,7 @@ def _on_top(result: Optimized, technique: str) -> Added | None:
     for added in result.ladder:
         if added.technique.name == technique:
             return added
-        if added.gain and added.gain[2] < 1.0:
+        if added.gain and added.gain[2] < SLOWER:
             return None
     return None
 
