@@ -250,13 +250,13 @@ def test_a_recurrent_layer_names_what_lets_dynamo_capture_it():
     program = program_of(Recurrent())
     [found] = graph_break.find(program)
     assert compiled.ALLOW_RNN in found.reason and "captures nn.GRU" in found.reason
-    [(what, words)] = [said for said in compiled.seen_alone(program) if said[0].startswith("with ")]
+    [(what, words)] = compiled._with_recurrent_layers(program)
     assert what == "with nn.GRU compiled" and "times as fast as the model as it is" in words
     assert not torch._dynamo.config.allow_rnn
     with torch._dynamo.config.patch(allow_rnn=True):
         program = program_of(Recurrent())
         assert not graph_break.find(program) and program.graphs
-        assert not [said for said in compiled.seen_alone(program) if said[0].startswith("with ")]
+        assert compiled._with_recurrent_layers(program) == []
 
 
 class Waiting(nn.Module):
