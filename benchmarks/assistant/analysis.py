@@ -11,13 +11,12 @@ from benchmarks.assistant.projections import ProjectionGroup, projections_in
 from benchmarks.assistant.source import Place
 from benchmarks.assistant.trace import INDEX_BY_MASK, Trace
 
+READS, IS_SIZED = "reads a value of the device", "has a size that the host must read first"
 WAITING = {                                # operator that needs a value on the host, or a size that is in the data
-    "aten._local_scalar_dense": "reads a value of the device",
-    INDEX_BY_MASK: "has a size that the host must read first",
-    "aten.nonzero": "has a size that the host must read first",
-    "aten.masked_select": "has a size that the host must read first",
-    "aten._unique2": "has a size that the host must read first",
-    "aten.repeat_interleave.Tensor": "has a size that the host must read first",
+    **dict.fromkeys(("aten._local_scalar_dense", "aten.equal", "aten.allclose"), READS),
+    **dict.fromkeys((INDEX_BY_MASK, "aten.nonzero", "aten.masked_select", "aten._unique2", "aten.unique_consecutive",
+                     "aten.unique_dim", "aten.bincount", "aten.repeat_interleave.Tensor"), IS_SIZED),
+    "aten._linalg_check_errors": "reads whether it has failed",
 }
 TO_HOST = {"cpu", "numpy", "tolist"}       # calls that copy to the host; on a CPU nothing is copied
 
@@ -60,9 +59,11 @@ def analysed(graphs: Sequence[Captured], trace: Trace) -> Analysis:
 
 
 def waits_in(trace: Trace) -> list[Wait]:
-    """Each line once."""
+    """Each line once. What is on the host itself, as lengths are at times, it has at once."""
     found: dict[tuple, Wait] = {}
     for call in trace.calls:
+        if call.device not in ("", trace.device):
+            continue
         why = next((words for name, words in WAITING.items() if any(o.startswith(name) for o in call.operators)), "")
         if call.name in TO_HOST:
             why = "copies to the host"

@@ -57,6 +57,7 @@ class Call:
     attends: Given | None = None           # of attention by torch's function
     blind: tuple[int, int] = (0, 0)        # rows of a softmax in which everything is masked, of how many
     is_batched: bool = False               # of a softmax: over matrices, as scores of attention are
+    device: str = ""                       # the kind of device of the first tensor that it is given; "" of none
 
     @property
     def flops(self) -> float:
@@ -78,6 +79,7 @@ class Call:
 class Trace:
     """The calls of one forward, in their order."""
     calls: list[Call] = field(default_factory=list)
+    device: str = ""                       # the kind of device of what the model is given
 
     @property
     def trains(self) -> bool:
@@ -95,7 +97,7 @@ class Trace:
 
 def trace(model: nn.Module, inputs: Inputs) -> Trace:
     """Run a forward and keep what it called, of what is compiled too. The model is restored afterwards."""
-    recorded = Trace()
+    recorded = Trace(device=inputs.device.type)
     paths = {id(module): clean(name) for name, module in model.named_modules()}
     given = inputs.as_trained()
     with (kept(model), torch.no_grad(), torch.compiler.set_stance("force_eager"), modules_told(paths) as inside,
@@ -155,7 +157,8 @@ class Functions(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         place, through = here()
         attends = Given.of_call(args, kwargs or {}) if name == ATTENTION else None
-        call = Call(name, place, self.inside[-1], through=through, attends=attends)
+        device = next((t.device.type for t in tensors_in(args)), "")
+        call = Call(name, place, self.inside[-1], through=through, attends=attends, device=device)
         if self.looks and name == "softmax":
             scores = args[0] if args else (kwargs or {}).get("input")
             call.blind = _blind_rows(scores)

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.assistant.analysis import waits_in
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
+from benchmarks.assistant.source import Place
 from benchmarks.assistant.techniques import (
     EVERY,
     autocast,
@@ -21,6 +23,7 @@ from benchmarks.assistant.techniques import (
     sdpa,
     tf32,
 )
+from benchmarks.assistant.trace import Call, Trace
 from benchmarks.examples import cnn, cnn_good, diffusion, diffusion_good, gpt, gpt_good
 from benchmarks.measure.calls import Inputs
 from benchmarks.study import validate
@@ -274,6 +277,32 @@ def test_every_wait_for_the_device_is_found():
     first = inspect.getsourcelines(Waiting.forward)[1]
     assert {each.place.line - first for each in found} == {1, 2, 3, 4, 5}
     assert all("the host waits for it" in each.reason for each in found)
+
+
+class WaitingToo(nn.Module):
+    def forward(self, x):
+        counts = torch.bincount((x[0] > 0).long())
+        runs = torch.unique_consecutive(x[0].sign())
+        rows = torch.unique(x.sign(), dim=0)
+        same = torch.equal(x, x) + torch.allclose(x, x)
+        inverse = torch.linalg.inv(x @ x.mT + 8 * torch.eye(len(x)))
+        return inverse.sum() + counts.sum() + runs.sum() + rows.sum() + same
+
+
+@pytest.mark.integration
+def test_library_calls_that_wait_are_found():
+    found = host_sync.find(program_of(WaitingToo()))
+    first = inspect.getsourcelines(WaitingToo.forward)[1]
+    assert {each.place.line - first for each in found} == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("given, of_call, waits", [
+    ("cuda", "cuda", True), ("cuda", "cpu", False), ("cpu", "cpu", True), ("cuda", "", True)])
+def test_a_value_that_is_on_the_host_is_not_waited_for(given, of_call, waits):
+    """As the lengths of a batch, whose largest is read by .item()."""
+    call = Call("item", Place("model.py", 1), "", operators=["aten._local_scalar_dense.default"], device=of_call)
+    assert bool(waits_in(Trace([call], given))) == waits
 
 
 @pytest.mark.integration
