@@ -11,9 +11,12 @@ from pathlib import Path
 import torch
 
 _PACKAGES = [Path(torch.__file__).parents[1], Path(sysconfig.get_path("purelib"))]
-# Libraries that only wrap operators: what they call, the line that called them calls.
-WRAPPERS = tuple({str(folder / name) + os.sep for folder in _PACKAGES
-                  for name in ("torch", "numpy", "einops", "opt_einsum", "functorch", "triton")})
+_STANDARD = Path(sysconfig.get_path("stdlib"))
+# Libraries that only wrap operators, and Python's own: what they call, the line that called them calls.
+WRAPPERS = (*{str(folder / name) + os.sep for folder in _PACKAGES
+              for name in ("torch", "numpy", "einops", "opt_einsum", "functorch", "triton")},
+            str(_STANDARD / "logging") + os.sep,
+            *(str(_STANDARD / f"{name}.py") for name in ("contextlib", "copy", "functools", "warnings")))
 _SUITE = Path(__file__).parents[2]
 OURS = tuple(str(_SUITE / name) + os.sep for name in ("benchmarks/assistant", "benchmarks/measure", "common"))
 _INSTALLED = tuple({str(Path(sysconfig.get_path(name))) + os.sep for name in ("purelib", "platlib", "stdlib")})

@@ -160,8 +160,9 @@ class Standard:
         elif not counts_as_zero and (factor := self._factor(seen, truth, own, error, size)):
             passed, reason = False, f"it is {factor:.4g} times the truth, which no rounding makes of it"
         elif not passed and (explained_by := self._explained_by(of, seen, truth, error, size, whole)):
-            is_lower = explained_by != CHANNELS_LAST
-            in_words = f"less accurate, as {explained_by} is" if is_lower else f"as the reference in {explained_by}"
+            in_words = f"less accurate, within what {explained_by} rounds"
+            if explained_by == CHANNELS_LAST:
+                in_words = f"as the reference in {explained_by}"
             passed, reason = True, f"{in_words}; {reason}"
         elif passed and not proven and unit:
             reason = f"the bound is as large as the tensor: {reason}"

@@ -2,6 +2,7 @@
 import functools
 import inspect
 import logging
+import time
 
 import pytest
 import torch
@@ -277,6 +278,21 @@ def test_every_wait_for_the_device_is_found():
     first = inspect.getsourcelines(Waiting.forward)[1]
     assert {each.place.line - first for each in found} == {1, 2, 3, 4, 5}
     assert all("the host waits for it" in each.reason for each in found)
+
+
+class Logging(nn.Module):
+    def forward(self, x):
+        began = time.time()
+        y = x.sin()
+        log.info("it took %.1f s", time.time() - began)
+        return y
+
+
+@pytest.mark.integration
+def test_a_break_in_pythons_own_library_is_at_the_line_that_called_it():
+    places = {each.place for each in graph_break.find(program_of(Logging()))}
+    first = inspect.getsourcelines(Logging.forward)[1]
+    assert {place.file for place in places} == {__file__} and {place.line - first for place in places} == {1, 3}
 
 
 class WaitingToo(nn.Module):

@@ -15,7 +15,7 @@ from benchmarks.measure.checks import Check, Judgement
 from benchmarks.measure.names import gradient_of, output
 
 RIGHT = Check(output("output"), "precision", True, True, 1e-7, 2e-6, "rounding of float32")
-ROUGH = Check(output("output"), "precision", True, True, 1e-3, 2e-6, "less accurate, as float16 is", "float16")
+ROUGH = Check(output("output"), "precision", True, True, 1e-3, 2e-6, "less accurate, as is float16", "float16")
 
 
 def gain(low: float) -> tuple[float, float, float]:
@@ -124,7 +124,7 @@ def test_what_gains_nowhere_is_asked_alone_whether_it_fired(studies_in_seconds, 
 
 @pytest.mark.unit
 def test_the_tensor_that_is_less_accurate_is_named():
-    worse = Check(gradient_of("w"), "precision", True, True, 1e-2, 2e-6, "less accurate, as bfloat16 is", "bfloat16")
+    worse = Check(gradient_of("w"), "precision", True, True, 1e-2, 2e-6, "less accurate, as is bfloat16", "bfloat16")
     assert verdicts._less_accurate(Judgement([RIGHT, ROUGH, worse], "FP64")) == str(worse)
     assert verdicts._less_accurate(Judgement([RIGHT], "FP64")) == verdicts._less_accurate(None) == ""
     zero = Check(output("output"), "precision", True, True, math.inf, 0.0, "less accurate", "float16")
