@@ -246,18 +246,21 @@ def test_the_layers_of_gpt_2_have_their_weights_the_other_way_round(gain):
     config = transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=100, use_cache=False, bos_token_id=0,
                                      eos_token_id=0)
     model, x = transformers.GPT2LMHeadModel(config).bfloat16().eval(), {"input_ids": torch.arange(3)[None]}
-    [found] = found_in(model, x)
+    program = read(model, Inputs.of(x))
+    program.is_inference = True
+    [found] = int8_weights.find(program)
     assert len(found.modules) == 4 + 1 and "3 x 64 x 192 2.00" in found.reason
-    judgement = judged(rung_of(model, x), model, x)
+    rung = Rung(model, [TECHNIQUE], found={TECHNIQUE.name: [found]})
+    judgement = judged(rung, model, x)
     assert judgement.passed and judgement.has_oracle, judgement
     truth = Truth(model, Work(Inputs.of(x), forward_only=True))
     assert truth.own_error_in("int8") > 1.3 * truth.own_error_in(None)
-    code = int8_weights.advice(read(model, Inputs.of(x)), found).code
+    code = int8_weights.advice(program, found).code
     own = copy.deepcopy(model)
     written = AsWritten(own, code, "output = model(**inputs)")
     assert not any(type(module).__name__ == "Conv1D" for module in own.modules())
     with torch.no_grad():
-        assert torch.equal(written(**x).logits, rung_of(model, x)(**x).logits)
+        assert torch.equal(written(**x).logits, rung(**x).logits)
 
 
 @unit
