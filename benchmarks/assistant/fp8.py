@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.assistant.program import Program
-from benchmarks.assistant.side_by_side import Ratio, pays, times_as_fast
+from benchmarks.assistant.side_by_side import Ratio, gain_on_device, pays
 from benchmarks.assistant.trace import Call
 from common.runtime import engine, iteration
 from common.runtime.iteration import BOTH, FORWARD
@@ -74,13 +74,13 @@ def _layer(module: nn.Module, path: str, calls: Sequence[Call], is_last: bool) -
 
 
 def timed(size: Size, mode: str, device: torch.device) -> Ratio:
-    """How many times as fast a layer of that size is in FP8 as in BF16, where both are eager."""
+    """How many times as fast a layer of that size is in FP8 as in BF16, on the GPU's clock."""
     tokens, inputs, outputs = size
     plain = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
     x, dy = (torch.randn(tokens, width, device=device, dtype=torch.bfloat16) for width in (inputs, outputs))
     before, after = (iteration.of_call(layer, [x.clone()], [dy], dict(layer.named_parameters()), mode)
                      for layer in (plain, in_fp8(plain)))
-    return times_as_fast(before, after, device)
+    return gain_on_device(before, after, device)
 
 
 def gains(layers: Sequence[Layer], program: Program) -> dict[Size, Ratio]:

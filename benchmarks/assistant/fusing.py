@@ -167,6 +167,11 @@ class Given:
         return replace(self, query=(*self.query[:-1], width), key=(*self.key[:-1], width),
                        value=(*self.value[:-1], width))
 
+    def in_dtype(self, dtype: torch.dtype) -> "Given":
+        """The same in another dtype, with its mask where that had the same one."""
+        mask = replace(self.mask, dtype=dtype) if self.mask and self.mask.dtype == self.dtype else self.mask
+        return replace(self, dtype=dtype, mask=mask)
+
     def changes(self) -> Iterator["Change"]:
         """Each that may matter, those that leave the function as it is first."""
         mask = self.mask
@@ -195,9 +200,7 @@ class Given:
             yield Change(str(mask), "with one that takes none", replace(self, mask=replace(mask, trains=False)), False)
         for dtype in (torch.float32, torch.bfloat16):
             if self.dtype.itemsize > dtype.itemsize:
-                other = replace(mask, dtype=dtype) if mask and mask.dtype == self.dtype else mask
-                yield Change(dtype_name(self.dtype), f"in {dtype_name(dtype)}",
-                             replace(self, dtype=dtype, mask=other), False)
+                yield Change(dtype_name(self.dtype), f"in {dtype_name(dtype)}", self.in_dtype(dtype), False)
         if self.dropout_p:
             yield Change(f"dropout {self.dropout_p:g} in train mode", "without it", replace(self, dropout_p=0.0), False)
         for width in WIDTHS:

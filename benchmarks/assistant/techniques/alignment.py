@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks.assistant.fp8 import Layer, layers_of
 from benchmarks.assistant.graph import with_stars
 from benchmarks.assistant.program import Program
-from benchmarks.assistant.side_by_side import Ratio, pays, times_as_fast
+from benchmarks.assistant.side_by_side import Ratio, gain_on_device, pays
 from benchmarks.assistant.technique import Found, Technique
 from common.block.config import dtype_name
 from common.runtime import iteration
@@ -18,6 +18,7 @@ from common.runtime.iteration import BOTH, FORWARD
 
 MULTIPLE, PADDED = 8, 64                   # what sizes should be divisible by; to a multiple of which they are padded
 SHARE = 0.02                               # of all FLOPs that such layers must have
+UNDER_AUTOCAST = {torch.float32: torch.bfloat16}             # in what such layers would multiply then
 
 
 def find(program: Program) -> list[Found]:
@@ -39,10 +40,12 @@ def find(program: Program) -> list[Found]:
         share = f"{100 * flops / program.trace.flops:.0f} % of all FLOPs"
         reason, why_not = f"{' and '.join(odd)}, which {MULTIPLE} does not divide: {share}", ""
         if not missing(program.inputs.device):
-            gain = _gain((tokens, *sides), (tokens, *padded), dtype, mode, program.inputs.device)
-            times = f"{gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}] times as fast here in {dtype_name(dtype)}"
-            reason += f"; padded to {' x '.join(f'{side:,}' for side in padded)} it is {times}"
-            why_not = "" if pays(gain) else "it is not worth it"
+            gains = {each: _gain((tokens, *sides), (tokens, *padded), each, mode, program.inputs.device)
+                     for each in dict.fromkeys((dtype, UNDER_AUTOCAST.get(dtype, dtype)))}
+            times = " and ".join(f"{gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}] in {dtype_name(each)}"
+                                 for each, gain in gains.items())
+            reason += f"; padded to {' x '.join(f'{side:,}' for side in padded)} it is, times as fast here, {times}"
+            why_not = "" if any(map(pays, gains.values())) else "it is not worth it"
         found.append(Found(place, with_stars([layer.path for layer in layers]), len(layers), reason, why_not))
     return found
 
@@ -60,7 +63,7 @@ def _gain(size: tuple[int, ...], padded: tuple[int, ...], dtype: torch.dtype, mo
         layer = nn.Linear(inputs, outputs, device=device, dtype=dtype)
         x, dy = (torch.randn(tokens, width, device=device, dtype=dtype) for width in (inputs, outputs))
         works.append(iteration.of_call(layer, [x], [dy], dict(layer.named_parameters()), mode))
-    return times_as_fast(works[0], works[1], device)
+    return gain_on_device(works[0], works[1], device)
 
 
 TECHNIQUE = Technique("alignment", "sizes that 8 does not divide -> padded", find, missing=missing)

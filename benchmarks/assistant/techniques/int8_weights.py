@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.assistant.fp8 import HOOKS, patterns
 from benchmarks.assistant.predicting import Basis, Prediction
 from benchmarks.assistant.program import Program
-from benchmarks.assistant.side_by_side import Ratio, pays, times_as_fast
+from benchmarks.assistant.side_by_side import Ratio, gain_on_device, pays
 from benchmarks.assistant.spending import MATMUL
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from benchmarks.assistant.techniques.cast_once import IN_16_BITS
@@ -115,7 +115,7 @@ def gain_of(size: Size, dtype: torch.dtype, device: torch.device) -> Ratio:
     layers = [nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype) for _ in range(count)]
     x = torch.randn(tokens, inputs, device=device, dtype=dtype)
     works = [_one_after_the_other(calls, x) for calls in (layers, [InInt8(layer, dtype) for layer in layers])]
-    return times_as_fast(works[0], works[1], device)
+    return gain_on_device(works[0], works[1], device)
 
 
 def _one_after_the_other(calls: Sequence[Any], x: Tensor) -> Iteration:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from benchmarks.assistant.fusing import Given, Hidden
 from benchmarks.assistant.graph import with_stars
 from benchmarks.assistant.program import Program
-from benchmarks.assistant.side_by_side import Ratio, pays, times_as_fast
+from benchmarks.assistant.side_by_side import Ratio, gain_on_device, pays
 from benchmarks.assistant.source import Place
 from benchmarks.assistant.technique import Found, Technique
 
@@ -40,7 +40,7 @@ def _gain(given: Given, trains: bool) -> Ratio:
     """At these shapes, on random numbers; on a CPU, which takes long, for one sample."""
     given = given if given.device.type == "cuda" else given.of_one_sample()
     given = replace(given, trains=trains)
-    return times_as_fast(given.iteration(), without_mask(given).iteration(), given.device)
+    return gain_on_device(given.iteration(), without_mask(given).iteration(), given.device)
 
 
 def without_mask(given: Given) -> Given:

@@ -2,10 +2,12 @@
 import functools
 from dataclasses import replace
 
+import torch
+
 from benchmarks.assistant.fusing import Given, fused_or_why_not
 from benchmarks.assistant.graph import with_stars
 from benchmarks.assistant.program import Program
-from benchmarks.assistant.side_by_side import Ratio, pays, times_as_fast
+from benchmarks.assistant.side_by_side import Ratio, gain_on_device, pays
 from benchmarks.assistant.technique import Found, Technique
 
 
@@ -26,6 +28,9 @@ def find(program: Program) -> list[Found]:
         heads = f"{queries} heads of queries and {keys} of keys"
         reason = (f"no fused kernel computes {heads}; with keys and values repeated attention is {times}: "
                   f"key.repeat_interleave({queries // keys}, -3)")
+        under_autocast = fused_or_why_not(given.in_dtype(torch.bfloat16))[0] if given.dtype == torch.float32 else ""
+        if under_autocast:
+            reason += f"; under autocast in bfloat16 it is not needed: {under_autocast} runs"
         why_not = "" if pays(gain) else "it is not worth it"
         found.append(Found(place, with_stars([call.module for call, _ in here]), len(here), reason, why_not))
     return found
@@ -35,7 +40,7 @@ def find(program: Program) -> list[Found]:
 def _gain(given: Given) -> Ratio:
     """At these shapes, on random numbers; on a CPU, which takes long, for one sample."""
     given = given if given.device.type == "cuda" else given.of_one_sample()
-    return times_as_fast(given.iteration(), given.iteration(repeats=True), given.device)
+    return gain_on_device(given.iteration(), given.iteration(repeats=True), given.device)
 
 
 TECHNIQUE = Technique("repeat-kv", "grouped heads that no fused kernel takes -> repeated", find)

@@ -15,11 +15,11 @@ X = torch.randn(4, 32)
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """As if this were one."""
-    measured, asked = {"gain": (1.3, 1.2, 1.4)}, []
+    measured, asked = {torch.float32: (1.3, 1.2, 1.4), torch.bfloat16: (1.5, 1.4, 1.6)}, []
 
-    def gain(*given):
-        asked.append(given)
-        return measured["gain"]
+    def gain(size, padded, dtype, *others):
+        asked.append((size, padded, dtype, *others))
+        return measured[dtype]
     monkeypatch.setattr(alignment, "missing", lambda device: "")
     monkeypatch.setattr(alignment, "_gain", gain)
     return measured, asked
@@ -33,18 +33,26 @@ def found_in(model, x=X):
 def test_a_vocabulary_that_8_does_not_divide_is_told_with_its_time(on_a_gpu):
     _, asked = on_a_gpu
     [found] = found_in(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 257)))
-    assert found.reason == ("257 outputs, which 8 does not divide: 89 % of all FLOPs; padded to 64 x 320 it is 1.30 "
-                            "[1.20, 1.40] times as fast here in float32")
+    assert found.reason == ("257 outputs, which 8 does not divide: 89 % of all FLOPs; padded to 64 x 320 it is, "
+                            "times as fast here, 1.30 [1.20, 1.40] in float32 and 1.50 [1.40, 1.60] in bfloat16")
     assert found.module == "1" and not found.why_not
-    assert asked == [((4, 64, 257), (4, 64, 320), torch.float32, "forward+backward", torch.device("cpu"))]
+    assert asked == [((4, 64, 257), (4, 64, 320), dtype, "forward+backward", torch.device("cpu"))
+                     for dtype in (torch.float32, torch.bfloat16)]
 
 
 @unit
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gain, why_not", [((1.1, 1.02, 1.2), ""), ((1.1, 1.019, 1.2), "it is not worth it")])
-def test_it_must_be_faster(gain, why_not, on_a_gpu):
+def test_it_must_be_faster_in_the_own_dtype_or_under_autocast(gain, why_not, dtype, on_a_gpu):
     measured, _ = on_a_gpu
-    measured["gain"] = gain
+    measured |= {torch.float32: (1.0, 1.0, 1.0), torch.bfloat16: (1.0, 1.0, 1.0)} | {dtype: gain}
     assert found_in(nn.Linear(32, 33))[0].why_not == why_not
+
+
+@unit
+def test_a_model_in_16_bits_is_asked_in_these_alone(on_a_gpu):
+    [found] = found_in(nn.Linear(32, 33).bfloat16(), X.bfloat16())
+    assert found.reason.endswith("times as fast here, 1.50 [1.40, 1.60] in bfloat16") and len(on_a_gpu[1]) == 1
 
 
 @unit
@@ -68,7 +76,7 @@ def test_layers_of_one_size_at_one_line_are_one_finding(on_a_gpu):
     model = nn.Sequential(*(nn.Linear(33, 33) for _ in range(100)), nn.Linear(33, 40))
     [found] = found_in(model, torch.randn(4, 33))
     assert (found.module, found.count) == ("*", 100) and "99 % of all FLOPs" in found.reason
-    assert len(on_a_gpu[1]) == 1
+    assert len(on_a_gpu[1]) == 2                                 # one size, in FP32 and in BF16
 
 
 @unit
@@ -86,7 +94,7 @@ def test_on_a_cpu_there_is_nothing_to_gain(studies_in_seconds):
 @unit
 def test_a_layer_is_timed_at_both_sizes(monkeypatch):
     seen = []
-    monkeypatch.setattr(alignment, "times_as_fast", lambda *given: seen.append(given) or (1.0, 1.0, 1.0))
+    monkeypatch.setattr(alignment, "gain_on_device", lambda *given: seen.append(given) or (1.0, 1.0, 1.0))
     alignment._gain((4, 31, 33), (4, 64, 64), torch.float32, "forward+backward", torch.device("cpu"))
     [(before, after, _)] = seen
     assert [tuple(each.run()[0].shape) for each in (before, after)] == [(4, 33), (4, 64)]

@@ -119,7 +119,7 @@ def test_few_tokens_in_16_bits_once_in_inference(model, x, is_inference, count, 
 def test_a_size_is_timed_with_weights_that_no_cache_holds(monkeypatch):
     """One layer after another."""
     monkeypatch.setattr(int8_weights, "CACHES", 5 * 96 * 96)
-    monkeypatch.setattr(int8_weights, "times_as_fast", lambda before, after, device: (before.run(), after.run()))
+    monkeypatch.setattr(int8_weights, "gain_on_device", lambda before, after, device: (before.run(), after.run()))
     for width, count in ((64, 6), (128, 2), (1024, 1)):
         plain, narrow = int8_weights.gain_of((3, width, width), torch.bfloat16, torch.device("cpu"))
         assert len(plain) == len(narrow) == count

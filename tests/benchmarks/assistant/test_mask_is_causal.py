@@ -23,7 +23,7 @@ def faster(monkeypatch):
     """What a machine would measure."""
     measured = {"gain": (1.8, 1.7, 1.9)}
     mask_is_causal._gain.cache_clear()
-    monkeypatch.setattr(mask_is_causal, "times_as_fast", lambda before, after, device: measured["gain"])
+    monkeypatch.setattr(mask_is_causal, "gain_on_device", lambda before, after, device: measured["gain"])
     return measured
 
 

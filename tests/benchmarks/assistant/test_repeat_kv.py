@@ -31,14 +31,14 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """What it has kernels for, and measures."""
-    it = {"gain": (2.5, 2.4, 2.6), "kernel": ("", WHY_NOT)}
+    it = {"gain": (2.5, 2.4, 2.6), "kernel": ("", WHY_NOT), "in 16 bits": ("", WHY_NOT)}
     repeat_kv._gain.cache_clear()
 
     def kernel(given):
-        return it["kernel"] if given.enable_gqa else ("flash", "")
+        return it["kernel" if given.dtype == torch.float32 else "in 16 bits"] if given.enable_gqa else ("flash", "")
     for module in (repeat_kv, sdpa):
         monkeypatch.setattr(module, "fused_or_why_not", kernel)
-    monkeypatch.setattr(repeat_kv, "times_as_fast", lambda before, after, device: it["gain"])
+    monkeypatch.setattr(repeat_kv, "gain_on_device", lambda before, after, device: it["gain"])
     return it
 
 
@@ -54,6 +54,14 @@ def test_a_call_that_is_computed_by_hand_is_told_with_its_time():
                             "key.repeat_interleave(2, -3)")
     [already] = sdpa.find(read(Net(), Inputs.of(X)))
     assert already.why_not == f"it is this function already; no fused kernel computes it: {WHY_NOT}"
+
+
+@unit
+def test_where_autocast_would_make_one_run_that_is_said(machine):
+    machine["in 16 bits"] = "flash", ""
+    assert found_in(Net())[0].reason.endswith("; under autocast in bfloat16 it is not needed: flash runs")
+    machine["kernel"], machine["in 16 bits"] = ("flash", ""), ("", WHY_NOT)
+    assert found_in(Net()) == []
 
 
 @unit
