@@ -1,7 +1,7 @@
 """Two works that a finding turns on, timed in the same rounds while a model is read."""
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from benchmarks.assistant.program import Program
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.modules import subject_of
 from benchmarks.measure.observing import Work
+from common.block.config import dtype_name
 from common.runtime import replay, rounds, timing
 from common.runtime.iteration import BOTH, FORWARD, Iteration
 
@@ -33,6 +34,17 @@ def gain_on_device(before: Iteration, after: Iteration, device: torch.device) ->
         with contextlib.suppress(RuntimeError):
             before, after = _replayed(before), _replayed(after)
     return times_as_fast(before, after, device)
+
+
+def with_autocast(dtype: torch.dtype) -> list[torch.dtype]:
+    """In what a piece of that dtype may multiply: in its own, and FP32 in BF16 as well, as it does under autocast."""
+    return [dtype, torch.bfloat16] if dtype == torch.float32 else [dtype]
+
+
+def in_words(gains: Mapping[torch.dtype, Ratio]) -> str:
+    """How many times as fast in each of these."""
+    return " and ".join(f"{gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}] in {dtype_name(dtype)}"
+                        for dtype, gain in gains.items())
 
 
 def _replayed(iteration: Iteration) -> Iteration:

@@ -10,15 +10,13 @@ from torch import nn
 from benchmarks.assistant.fp8 import Layer, layers_of
 from benchmarks.assistant.graph import with_stars
 from benchmarks.assistant.program import Program
-from benchmarks.assistant.side_by_side import Ratio, gain_on_device, pays
+from benchmarks.assistant.side_by_side import Ratio, gain_on_device, in_words, pays, with_autocast
 from benchmarks.assistant.technique import Found, Technique
-from common.block.config import dtype_name
 from common.runtime import iteration
 from common.runtime.iteration import BOTH, FORWARD
 
 MULTIPLE, PADDED = 8, 64                   # what sizes should be divisible by; to a multiple of which they are padded
 SHARE = 0.02                               # of all FLOPs that such layers must have
-UNDER_AUTOCAST = {torch.float32: torch.bfloat16}             # in what such layers would multiply then
 
 
 def find(program: Program) -> list[Found]:
@@ -41,10 +39,9 @@ def find(program: Program) -> list[Found]:
         reason, why_not = f"{' and '.join(odd)}, which {MULTIPLE} does not divide: {share}", ""
         if not missing(program.inputs.device):
             gains = {each: _gain((tokens, *sides), (tokens, *padded), each, mode, program.inputs.device)
-                     for each in dict.fromkeys((dtype, UNDER_AUTOCAST.get(dtype, dtype)))}
-            times = " and ".join(f"{gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}] in {dtype_name(each)}"
-                                 for each, gain in gains.items())
-            reason += f"; padded to {' x '.join(f'{side:,}' for side in padded)} it is, times as fast here, {times}"
+                     for each in with_autocast(dtype)}
+            sizes = " x ".join(f"{side:,}" for side in padded)
+            reason += f"; padded to {sizes} it is, times as fast here, {in_words(gains)}"
             why_not = "" if any(map(pays, gains.values())) else "it is not worth it"
         found.append(Found(place, with_stars([layer.path for layer in layers]), len(layers), reason, why_not))
     return found
