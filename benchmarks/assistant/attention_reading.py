@@ -271,7 +271,7 @@ class Reader:
         if name in ("mul", "div"):
             sign = " * " if name == "mul" else " / "
             return self._multiplied(scores, sign + self.factor(other))
-        if isinstance(_literal(other), (int, float)) and not scores.is_softmax:
+        if isinstance(literal(other), (int, float)) and not scores.is_softmax:
             return scores                                      # a softmax takes no notice of it
         return self._with(scores, Fill(self.words(other) if name == "add" else f"-{self.factor(other)}"))
 
@@ -390,14 +390,14 @@ class _WithoutScores(ast.NodeTransformer):
 
 def _is_least(node: ast.expr) -> bool:
     """Whether a number is so low that a score which is lower has no weight either way."""
-    number = _literal(node)
+    number = literal(node)
     if isinstance(number, (int, float)):
         return number <= BLOCKING
     inner = node.args[0] if isinstance(node, ast.Call) and called(node) == "tensor" and node.args else node
     return isinstance(inner, ast.Attribute) and inner.attr == "min" and called(inner.value) == "finfo"
 
 
-def _literal(node: ast.expr) -> Any:
+def literal(node: ast.expr) -> Any:
     """Its value; None where it is no literal."""
     try:
         return ast.literal_eval(node)

@@ -12,12 +12,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.assistant.attention import Attention, missing_dimensions
-from benchmarks.assistant.attention_reading import Fill, Reader, Scores, as_operand, grouped, permuted, transposed
+from benchmarks.assistant.attention_reading import (
+    Fill,
+    Reader,
+    Scores,
+    as_operand,
+    grouped,
+    literal,
+    permuted,
+    transposed,
+)
 from benchmarks.assistant.graph import place_of, shape_of
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.source import Place, function_at, function_node_at, text_of
 from benchmarks.assistant.statements import (
     assigned,
+    called,
     first_of_two,
     is_returned_alone,
     lines_of,
@@ -36,6 +46,7 @@ NOT_MADE = "the fused call gives no weights, and nothing used them"
 SUPPORTS = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}      # what a model of transformers says
 OF_MASKS = {"ones", "ones_like", "new_ones", "zeros", "zeros_like", "new_zeros", "full", "full_like", "new_full",
             "arange", "tril", "triu", "bool", "to", "view", "unsqueeze", "expand", "size", "logical_not"}
+OF_WIDTHS = {"sqrt", "rsqrt", "pow", "float", "int", "tensor"}              # what makes a scale of a width
 COMPILED = "compiled_flex_attention = torch.compile(flex.flex_attention, dynamic=False)"
 CAUSAL_BLOCKS = """@functools.lru_cache(maxsize=8)
 def causal_blocks(length, device):
@@ -447,17 +458,72 @@ class _Writer:
         if attention.temperatures:
             return repr(attention.scale)
         width = shape_of(attention.query.node)[-1] if attention.query.order is None else 0
-        if width and math.isclose(attention.scale, width ** -0.5, rel_tol=1e-6):
+        is_default = width and math.isclose(attention.scale, width ** -0.5, rel_tol=1e-6)
+        if is_default and not self._may_follow_a_length(found.scales):
             return ""
-        if len(found.scales) == 1:
-            return found.scales[0].removeprefix(" * ") if found.scales[0].startswith(" * ") else f"1{found.scales[0]}"
-        return repr(attention.scale)
+        return _product(found.scales) if found.scales else repr(attention.scale)
+
+    def _may_follow_a_length(self, scales: Sequence[str]) -> bool:
+        """Whether they could be other numbers on other inputs: if they are more than sizes of the last dimension, roots
+        of these, constants and what the module holds.
+        """
+        function = function_node_at(self.file, self.statements[0].lineno)
+        todo: list[ast.AST] = [ast.parse(f"1{scale}") for scale in scales]
+        seen = set[str]()
+        while todo:
+            expression = todo.pop()
+            if any(map(_reads_a_size, ast.walk(expression))):
+                return True
+            names = _values_named(expression) - seen
+            seen |= names
+            for name in names:
+                values = _values_given(name, function)
+                if values is None:
+                    return True
+                todo += values
+        return False
 
 
 def _makes_a_mask_alone(expression: ast.expr) -> bool:
     """Whether it calls nothing but functions of torch's that make a mask, and methods that change its form."""
     calls = [node.func for node in ast.walk(expression) if isinstance(node, ast.Call)]
     return bool(calls) and all(isinstance(call, ast.Attribute) and call.attr in OF_MASKS for call in calls)
+
+
+def _reads_a_size(node: ast.AST) -> bool:
+    """Whether it may be one of another dimension than the last: a call that is no root, or another index."""
+    if isinstance(node, ast.Call):
+        if called(node) == "size":
+            return not (node.args and literal(node.args[0]) == -1)
+        return called(node) not in OF_WIDTHS
+    return isinstance(node, ast.Subscript) and literal(node.slice) != -1
+
+
+def _values_given(name: str, function: ast.AST | None) -> list[ast.expr] | None:
+    """What a function's statements give to a name, the size of a last dimension left out; None where not all is seen.
+    """
+    if not isinstance(function, ast.FunctionDef):
+        return None
+    if name != "self" and name in {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}:
+        return None
+    values = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and name in assigned(node):
+            [target] = node.targets if len(node.targets) == 1 else [None]
+            if isinstance(target, ast.Name):
+                values.append(node.value)
+            elif not _is_the_last_size(name, target, node.value):
+                return None
+        elif (isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For) and name in assigned(node)) or (isinstance(node, ast.NamedExpr) and node.target.id == name):
+            return None
+    return values
+
+
+def _is_the_last_size(name: str, target: ast.expr | None, value: ast.expr) -> bool:
+    """Whether a statement as `B, S, D = x.shape` gives a name the last of them."""
+    is_last = isinstance(target, ast.Tuple) and isinstance(target.elts[-1], ast.Name) and target.elts[-1].id == name
+    of_shape = isinstance(value, ast.Attribute) and value.attr == "shape"
+    return is_last and (of_shape or (isinstance(value, ast.Call) and called(value) == "size" and not value.args))
 
 
 def _product(scales: Sequence[str]) -> str:

@@ -306,7 +306,32 @@ class LeastOfItsDtype(Attention):
         return weights @ v
 
 
-WRITTEN = (OfStableDiffusion, LeastOfItsDtype, OfOneDimension, HiddenKeys, CausalAlone, CausalAsAnArgument,
+class ScaledByTheLength(Attention):
+    """By the logarithm of a length to that which was trained on: 1 for the inputs that the tests give."""
+
+    def attend(self, q, k, v, padding):
+        scores = q @ k.mT * q.size(-1) ** -0.5 * math.log(q.size(-2), LENGTH)
+        return scores.softmax(-1) @ v
+
+
+class ScaledByANameOfTheLength(Attention):
+    def attend(self, q, k, v, padding):
+        B, H, length, width = q.shape
+        scale = width ** -0.5
+        if padding is None or padding is not None:
+            scale = scale * math.log(length, LENGTH)
+        scores = q @ k.mT * scale
+        return scores.softmax(-1) @ v
+
+
+class DividedTwice(Attention):
+    def attend(self, q, k, v, padding):
+        scores = q @ k.mT / math.sqrt(q.size(-1)) / math.log2(q.size(-2))
+        return scores.softmax(-1) @ v
+
+
+WRITTEN = (ScaledByTheLength, ScaledByANameOfTheLength, DividedTwice, OfStableDiffusion, LeastOfItsDtype,
+           OfOneDimension, HiddenKeys, CausalAlone, CausalAsAnArgument,
            MaskCutUnderTheCondition, NamesThatTheCallHas, ByEinsum, ByEinsumAcross, ByBatchedMatmuls, BiasOnTheLeft,
            TwoInOneStatement, TwoFillsInAChain, OptionalMask, AddedWhereItIsGiven, CausalAndOptional, OptionalThenAdded,
            AddedBeforeItIsScaled, DropoutAsAnArgument, DropoutOfAFunction, InPlace, QueryChanges, NamesAreUsedAgain)

@@ -1,4 +1,6 @@
 """The lines that are advised in place of attention by hand: right for each mask, mode and length; or there are none."""
+import importlib.util
+
 import pytest
 import torch
 
@@ -45,6 +47,51 @@ def test_one_piece_of_code_holds_with_a_mask_and_without_in_both_modes_and_on_ot
         for inputs in inputs_of(kind):
             judgement = validate(other, model, inputs, cotangents=1)
             assert judgement.passed, f"{advice.code}\n{judgement.failure}"
+
+
+SCALED = """
+import math
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = 0.5
+
+    def forward(self, q, k, v, given=None):
+        BEFORE
+        scores = q @ k.mT SCALE
+        return scores.softmax(-1) @ v
+"""
+
+
+@pytest.mark.parametrize("scale, before, said", [
+    ("* 0.5", "", ""),
+    ("* self.scale", "", ""),
+    ("/ math.sqrt(q.size(-1))", "", ""),
+    ("/ math.sqrt(k.shape[-1])", "", ""),
+    ("/ math.sqrt(d)", "B, S, d = q.shape", ""),
+    ("/ math.sqrt(d)", "d = q.size(-1)", ""),
+    ("* 1.0 * scale", "d = q.size(-1); scale = d ** -0.5", ""),
+    ("/ math.sqrt(S)", "B, S, d = q.shape", ", scale=1 / math.sqrt(S)"),
+    ("/ math.sqrt(q.size(1))", "", ", scale=1 / math.sqrt(q.size(1))"),
+    ("/ math.sqrt(q.shape[-2])", "", ", scale=1 / math.sqrt(q.shape[-2])"),
+    ("/ math.sqrt(len(q[0]))", "", ", scale=1 / math.sqrt(len(q[0]))"),
+    ("* 0.5 * math.log(q.size(1), 4)", "", ", scale=0.5 * math.log(q.size(1), 4)"),
+    ("* scale", "scale = 0.5; scale *= math.log(q.size(1), 4)", ", scale=scale"),
+    ("* scale", "scale = 0.5 * math.log(q.size(1), 4)", ", scale=scale"),
+    ("* scale", "scale = 0.5 if given is None else given", ", scale=scale"),
+    ("* 0.25", "", ", scale=0.25")])
+def test_a_scale_is_left_out_where_it_is_that_by_default_for_inputs_of_any_length(scale, before, said, tmp_path):
+    """Queries are 4 wide, and here are 4 of them."""
+    path = tmp_path / "scaled.py"
+    path.write_text(SCALED.replace("SCALE", scale).replace("BEFORE", before or "pass"))
+    spec = importlib.util.spec_from_file_location("scaled", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    program = read(module.Attention(), Inputs.of(torch.randn(3, 2, 4, 4).unbind()))
+    [found] = sdpa.find(program)
+    assert f"v.unsqueeze(0){said}).squeeze(0)" in sdpa.advice(program, found).code
 
 
 @pytest.mark.parametrize("kind", statements.NOT_WRITTEN, ids=lambda kind: kind.__name__)
