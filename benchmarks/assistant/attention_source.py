@@ -506,20 +506,20 @@ def _values_given(name: str, function: ast.AST | None) -> list[ast.expr] | None:
         return None
     if name != "self" and name in {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}:
         return None
+    stored = sum(isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name
+                 for node in ast.walk(function))
     values = []
     for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and name in assigned(node):
-            [target] = node.targets if len(node.targets) == 1 else [None]
-            if isinstance(target, ast.Name):
-                values.append(node.value)
-            elif not _is_the_last_size(name, target, node.value):
-                return None
-        elif (isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For) and name in assigned(node)) or (isinstance(node, ast.NamedExpr) and node.target.id == name):
-            return None
-    return values
+        if not isinstance(node, ast.Assign) or name not in assigned(node) or len(node.targets) > 1:
+            continue
+        if isinstance(node.targets[0], ast.Name):
+            values.append(node.value)
+        elif _is_the_last_size(name, node.targets[0], node.value):
+            stored -= 1
+    return values if len(values) == stored else None               # else a loop, or something in place, gives it one
 
 
-def _is_the_last_size(name: str, target: ast.expr | None, value: ast.expr) -> bool:
+def _is_the_last_size(name: str, target: ast.expr, value: ast.expr) -> bool:
     """Whether a statement as `B, S, D = x.shape` gives a name the last of them."""
     is_last = isinstance(target, ast.Tuple) and isinstance(target.elts[-1], ast.Name) and target.elts[-1].id == name
     of_shape = isinstance(value, ast.Attribute) and value.attr == "shape"

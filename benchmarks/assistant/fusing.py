@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.assistant.attention import Attention, infinite
@@ -22,6 +23,8 @@ from common.outcome import in_a_line
 from common.runtime.iteration import BOTH, FORWARD, Iteration, of_call
 
 WIDTHS, MULTIPLE = (256, 128), 8           # of a head, that fused kernels take
+EVERY_BACKEND = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION,
+                 SDPBackend.MATH]
 
 
 def softmax_left(before: evidence.Evidence, seen: evidence.Evidence) -> str:
@@ -75,6 +78,7 @@ class Given:
     enable_gqa: bool = False
     strided: bool = False                  # elements of one head do not stand side by side
     trains: bool = False
+    math_alone: bool = False               # no fused kernel is allowed around the call
 
     @classmethod
     def of_region(cls, attention: Attention) -> "Given":
@@ -96,7 +100,7 @@ class Given:
                    None if mask is None else MaskGiven(tuple(mask.shape), mask.dtype, _takes_a_gradient(mask),
                                                             hidden_by(mask, query.size(-2), key.size(-2))),
                    named.get("dropout_p", 0.0), named.get("is_causal", False), named.get("enable_gqa", False),
-                   is_strided, any(map(_takes_a_gradient, tensors)))
+                   is_strided, any(map(_takes_a_gradient, tensors)), not _fused_are_allowed())
 
     @property
     def scores_bytes(self) -> int:
@@ -126,8 +130,9 @@ class Given:
             y = F.scaled_dot_product_attention(query, key, value, mask, self.dropout_p, self.is_causal, **options)
             if self.trains:
                 y.sum().backward()
-        attend()
-        kind = evidence.judge(evidence.observe(attend, self.device), None).attention
+        with sdpa_kernel([SDPBackend.MATH] if self.math_alone else EVERY_BACKEND):
+            attend()
+            kind = evidence.judge(evidence.observe(attend, self.device), None).attention
         return "" if kind == BY_HAND else kind
 
     def iteration(self, repeats: bool = False) -> Iteration:
@@ -175,6 +180,9 @@ class Given:
     def changes(self) -> Iterator["Change"]:
         """Each that may matter, those that leave the function as it is first."""
         mask = self.mask
+        if self.math_alone:
+            yield Change("the math backend alone is allowed there, by sdpa_kernel or torch.backends.cuda",
+                         "with the others allowed", replace(self, math_alone=False))
         if self.strided:
             yield Change("the elements of a head do not stand side by side", "contiguous", replace(self, strided=False))
         if mask and len(mask.shape) == 3 and len(self.query) == 4:
@@ -217,6 +225,12 @@ class Change:
     words: str
     given: Given
     is_same: bool = True                   # it can be the same function
+
+
+def _fused_are_allowed() -> bool:
+    """Whether any of them may run here; a CPU asks for the same flags."""
+    cuda = torch.backends.cuda
+    return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
 
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

@@ -16,7 +16,8 @@ def find(program: Program) -> list[Found]:
     trains = program.trace.trains and not program.is_inference
     found = []
     calls = [(call, replace(call.attends, trains=trains)) for call in program.trace.calls
-             if call.attends and call.attends.enable_gqa and call.attends.query[-3] != call.attends.key[-3]]
+             if call.attends and call.attends.enable_gqa and call.attends.query[-3] != call.attends.key[-3]
+             and not call.attends.math_alone]
     for place in dict.fromkeys(call.place for call, _ in calls):
         here = [(call, given) for call, given in calls if call.place == place]
         given = next((given for _, given in here if not fused_or_why_not(given)[0]), None)

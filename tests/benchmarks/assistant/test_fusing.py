@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.assistant import why
 from benchmarks.assistant.attention import attention_at
@@ -51,6 +52,8 @@ def test_a_softmax_that_still_runs_is_told(technique, before, left, why_not):
     (replace(PLAIN, mask=MaskGiven((1, 1, 9, 9), torch.float64)), "a mask float64 [1, 1, 9, 9]; in float32"),
     (replace(PLAIN, **FEW_HEADS), "4 heads of queries and 2 of keys; keys and values repeated"),
     (replace(PLAIN, strided=True, value=(2, 4, 9, 8)), "by side, values 8 wide beside keys 16 wide; contiguous and "),
+    (replace(PLAIN, math_alone=True), "the math backend alone is allowed there, by sdpa_kernel or torch.backends.cuda; "
+                                      "with the others allowed"),
     (replace(PLAIN, strided=True, dropout_p=0.1), "side by side, dropout 0.1 in train mode; contiguous and"),
 ])
 def test_the_smallest_change_is_found_by_making_it(given, said):
@@ -67,6 +70,25 @@ def test_the_widths_of_heads_that_are_tried(width, expected):
     made = list(PLAIN.with_heads_of(width).changes())
     assert [change.words for change in made if change.condition == f"heads {width} wide"] == expected
     assert all(change.given.query[-1] == change.given.value[-1] for change in made)
+
+
+class Attends(nn.Module):
+    def __init__(self, backends):
+        super().__init__()
+        self.backends = backends
+
+    def forward(self, x):
+        with sdpa_kernel(self.backends):
+            return F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("backends, said", [([SDPBackend.MATH], True),
+                                            ([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], False)])
+def test_a_model_that_allows_the_math_backend_alone_is_told_so(backends, said):
+    [already] = sdpa.find(read(Attends(backends), Inputs.of(torch.randn(SHAPE))))
+    assert already.why_not.startswith("it is this function already")
+    assert ("the math backend alone is allowed there" in already.why_not) == said
 
 
 @pytest.mark.unit
