@@ -62,7 +62,7 @@ def waits_in(trace: Trace) -> list[Wait]:
     """Each line once. What is on the host itself, as lengths are at times, it has at once."""
     found: dict[tuple, Wait] = {}
     for call in trace.calls:
-        if call.device not in ("", trace.device):
+        if call.device not in ("", trace.device) or call.is_told_its_size:
             continue
         why = next((words for name, words in WAITING.items() if any(o.startswith(name) for o in call.operators)), "")
         if call.name in TO_HOST:

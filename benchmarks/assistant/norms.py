@@ -31,6 +31,7 @@ class Norm(Region):
     dim: int                                 # that it goes over, from 0 on
     weight: fx.Node | None = None            # along that dimension, in whatever shape
     bias: fx.Node | None = None
+    with_epsilon: fx.Node | None = None      # the sum of a variance and it, where there is one
 
     @property
     def width(self) -> int:
@@ -87,7 +88,7 @@ def norm_at(root: fx.Node, graph: Captured) -> Norm | None:
     user = _divided(root)
     if user is None:
         return None
-    norm = Norm(graph, (), x, user, float(epsilon), is_centred, dim)
+    norm = Norm(graph, (), x, user, float(epsilon), is_centred, dim, with_epsilon=added)
     rest = _without_weight(norm, next(inner for inner in user.args if inner is not root))
     if not _is_normalised(rest, norm):
         return None

@@ -58,6 +58,7 @@ class Call:
     blind: tuple[int, int] = (0, 0)        # rows of a softmax in which everything is masked, of how many
     is_batched: bool = False               # of a softmax: over matrices, as scores of attention are
     device: str = ""                       # the kind of device of the first tensor that it is given; "" of none
+    is_told_its_size: bool = False         # of a result whose size it would else read from the device
 
     @property
     def flops(self) -> float:
@@ -158,7 +159,8 @@ class Functions(TorchFunctionMode):
         place, through = here()
         attends = Given.of_call(args, kwargs or {}) if name == ATTENTION else None
         device = next((t.device.type for t in tensors_in(args)), "")
-        call = Call(name, place, self.inside[-1], through=through, attends=attends, device=device)
+        call = Call(name, place, self.inside[-1], through=through, attends=attends, device=device,
+                    is_told_its_size=_is_told_its_size(name, args, kwargs or {}))
         if self.looks and name == "softmax":
             scores = args[0] if args else (kwargs or {}).get("input")
             call.blind = _blind_rows(scores)
@@ -169,6 +171,17 @@ class Functions(TorchFunctionMode):
     def called(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Call it."""
         return func(*args, **kwargs)
+
+
+def _is_told_its_size(name: str, args: tuple, kwargs: dict) -> bool:
+    """Whether one_hot is given its number of classes, or repeat_interleave what its repeats add up to.
+
+    A CPU's one_hot reads its values then all the same, to check them; a GPU's does not.
+    """
+    if name == "one_hot":
+        classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+        return isinstance(classes, int) and classes >= 0
+    return name == "repeat_interleave" and kwargs.get("output_size") is not None
 
 
 def _blind_rows(scores: Any) -> tuple[int, int]:

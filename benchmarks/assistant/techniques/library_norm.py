@@ -14,6 +14,7 @@ from benchmarks.assistant.predicting import Basis, Prediction, in_one_pass
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed, put_in_place
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique
+from benchmarks.assistant.words import expression_of
 from common.block.evidence import Evidence
 
 
@@ -47,11 +48,22 @@ def _call(norm: Norm, words: Sequence[str]) -> str:
     affine = [word if _is_flat(node) else _flattened(word) for word, node in zip(affine, _affine(norm), strict=True)]
     if norm.weight is None and norm.is_centred:
         affine = ["None"]
-    options = [*affine, f"eps={float(f'{norm.epsilon:.6g}')!r}"]           # the square of 1e-8 is no round number
+    options = [*affine, f"eps={_epsilon(norm)}"]
     if norm.is_over_the_last:
         return f"F.{norm.function}({', '.join([x, f'{x}.shape[-1:]', *options])})"
     rows, width = f"{grouped(x)}.movedim({norm.dim}, -1)", f"{grouped(x)}.shape[{norm.dim}:{norm.dim + 1}]"
     return f"F.{norm.function}({', '.join([rows, width, *options])}).movedim(-1, {norm.dim})"
+
+
+def _epsilon(norm: Norm) -> str:
+    """By its name, where it has one: the next module may have another value."""
+    added = norm.with_epsilon
+    whole = expression_of(added) if added is not None else None
+    if added is not None and isinstance(whole, ast.BinOp):
+        words = whole.right if isinstance(added.args[0], fx.Node) else whole.left
+        if isinstance(words, ast.Name | ast.Attribute):
+            return ast.unparse(words)
+    return repr(float(f"{norm.epsilon:.6g}"))                              # the square of 1e-8 is no round number
 
 
 def _flattened(word: str) -> str:

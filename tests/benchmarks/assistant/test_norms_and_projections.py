@@ -1,6 +1,9 @@
 """Norms by hand and linear layers on one input: found, rewritten, the same function, and their advice can be pasted."""
+import sys
+
 import pytest
 import torch
+from torch.nn import functional as F  # noqa: F401 - what is pasted in here calls it
 
 from benchmarks.assistant import optimize, source
 from benchmarks.assistant.program import read
@@ -98,7 +101,38 @@ def test_statements_that_something_else_needs_stay_with_their_comments():
     lines = library_norm.advice(program, *library_norm.find(program)).code.splitlines()
     assert lines == ["mean = x.mean(-1, keepdim=True)",
                      "# It is added below.", "twice = 2 * x",
-                     "return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, eps=1e-05) + twice, mean"]
+                     "return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, eps=self.eps) + twice, mean"]
+
+
+class OfTwoEpsilons(torch.nn.Module):
+    """One helper with an epsilon that its callers give."""
+
+    @staticmethod
+    def norm(x, epsilon=1e-6):
+        return x * torch.rsqrt(epsilon + x.pow(2).mean(-1, keepdim=True))
+
+    def forward(self, x):
+        return self.norm(x) + self.norm(0.01 * x, 0.1)
+
+
+class OfTheModule(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.variance_epsilon = 1e-6
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind, epsilon", [(OfTwoEpsilons, "epsilon"), (OfTheModule, "self.variance_epsilon")])
+def test_an_epsilon_with_a_name_keeps_it(kind, epsilon, tmp_path):
+    program = read(kind(), Inputs.of(X))
+    for number, found in enumerate(library_norm.find(program)):
+        advice = library_norm.advice(program, found)
+        assert f"F.rms_norm(x, x.shape[-1:], eps={epsilon})" in advice.code
+        written = pasted(advice, sys.modules[__name__], tmp_path / f"named_{number}.py")
+        is_same(getattr(written, kind.__name__)(), kind())
 
 
 @pytest.mark.unit

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from benchmarks.assistant.analysis import waits_in
 from benchmarks.assistant.program import read
@@ -310,6 +311,21 @@ def test_library_calls_that_wait_are_found():
     found = host_sync.find(program_of(WaitingToo()))
     first = inspect.getsourcelines(WaitingToo.forward)[1]
     assert {each.place.line - first for each in found} == {1, 2, 3, 4, 5}
+
+
+class ToldItsSize(nn.Module):
+    def forward(self, x, index):
+        told = F.one_hot(index, 8).sum() + F.one_hot(index, num_classes=8).sum()
+        told = told + torch.repeat_interleave(x[0], index, output_size=6).sum()
+        asked = F.one_hot(index).sum()
+        return told + asked + torch.repeat_interleave(x[0], index).sum()
+
+
+@pytest.mark.integration
+def test_a_call_that_is_told_the_size_of_its_result_does_not_wait():
+    program = read(ToldItsSize(), Inputs.of((torch.randn(2, 3), torch.tensor([1, 2, 3]))))
+    first = inspect.getsourcelines(ToldItsSize.forward)[1]
+    assert {each.place.line - first for each in host_sync.find(program)} == {3, 4}
 
 
 @pytest.mark.unit
