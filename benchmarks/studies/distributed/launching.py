@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -28,7 +29,7 @@ from common.runtime import compiler
 FROM_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")     # what torchrun sets
 OURS = "DISTRIBUTED_HAS_LAUNCHER"      # set for ranks that `start` has started
 PROGRAM = ("-m", "benchmarks", "distributed")
-OF_HUNG = "Hung: "                     # begins what its error file says
+SAID = ".said"                         # behind the name of a rank's error file: the line that it ends with
 NO_FILE = "<N/A>"                      # of a failure's error file: the process has left none
 SECONDARY = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "remote process")
 PATIENCE = 3                           # seconds that a rank waits to be ended where another one seems to have failed
@@ -97,7 +98,9 @@ def end(error: Exception) -> NoReturn:
     """Of this rank, at once: to leave the group in order would wait for the others."""
     get_error_handler().record_exception(error)
     said = str(error) if isinstance(error, Hung) else f"rank {os.environ['RANK']} failed: {in_a_line(error)}"
-    if OURS not in os.environ:                             # else the launcher says it
+    if OURS in os.environ:                                 # the launcher says it
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"] + SAID).write_text(said)
+    else:
         print(f"distributed: {said}", file=sys.stderr, flush=True)
     compiler.remove_private_caches()
     os._exit(EXIT["oom" if is_out_of_memory(error) else "failed"])
@@ -156,6 +159,8 @@ def in_words(rank: int, failure: ProcessFailure) -> str:
         return f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}"
     if failure.error_file == NO_FILE:
         return f"rank {rank} ended with status {failure.exitcode}"
+    if (said := Path(failure.error_file + SAID)).exists():
+        return said.read_text()
     told_by_it: Any = failure.message
     message = (told_by_it["message"] if isinstance(told_by_it, dict) else told_by_it).strip().splitlines()[0]
-    return message.removeprefix(OF_HUNG) if message.startswith(OF_HUNG) else f"rank {rank} failed: {message}"
+    return f"rank {rank} failed: {message}"

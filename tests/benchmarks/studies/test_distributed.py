@@ -639,14 +639,16 @@ def test_a_foreign_checkpoint_is_a_line(study_main, monkeypatch, tmp_path, name,
 
 
 @unit
-def test_how_a_rank_ended_is_told():
+def test_how_a_rank_ended_is_told(tmp_path):
     def failure(exitcode, message="", error_file="error.json"):
         return SimpleNamespace(exitcode=exitcode, message=message, error_file=error_file)
     assert launching.in_words(2, failure(-9)) == "rank 2 was ended by SIGKILL"
     assert launching.in_words(2, failure(2, error_file=launching.NO_FILE)) == "rank 2 ended with status 2"
     said = {"message": "ValueError: one\ntwo", "extraInfo": {}}
     assert launching.in_words(2, failure(1, said)) == "rank 2 failed: ValueError: one"
-    assert launching.in_words(2, failure(1, "Hung: rank 1 hangs")) == "rank 1 hangs"
+    (tmp_path / f"error.json{launching.SAID}").write_text("rank 1 hangs")
+    own = failure(1, "Hung: rank 1 hangs", error_file=str(tmp_path / "error.json"))
+    assert launching.in_words(2, own) == "rank 1 hangs"
 
 
 @unit
