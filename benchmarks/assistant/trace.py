@@ -27,7 +27,7 @@ from benchmarks.measure.calls import BLOCKING, Inputs, clean
 from benchmarks.measure.keeping import kept
 
 ATTENTION = "scaled_dot_product_attention"
-INDEX_BY_MASK = "index by a mask:"          # before the name of an operator
+INDEX_BY_MASK, ON_THE_HOST = "index by a mask:", "on the host:"              # before the name of an operator
 _WITHOUT_GRADIENT = re.compile(r"^aten\.(detach|new_)|_like\b")       # operators that give none to what they are given
 Shape = Sequence[int]
 _HERE = str(Path(__file__).parent) + os.sep
@@ -222,7 +222,7 @@ class _Operators(TorchDispatchMode):
             self.taking.update({t: None for t in given_back if t.is_floating_point() or t.is_complex()})
         if self.recorded.calls:
             call = self.recorded.calls[-1]
-            call.operators.append(_operator_name(func, given))
+            call.operators.append(operator_name(func, given, self.recorded.device))
             if flops := flops_of(func, args, kwargs, result):
                 call.products.append(_product(func, flops, given, self.takes_a_gradient))
             call.bytes += _bytes_moved(func, given, given_back)
@@ -257,9 +257,11 @@ def _product(func: Any, flops: float, given: Sequence[Tensor], takes: Callable[[
                    any(map(takes, operands[1:])))
 
 
-def _operator_name(func: Any, given: Sequence[Tensor]) -> str:
-    """Of an index by a mask that it is one."""
+def operator_name(func: Any, given: Sequence[Tensor], device: str) -> str:
+    """Of an index by a mask that it is one; of what is given nothing of the model's device that it runs on the host."""
     name = str(func)
+    if given and device not in ("", "cpu") and all(t.device.type == "cpu" for t in given):
+        return f"{ON_THE_HOST} {name}"
     by_mask = name.startswith("aten.index") and any(t.dtype == torch.bool for t in given[1:])
     return f"{INDEX_BY_MASK} {name}" if by_mask else name
 

@@ -13,7 +13,7 @@ from benchmarks.assistant.source import Place
 from benchmarks.assistant.technique import Found, Technique
 
 INSTEAD = {Hidden.NOTHING: "without it", Hidden.FUTURE: "with is_causal=True in its place"}
-PADDED = "as padding does: is_causal alone would be another function"
+PADDED = "as padding or a window does: is_causal alone would be another function"
 
 
 def find(program: Program) -> list[Found]:

@@ -25,7 +25,7 @@ from benchmarks.assistant.techniques import (
     sdpa,
     tf32,
 )
-from benchmarks.assistant.trace import Call, Trace
+from benchmarks.assistant.trace import Call, Trace, operator_name, trace
 from benchmarks.examples import cnn, cnn_good, diffusion, diffusion_good, gpt, gpt_good
 from benchmarks.measure.calls import Inputs
 from benchmarks.study import validate
@@ -335,6 +335,29 @@ def test_a_value_that_is_on_the_host_is_not_waited_for(given, of_call, waits):
     """As the lengths of a batch, whose largest is read by .item()."""
     call = Call("item", Place("model.py", 1), "", operators=["aten._local_scalar_dense.default"], device=of_call)
     assert bool(waits_in(Trace([call], given))) == waits
+
+
+class SizesAsTensors(nn.Module):
+    """Their quotient lies on the host, wherever the model is."""
+
+    def forward(self, x):
+        return x.view(torch.div(x.size(0), 2, rounding_mode="floor"), -1).sum()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("device, waits", [pytest.param("cuda", 0, marks=pytest.mark.gpu), ("cpu", 1)])
+def test_a_size_that_is_a_tensor_of_the_host_is_not_waited_for(device, waits):
+    recorded = trace(SizesAsTensors(), Inputs.of((torch.randn(4, 3, device=device),)))
+    assert len(waits_in(recorded)) == waits
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("device, waits", [("cuda", False), ("cpu", True), ("", True)])
+def test_what_is_given_tensors_of_the_host_alone_runs_there(device, waits):
+    """A call on a tensor of the device that reads one of the host meanwhile."""
+    read = operator_name(torch.ops.aten._local_scalar_dense.default, [torch.tensor(1)], device)
+    call = Call("view", Place("model.py", 1), "", operators=[read], device=device)
+    assert bool(waits_in(Trace([call], device))) == waits
 
 
 @pytest.mark.integration
