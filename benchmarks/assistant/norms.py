@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm by hand, as they stand in a graph."""
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -32,6 +32,7 @@ class Norm(Region):
     weight: fx.Node | None = None            # along that dimension, in whatever shape
     bias: fx.Node | None = None
     with_epsilon: fx.Node | None = None      # the sum of a variance and it, where there is one
+    alone: "Norm | None" = None              # without casts, weight and bias, which may stand in another function
 
     @property
     def width(self) -> int:
@@ -92,6 +93,8 @@ def norm_at(root: fx.Node, graph: Captured) -> Norm | None:
     rest = _without_weight(norm, next(inner for inner in user.args if inner is not root))
     if not _is_normalised(rest, norm):
         return None
+    if norm.weight is None:
+        norm.alone = replace(norm, nodes=between(x, user, graph))
     norm.x = _uncast(x)
     _with_affine(norm)
     norm.nodes = between(norm.x, norm.output, graph)

@@ -7,13 +7,13 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from benchmarks.assistant.attention_reading import grouped
-from benchmarks.assistant.graph import Captured, Refused, shape_of
+from benchmarks.assistant.graph import Captured, Refused, place_of, shape_of
 from benchmarks.assistant.norms import Norm, norm_at, roots
 from benchmarks.assistant.one_call import in_one_call
 from benchmarks.assistant.predicting import Basis, Prediction, in_one_pass
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed, put_in_place
-from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique
+from benchmarks.assistant.technique import Advice, Found, NotWritten, Plan, Technique, found_at, unique
 from benchmarks.assistant.words import expression_of
 from common.block.evidence import Evidence
 
@@ -34,6 +34,15 @@ def advice(program: Program, found: Found) -> Advice:
     """The library's function, in place of the expression of the last operation. Raises NotWritten."""
     norm = found.region
     assert isinstance(norm, Norm)
+    try:
+        return _in_one_call(norm)
+    except NotWritten:
+        if norm.alone is None:
+            raise
+    return _in_one_call(norm.alone)
+
+
+def _in_one_call(norm: Norm) -> Advice:
     needed = [norm.x, *_affine(norm)]
     return in_one_call(norm.nodes, norm.output, needed, lambda words: _call(norm, words))
 
@@ -56,9 +65,11 @@ def _call(norm: Norm, words: Sequence[str]) -> str:
 
 
 def _epsilon(norm: Norm) -> str:
-    """By its name, where it has one: the next module may have another value."""
+    """By its name, where it has one in the function that is edited: the next module may have another value."""
     added = norm.with_epsilon
-    whole = expression_of(added) if added is not None else None
+    own, edited = place_of(added) if added is not None else None, place_of(norm.output)
+    is_there = own is not None and edited is not None and own.function == edited.function
+    whole = expression_of(added) if added is not None and is_there else None
     if added is not None and isinstance(whole, ast.BinOp):
         words = whole.right if isinstance(added.args[0], fx.Node) else whole.left
         if isinstance(words, ast.Name | ast.Attribute):

@@ -135,6 +135,43 @@ def test_an_epsilon_with_a_name_keeps_it(kind, epsilon, tmp_path):
         is_same(getattr(written, kind.__name__)(), kind())
 
 
+class WithAHelper(torch.nn.Module):
+    """The weight stands in another function than the norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.rand(spellings.WIDTH)), 1e-6
+
+    def norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x):
+        return self.norm(x) * self.weight
+
+
+class WithAHelperAndCasts(WithAHelper):
+    """As Llama's reference has it: the function that calls does the casts, and so all of the norm."""
+
+    def forward(self, x):
+        return self.norm(x.float()).type_as(x) * self.weight
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind, code", [
+    (WithAHelper, "return F.rms_norm(x, x.shape[-1:], eps=self.eps)"),
+    (WithAHelperAndCasts, "return F.rms_norm(x, x.shape[-1:], self.weight, eps=1e-06)")])
+def test_a_norm_in_a_function_of_its_own_is_written_where_all_of_it_stands(kind, code, tmp_path):
+    torch.manual_seed(0)
+    model = kind()
+    program = read(model, Inputs.of(X))
+    [found] = library_norm.find(program)
+    advice = library_norm.advice(program, found)
+    assert advice.code == code
+    written = getattr(pasted(advice, sys.modules[__name__], tmp_path / "helper.py"), kind.__name__)()
+    written.load_state_dict(model.state_dict())
+    is_same(written, model)
+
+
 @pytest.mark.unit
 def test_layers_of_several_modules_are_no_group():
     """Each module would need the weights of the others."""
