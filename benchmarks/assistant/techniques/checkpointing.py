@@ -25,7 +25,8 @@ from common.runtime.machine import memory_total
 from common.text import figures
 
 SHORT = 0.5                                # of a device's memory: what is saved beyond is worth time
-ITERATIONS, SECONDS = 20, 20           # that comparing the two takes, and may take
+ITERATIONS = 34                            # that comparing the two takes
+SECONDS, WHERE_SHORT = 10, 60              # that it may take; where memory is short the speed matters more
 
 
 def find(program: Program) -> list[Found]:
@@ -42,7 +43,11 @@ def find(program: Program) -> list[Found]:
             left = saved_bytes(program.model, program)
         of_a_layer = max(whole - left, 0) / len(layers)              # while it is computed again
         reason = f"{what}: {_memory(whole)} are saved for the backward; checkpointed {_memory(left + of_a_layer)}"
-        if ITERATIONS * program.iteration_ms <= 1e3 * SECONDS:
+        is_short = whole > SHORT * memory_total(program.inputs.device)
+        seconds = WHERE_SHORT if is_short else SECONDS
+        if ITERATIONS * program.iteration_ms > 1e3 * seconds:
+            reason += f"; its speed is not measured: that would take more than {seconds} s"
+        else:
             work = Work(program.inputs, cotangents=1)
             before, plain = (subject_of(program.model, work, (0.0, 0.0)).iteration(BOTH) for _ in range(2))
             after = _entered(plain, layers)
@@ -50,7 +55,6 @@ def find(program: Program) -> list[Found]:
                 return [Found(None, "", 1, what, "computed again, it gives other gradients")]
             gain = times_as_fast(before, after, program.inputs.device)
             reason += f", at {gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}] of the speed here"
-    is_short = whole > SHORT * memory_total(program.inputs.device)
     return [Found(None, "", 1, reason, "" if is_short else "it costs time, and what is saved fits")]
 
 
