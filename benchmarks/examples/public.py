@@ -24,6 +24,13 @@ def _full() -> bool:
     return torch.cuda.is_available()
 
 
+def _drawn(kind: Callable[[Any], nn.Module], config: Any) -> Any:
+    """A model with random weights, drawn where it will run."""
+    torch.manual_seed(0)
+    with torch.device("cuda" if _full() else "cpu"):
+        return kind(config)
+
+
 def _tokens(vocabulary: int, batch: int, length: int) -> Tensor:
     return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
 
@@ -60,9 +67,9 @@ def _without_dropout(model: nn.Module) -> nn.Module:
 def gpt2() -> Task:
     """GPT-2 small, 124 million parameters, 8 x 1,024 tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
-    torch.manual_seed(0)
     sizes: dict[str, Any] = {} if _full() else {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 1000}
-    model = GPT2LMHeadModel(GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False, **sizes))
+    config = GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False, **sizes)
+    model = _drawn(GPT2LMHeadModel, config)
     tokens = _tokens(model.config.vocab_size, *((8, 1024) if _full() else (2, 128)))
     built, inputs, loss = _of_tokens(model, {"input_ids": tokens}, tokens.roll(-1, 1))
     return Task(built, inputs, loss, by_hand=ByHand(by_hand.compiled(by_hand.GPT2(model)), BF16))
@@ -71,13 +78,12 @@ def gpt2() -> Task:
 def llama() -> Task:
     """TinyLlama, 1.1 billion parameters: 32 query heads to 4 key-value heads; 2 x 2,048 tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
                              "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000}
     if not _full():
         sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 8,
                  "num_key_value_heads": 2, "vocab_size": 1000}
-    model = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes))
+    model = _drawn(LlamaForCausalLM, LlamaConfig(use_cache=False, **sizes))
     tokens = _tokens(model.config.vocab_size, *((2, 2048) if _full() else (2, 128)))
     built, inputs, loss = _of_tokens(model, {"input_ids": tokens}, tokens.roll(-1, 1))
     return Task(built, inputs, loss, by_hand=ByHand(by_hand.compiled(by_hand.Llama(model)), BF16))
@@ -86,7 +92,6 @@ def llama() -> Task:
 def bert() -> Built:
     """BERT base, 110 million parameters, 32 x 512 tokens of which up to half are padding."""
     from transformers import BertConfig, BertForMaskedLM
-    torch.manual_seed(0)
     sizes: dict[str, Any] = {} if _full() else {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4,
                                                 "intermediate_size": 512, "vocab_size": 1000}
     config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes)
@@ -94,13 +99,12 @@ def bert() -> Built:
     tokens = _tokens(config.vocab_size, batch, length)
     lengths = length - length // 2 * torch.arange(batch) // batch
     mask = (torch.arange(length) < lengths[:, None]).long()
-    return _of_tokens(BertForMaskedLM(config), {"input_ids": tokens, "attention_mask": mask}, tokens)
+    return _of_tokens(_drawn(BertForMaskedLM, config), {"input_ids": tokens, "attention_mask": mask}, tokens)
 
 
 def t5() -> Built:
     """T5 base, 223 million parameters: 8 x 512 tokens in, 128 out."""
     from transformers import T5Config, T5ForConditionalGeneration
-    torch.manual_seed(0)
     sizes: dict[str, Any] = {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12}
     if not _full():
         sizes = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4, "vocab_size": 1000}
@@ -108,13 +112,12 @@ def t5() -> Built:
     batch, length, answer = (8, 512, 128) if _full() else (2, 64, 16)
     tokens, targets = _tokens(config.vocab_size, batch, length), _tokens(config.vocab_size, batch, answer)
     inputs = {"input_ids": tokens, "decoder_input_ids": targets.roll(1, 1)}
-    return _of_tokens(T5ForConditionalGeneration(config), inputs, targets)
+    return _of_tokens(_drawn(T5ForConditionalGeneration, config), inputs, targets)
 
 
 def whisper() -> Built:
     """Whisper small, 242 million parameters: 8 x 30 seconds of sound, 128 tokens out."""
     from transformers import WhisperConfig, WhisperForConditionalGeneration
-    torch.manual_seed(0)
     sizes: dict[str, Any] = {"d_model": 768, "encoder_layers": 12, "decoder_layers": 12, "encoder_attention_heads": 12,
                              "decoder_attention_heads": 12, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072}
     if not _full():
@@ -128,19 +131,18 @@ def whisper() -> Built:
                         generator=torch.Generator().manual_seed(2))
     targets = _tokens(config.vocab_size, batch, answer)
     inputs = {"input_features": sound, "decoder_input_ids": targets.roll(1, 1)}
-    return _of_tokens(WhisperForConditionalGeneration(config), inputs, targets)
+    return _of_tokens(_drawn(WhisperForConditionalGeneration, config), inputs, targets)
 
 
 def mixtral() -> Built:
     """Mixtral at a quarter of its width and depth, 791 million parameters; 4 x 1,024 tokens, 2 of 8 experts each."""
     from transformers import MixtralConfig, MixtralForCausalLM
-    torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8,
                              "num_attention_heads": 16, "num_key_value_heads": 4}
     if not _full():
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
                  "num_key_value_heads": 2, "vocab_size": 1000}
-    model = MixtralForCausalLM(MixtralConfig(use_cache=False, **sizes))
+    model = _drawn(MixtralForCausalLM, MixtralConfig(use_cache=False, **sizes))
     tokens = _tokens(model.config.vocab_size, *((4, 1024) if _full() else (2, 64)))
     return _of_tokens(model, {"input_ids": tokens}, tokens.roll(-1, 1))
 
