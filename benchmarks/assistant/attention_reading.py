@@ -3,13 +3,12 @@ import ast
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from benchmarks.assistant import einsum
 from benchmarks.assistant.attention import CASTS
 from benchmarks.assistant.softmaxes import LOG_SOFTMAX, SOFTMAX
 from benchmarks.assistant.technique import NotWritten
-from benchmarks.assistant.words import called, is_of_module
+from benchmarks.assistant.words import called, is_of_module, literal
 from benchmarks.measure.calls import BLOCKING
 
 OPERATIONS = {ast.Mult: "mul", ast.Div: "div", ast.Add: "add", ast.Sub: "sub"}
@@ -395,14 +394,6 @@ def _is_least(node: ast.expr) -> bool:
         return number <= BLOCKING
     inner = node.args[0] if isinstance(node, ast.Call) and called(node) == "tensor" and node.args else node
     return isinstance(inner, ast.Attribute) and inner.attr == "min" and called(inner.value) == "finfo"
-
-
-def literal(node: ast.expr) -> Any:
-    """Its value; None where it is no literal."""
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError):
-        return None
 
 
 def permuted(words: str, order: einsum.Order) -> str:

@@ -18,16 +18,15 @@ from benchmarks.assistant.attention_reading import (
     Scores,
     as_operand,
     grouped,
-    literal,
     permuted,
     transposed,
 )
 from benchmarks.assistant.graph import place_of, shape_of
+from benchmarks.assistant.lengths import may_follow_a_length, values_named
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.source import Place, function_at, function_node_at, text_of
 from benchmarks.assistant.statements import (
     assigned,
-    called,
     first_of_two,
     is_returned_alone,
     lines_of,
@@ -46,7 +45,6 @@ NOT_MADE = "the fused call gives no weights, and nothing used them"
 SUPPORTS = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}      # what a model of transformers says
 OF_MASKS = {"ones", "ones_like", "new_ones", "zeros", "zeros_like", "new_zeros", "full", "full_like", "new_full",
             "arange", "tril", "triu", "bool", "to", "view", "unsqueeze", "expand", "size", "logical_not"}
-OF_WIDTHS = {"sqrt", "rsqrt", "pow", "float", "int", "tensor"}              # what makes a scale of a width
 COMPILED = "compiled_flex_attention = torch.compile(flex.flex_attention, dynamic=False)"
 CAUSAL_BLOCKS = """@functools.lru_cache(maxsize=8)
 def causal_blocks(length, device):
@@ -278,7 +276,7 @@ class _Writer:
         function = function_node_at(self.file, last.lineno)
         if function is None or any(isinstance(node, (ast.For, ast.While)) for node in ast.walk(function)):
             return []
-        masks = set[str]().union(*(_values_named(ast.parse(fill.words)) for fill in found.fills))
+        masks = set[str]().union(*(values_named(ast.parse(fill.words)) for fill in found.fills))
         dropped: list[ast.stmt] = []
         for place, statement in reversed(list(enumerate(self.kept))):
             target = target_of(statement)
@@ -287,7 +285,7 @@ class _Writer:
             behind = [each for each in self.kept[place + 1:] if each not in dropped]
             if _makes_a_mask_alone(target[1]) and not needed_later({target[0]}, behind, last, output, self.file):
                 dropped.append(statement)
-                masks |= _values_named(target[1])
+                masks |= values_named(target[1])
         return dropped
 
     def _flex(self, found: Scores, saved: dict[str, str], mask: str, masks: "_Masks") -> tuple[list[str], str]:
@@ -366,7 +364,7 @@ class _Writer:
             expression = todo.pop()
             if any(isinstance(node, ast.IfExp) for node in ast.walk(expression)):
                 return False
-            names = _values_named(expression) - seen
+            names = values_named(expression) - seen
             if names & given:
                 return False
             seen |= names
@@ -459,71 +457,16 @@ class _Writer:
             return repr(attention.scale)
         width = shape_of(attention.query.node)[-1] if attention.query.order is None else 0
         is_default = width and math.isclose(attention.scale, width ** -0.5, rel_tol=1e-6)
-        if is_default and not self._may_follow_a_length(found.scales):
+        function = function_node_at(self.file, self.statements[0].lineno)
+        if is_default and not may_follow_a_length([f"1{scale}" for scale in found.scales], function):
             return ""
         return _product(found.scales) if found.scales else repr(attention.scale)
-
-    def _may_follow_a_length(self, scales: Sequence[str]) -> bool:
-        """Whether they could be other numbers on other inputs: if they are more than sizes of the last dimension, roots
-        of these, constants and what the module holds.
-        """
-        function = function_node_at(self.file, self.statements[0].lineno)
-        todo: list[ast.AST] = [ast.parse(f"1{scale}") for scale in scales]
-        seen = set[str]()
-        while todo:
-            expression = todo.pop()
-            if any(map(_reads_a_size, ast.walk(expression))):
-                return True
-            names = _values_named(expression) - seen
-            seen |= names
-            for name in names:
-                values = _values_given(name, function)
-                if values is None:
-                    return True
-                todo += values
-        return False
 
 
 def _makes_a_mask_alone(expression: ast.expr) -> bool:
     """Whether it calls nothing but functions of torch's that make a mask, and methods that change its form."""
     calls = [node.func for node in ast.walk(expression) if isinstance(node, ast.Call)]
     return bool(calls) and all(isinstance(call, ast.Attribute) and call.attr in OF_MASKS for call in calls)
-
-
-def _reads_a_size(node: ast.AST) -> bool:
-    """Whether it may be one of another dimension than the last: a call that is no root, or another index."""
-    if isinstance(node, ast.Call):
-        if called(node) == "size":
-            return not (node.args and literal(node.args[0]) == -1)
-        return called(node) not in OF_WIDTHS
-    return isinstance(node, ast.Subscript) and literal(node.slice) != -1
-
-
-def _values_given(name: str, function: ast.AST | None) -> list[ast.expr] | None:
-    """What a function's statements give to a name, the size of a last dimension left out; None where not all is seen.
-    """
-    if not isinstance(function, ast.FunctionDef):
-        return None
-    if name != "self" and name in {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}:
-        return None
-    stored = sum(isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name
-                 for node in ast.walk(function))
-    values = []
-    for node in ast.walk(function):
-        if not isinstance(node, ast.Assign) or name not in assigned(node) or len(node.targets) > 1:
-            continue
-        if isinstance(node.targets[0], ast.Name):
-            values.append(node.value)
-        elif _is_the_last_size(name, node.targets[0], node.value):
-            stored -= 1
-    return values if len(values) == stored else None               # else a loop, or something in place, gives it one
-
-
-def _is_the_last_size(name: str, target: ast.expr, value: ast.expr) -> bool:
-    """Whether a statement as `B, S, D = x.shape` gives a name the last of them."""
-    is_last = isinstance(target, ast.Tuple) and isinstance(target.elts[-1], ast.Name) and target.elts[-1].id == name
-    of_shape = isinstance(value, ast.Attribute) and value.attr == "shape"
-    return is_last and (of_shape or (isinstance(value, ast.Call) and called(value) == "size" and not value.args))
 
 
 def _product(scales: Sequence[str]) -> str:
@@ -560,11 +503,3 @@ class _Masks:
             return [f"{self.name} = {words}"]
         inside = [f"    {line}" for line in (*fill.lines, f"{self.name} = {words}")]
         return [*([f"{self.name} = None"] if first else []), f"if {fill.test}:", *inside]
-
-
-def _values_named(expression: ast.AST) -> set[str]:
-    """The names whose values it reads, not only their sizes, device or dtype."""
-    shapes = {id(node.value) for node in ast.walk(expression)
-              if isinstance(node, ast.Attribute) and node.attr in ("size", "shape", "device", "dtype")}
-    return {node.id for node in ast.walk(expression)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in shapes}

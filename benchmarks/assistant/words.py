@@ -1,6 +1,7 @@
 """A person's words for the values of a graph: which expression of a statement stands for which operation."""
 import ast
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -23,6 +24,14 @@ def called(node: ast.expr) -> str:
     if not isinstance(node, ast.Call):
         return ""
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def literal(node: ast.expr) -> Any:
+    """Its value; None where it is no literal."""
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return None
 
 
 def is_of_module(node: ast.expr) -> bool:
