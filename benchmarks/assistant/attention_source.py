@@ -458,8 +458,7 @@ class _Writer:
         width = shape_of(attention.query.node)[-1] if attention.query.order is None else 0
         is_default = width and math.isclose(attention.scale, width ** -0.5, rel_tol=1e-6)
         function = function_node_at(self.file, self.statements[0].lineno)
-        is_fixed = not may_follow_a_length([f"1{scale}" for scale in found.scales], function)
-        if is_default and is_fixed:
+        if is_default and not may_follow_a_length([_product([scale]) for scale in found.scales], function):
             return ""
         return _product(found.scales) if found.scales else repr(attention.scale)
 
