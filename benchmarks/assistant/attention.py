@@ -188,7 +188,7 @@ def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
     chain = scores, *reversed(up.chain), *(by_hand or ()), softmax, *(late[:2] if late else ()), *down, output
     masks = [*up.masks, *_added_by_the_matmul(scores, up)]
     between = *up.chain, *down
-    if (up.is_transposed or order or up.temperatures) and any(name_of(node) in VIEWS for node in between):
+    if (up.is_transposed or order or up.temperatures) and any(map(_is_other_shape, between)):
         raise Refused("its scores are viewed in another shape, and transposed")
     leading = _leading(softmax, between)
     users = {user for node in chain[:-1] for user in node.users if number_of(user) is None}      # not for its shape
@@ -199,11 +199,16 @@ def attention_at(softmax: fx.Node, graph: Captured) -> Attention:
                      masks, dropout, up.cap, leading, tuple(up.temperatures))
 
 
+def _is_other_shape(node: fx.Node) -> bool:
+    """Whether it is a view, and not of the shape that its tensor has."""
+    return name_of(node) in VIEWS and shape_of(node) != shape_of(args_of(node)[0])
+
+
 def _leading(softmax: fx.Node, between: tuple[fx.Node, ...]) -> tuple[int, ...]:
     """All dimensions of the scores but the last two, where views make these most. Raises Refused where there are two
     ways.
     """
-    views = [node for node in between if name_of(node) in VIEWS]
+    views = list(filter(_is_other_shape, between))
     if not views:
         return shape_of(softmax)[:-2]
     every = {shape_of(node)[:-2] for view in views for node in (view, view.args[0])}

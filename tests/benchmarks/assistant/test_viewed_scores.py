@@ -82,6 +82,33 @@ def test_it_becomes_one_call_and_stays_the_function(name):
     assert seen["aten::scaled_dot_product_attention"] and not seen["aten::softmax"], seen
 
 
+class OfTheSameShape(nn.Module):
+    """As Falcon: scores and weights are viewed in the shape that they have."""
+
+    def __init__(self, swapped):
+        super().__init__()
+        self.qkv, self.swapped = nn.Linear(H * D, 3 * H * D), swapped
+        self.register_buffer("alibi", -torch.arange(S).flip(0).float() * torch.rand(B * H, 1, 1))
+
+    def forward(self, x):
+        q, k, v = (t.view(B, S, H, D).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        product = (k @ q.transpose(-1, -2)).mT if self.swapped else q @ k.transpose(-1, -2)
+        scores = product.reshape(B, H, S, S) + self.alibi.view(B, H, 1, S)
+        scores *= D**-0.5
+        return F.softmax(scores, -1).view(B, H, S, S) @ v
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_view_of_the_same_shape_changes_nothing(swapped):
+    torch.manual_seed(0)
+    model, (x, _) = OfTheSameShape(swapped), given()
+    [found] = read(model, Inputs.of(x)).analysis.attentions
+    assert isinstance(found, Attention) and found.shape == (B, H, S, S) and not found.is_viewed
+    judged = validate(Rung(model, [sdpa.TECHNIQUE]), model, (x,))
+    assert judged.passed and judged.proven, judged
+
+
 @pytest.mark.unit
 def test_there_is_no_code_to_write_yet():
     program = read(FORMS["no mask at all"], Inputs.of(given()))
