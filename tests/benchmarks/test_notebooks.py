@@ -41,7 +41,7 @@ def test_it_is_recorded_whole(path):
 @EACH
 def test_it_runs_from_top_to_bottom(path, monkeypatch):
     """What it prints now is of the same form as what is recorded: another one is stale."""
-    for variable in ("TRITON_CACHE_DIR", "TRITON_INTERPRET"):                 # the tests' own
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_INTERPRET"):     # the tests' own
         monkeypatch.delenv(variable, raising=False)
     recorded, now = nbformat.read(path, as_version=4), running.executed(path)
     for old, new in zip(code(recorded), code(now), strict=True):
