@@ -12,15 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.assistant.attention import Attention, missing_dimensions
-from benchmarks.assistant.attention_reading import (
-    Fill,
-    Reader,
-    Scores,
-    as_operand,
-    grouped,
-    permuted,
-    transposed,
-)
+from benchmarks.assistant.attention_reading import Fill, Reader, Scores, as_operand, grouped, permuted, transposed
 from benchmarks.assistant.graph import place_of, shape_of
 from benchmarks.assistant.lengths import may_follow_a_length, values_named
 from benchmarks.assistant.program import Program

@@ -74,7 +74,7 @@ def _layer(module: nn.Module, path: str, calls: Sequence[Call], is_last: bool) -
 
 
 def timed(size: Size, mode: str, device: torch.device) -> Ratio:
-    """How many times as fast a layer of that size is in FP8 as in BF16, in time of the GPU."""
+    """How many times as fast a layer of that size is in FP8 as in BF16, by the GPU's time."""
     tokens, inputs, outputs = size
     plain = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
     x, dy = (torch.randn(tokens, width, device=device, dtype=torch.bfloat16) for width in (inputs, outputs))

@@ -3,9 +3,10 @@
 torch says why only if no backend is left to run; here each change is made, and the kernels that then run decide.
 """
 import functools
+import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -23,8 +24,8 @@ from common.outcome import in_a_line
 from common.runtime.iteration import BOTH, FORWARD, Iteration, of_call
 
 WIDTHS, MULTIPLE = (256, 128), 8           # of a head, that fused kernels take
-EVERY_BACKEND = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION,
-                 SDPBackend.MATH]
+EVERY_BACKEND = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION,
+                 SDPBackend.MATH)
 
 
 def softmax_left(before: evidence.Evidence, seen: evidence.Evidence) -> str:
@@ -34,6 +35,14 @@ def softmax_left(before: evidence.Evidence, seen: evidence.Evidence) -> str:
     """
     left = seen.kinds["softmax"]
     return f"{left} softmax kernels ran, and no more before" if left and left >= before.kinds["softmax"] else ""
+
+
+def backends_allowed() -> tuple[SDPBackend, ...]:
+    """Those that may run here, by sdpa_kernel or torch.backends.cuda; a CPU asks for the same flags."""
+    cuda = torch.backends.cuda
+    flags = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+             cuda.math_sdp_enabled())
+    return tuple(itertools.compress(EVERY_BACKEND, flags))
 
 
 class Hidden(Enum):
@@ -78,7 +87,7 @@ class Given:
     enable_gqa: bool = False
     strided: bool = False                  # elements of one head do not stand side by side
     trains: bool = False
-    math_alone: bool = False               # no fused kernel is allowed around the call
+    backends: tuple[SDPBackend, ...] = field(default_factory=backends_allowed)      # where it is called
 
     @classmethod
     def of_region(cls, attention: Attention) -> "Given":
@@ -100,7 +109,7 @@ class Given:
                    None if mask is None else MaskGiven(tuple(mask.shape), mask.dtype, _takes_a_gradient(mask),
                                                             hidden_by(mask, query.size(-2), key.size(-2))),
                    named.get("dropout_p", 0.0), named.get("is_causal", False), named.get("enable_gqa", False),
-                   is_strided, any(map(_takes_a_gradient, tensors)), not _fused_are_allowed())
+                   is_strided, any(map(_takes_a_gradient, tensors)))
 
     @property
     def scores_bytes(self) -> int:
@@ -130,7 +139,7 @@ class Given:
             y = F.scaled_dot_product_attention(query, key, value, mask, self.dropout_p, self.is_causal, **options)
             if self.trains:
                 y.sum().backward()
-        with sdpa_kernel([SDPBackend.MATH] if self.math_alone else EVERY_BACKEND):
+        with sdpa_kernel(list(self.backends)):
             attend()
             kind = evidence.judge(evidence.observe(attend, self.device), None).attention
         return "" if kind == BY_HAND else kind
@@ -180,9 +189,10 @@ class Given:
     def changes(self) -> Iterator["Change"]:
         """Each that may matter, those that leave the function as it is first."""
         mask = self.mask
-        if self.math_alone:
-            yield Change("the math backend alone is allowed there, by sdpa_kernel or torch.backends.cuda",
-                         "with the others allowed", replace(self, math_alone=False))
+        if self.backends != EVERY_BACKEND:
+            allowed = " and ".join(backend.name for backend in self.backends)
+            yield Change(f"sdpa_kernel or torch.backends.cuda allows {allowed} alone there", "with all allowed",
+                         replace(self, backends=EVERY_BACKEND))
         if self.strided:
             yield Change("the elements of a head do not stand side by side", "contiguous", replace(self, strided=False))
         if mask and len(mask.shape) == 3 and len(self.query) == 4:
@@ -225,12 +235,6 @@ class Change:
     words: str
     given: Given
     is_same: bool = True                   # it can be the same function
-
-
-def _fused_are_allowed() -> bool:
-    """Whether any of them may run here; a CPU asks for the same flags."""
-    cuda = torch.backends.cuda
-    return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
 
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

@@ -53,6 +53,8 @@ def _values_given(name: str, function: ast.AST | None) -> list[ast.expr] | None:
         return None
     if name != "self" and name in {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}:
         return None
+    if any(isinstance(node, ast.If) and name in assigned(node) for node in ast.walk(function)):
+        return None                                                # its condition may be on a length
     stored = sum(isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name
                  for node in ast.walk(function))
     values = []

@@ -36,15 +36,15 @@ def gain_on_device(before: Iteration, after: Iteration, device: torch.device) ->
     return times_as_fast(before, after, device)
 
 
-def with_autocast(dtype: torch.dtype) -> list[torch.dtype]:
-    """In what a piece of that dtype may multiply: in its own, and FP32 in BF16 as well, as it does under autocast."""
+def dtypes_to_time(dtype: torch.dtype) -> list[torch.dtype]:
+    """Its own, and of FP32 also BF16, which autocast would use."""
     return [dtype, torch.bfloat16] if dtype == torch.float32 else [dtype]
 
 
 def in_words(gains: Mapping[torch.dtype, Ratio]) -> str:
-    """How many times as fast in each of these."""
-    return " and ".join(f"{gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}] in {dtype_name(dtype)}"
-                        for dtype, gain in gains.items())
+    """"1.00 [0.99, 1.01] (float32) and 1.50 [1.40, 1.60] (bfloat16) times as fast here"."""
+    each = [f"{gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}] ({dtype_name(dtype)})" for dtype, gain in gains.items()]
+    return f"{' and '.join(each)} times as fast here"
 
 
 def _replayed(iteration: Iteration) -> Iteration:

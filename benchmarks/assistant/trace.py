@@ -258,7 +258,8 @@ def _product(func: Any, flops: float, given: Sequence[Tensor], takes: Callable[[
 
 
 def operator_name(func: Any, given: Sequence[Tensor], device: str) -> str:
-    """Of an index by a mask that it is one; of what is given nothing of the model's device that it runs on the host."""
+    """Marked where it indexes by a mask, and where all tensors that it is given lie on the host of the model's device.
+    """
     name = str(func)
     if given and device not in ("", "cpu") and all(t.device.type == "cpu" for t in given):
         return f"{ON_THE_HOST} {name}"

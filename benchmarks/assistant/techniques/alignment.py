@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks.assistant.fp8 import Layer, layers_of
 from benchmarks.assistant.graph import with_stars
 from benchmarks.assistant.program import Program
-from benchmarks.assistant.side_by_side import Ratio, gain_on_device, in_words, pays, with_autocast
+from benchmarks.assistant.side_by_side import Ratio, dtypes_to_time, gain_on_device, in_words, pays
 from benchmarks.assistant.technique import Found, Technique
 from common.runtime import iteration
 from common.runtime.iteration import BOTH, FORWARD
@@ -39,9 +39,9 @@ def find(program: Program) -> list[Found]:
         reason, why_not = f"{' and '.join(odd)}, which {MULTIPLE} does not divide: {share}", ""
         if not missing(program.inputs.device):
             gains = {each: _gain((tokens, *sides), (tokens, *padded), each, mode, program.inputs.device)
-                     for each in with_autocast(dtype)}
+                     for each in dtypes_to_time(dtype)}
             sizes = " x ".join(f"{side:,}" for side in padded)
-            reason += f"; padded to {sizes} it is, times as fast here, {in_words(gains)}"
+            reason += f"; padded to {sizes} it is {in_words(gains)}"
             why_not = "" if any(map(pays, gains.values())) else "it is not worth it"
         found.append(Found(place, with_stars([layer.path for layer in layers]), len(layers), reason, why_not))
     return found

@@ -25,7 +25,7 @@ from common.runtime.machine import memory_total
 from common.text import figures
 
 SHORT = 0.5                                # of a device's memory: what is saved beyond is worth time
-ITERATIONS = 34                            # that comparing the two takes
+ITERATIONS = 34                            # that comparing the two takes on a GPU; on a CPU fewer
 SECONDS, WHERE_SHORT = 10, 60              # that it may take; where memory is short the speed matters more
 
 

@@ -14,7 +14,7 @@ from benchmarks.assistant.predicting import Basis, Prediction, in_one_pass
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed, put_in_place
 from benchmarks.assistant.technique import Advice, Found, NotWritten, Plan, Technique, found_at, unique
-from benchmarks.assistant.words import expression_of
+from benchmarks.assistant.words import expression_of, operands_of
 from common.block.evidence import Evidence
 
 
@@ -66,14 +66,14 @@ def _call(norm: Norm, words: Sequence[str]) -> str:
 
 def _epsilon(norm: Norm) -> str:
     """By its name, where it has one in the function that is edited: the next module may have another value."""
-    added = norm.with_epsilon
-    own, edited = place_of(added) if added is not None else None, place_of(norm.output)
-    is_there = own is not None and edited is not None and own.function == edited.function
-    whole = expression_of(added) if added is not None and is_there else None
-    if added is not None and isinstance(whole, ast.BinOp):
-        words = whole.right if isinstance(added.args[0], fx.Node) else whole.left
-        if isinstance(words, ast.Name | ast.Attribute):
-            return ast.unparse(words)
+    added, edited = norm.with_epsilon, place_of(norm.output)
+    own = place_of(added) if added else None
+    if added and own and edited and own.function == edited.function:
+        whole = expression_of(added)
+        words = operands_of(whole) if whole else []
+        place = 1 if isinstance(added.args[0], fx.Node) else 0
+        if len(words) == 2 and isinstance(words[place], ast.Name | ast.Attribute):
+            return ast.unparse(words[place])
     return repr(float(f"{norm.epsilon:.6g}"))                              # the square of 1e-8 is no round number
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from benchmarks.assistant.fusing import Given, Hidden
 from benchmarks.assistant.graph import with_stars
 from benchmarks.assistant.program import Program
-from benchmarks.assistant.side_by_side import Ratio, gain_on_device, in_words, pays, with_autocast
+from benchmarks.assistant.side_by_side import Ratio, dtypes_to_time, gain_on_device, in_words, pays
 from benchmarks.assistant.source import Place
 from benchmarks.assistant.technique import Found, Technique
 
@@ -28,9 +28,8 @@ def find(program: Program) -> list[Found]:
         reason, why_not = f"{given.mask} hides {hides.value} for these inputs", PADDED
         if hides in INSTEAD:
             trains = program.trace.trains and not program.is_inference
-            gains = {dtype: _gain(given.in_dtype(dtype), trains) for dtype in with_autocast(given.dtype)}
-            reason += (f": {INSTEAD[hides]} attention is, times as fast here, {in_words(gains)}; the same unless a row "
-                       "is padded")
+            gains = {dtype: _gain(given.in_dtype(dtype), trains) for dtype in dtypes_to_time(given.dtype)}
+            reason += f": {INSTEAD[hides]} attention is {in_words(gains)}; the same unless a row is padded"
             why_not = "" if any(map(pays, gains.values())) else "it is not worth it"
         found.append(Found(place, with_stars([module for module, _, _ in calls]), len(calls), reason, why_not))
     return found

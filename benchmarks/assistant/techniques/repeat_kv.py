@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.assistant.fusing import Given, fused_or_why_not
+from benchmarks.assistant.fusing import EVERY_BACKEND, Given, fused_or_why_not
 from benchmarks.assistant.graph import with_stars
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.side_by_side import Ratio, gain_on_device, pays
@@ -17,7 +17,7 @@ def find(program: Program) -> list[Found]:
     found = []
     calls = [(call, replace(call.attends, trains=trains)) for call in program.trace.calls
              if call.attends and call.attends.enable_gqa and call.attends.query[-3] != call.attends.key[-3]
-             and not call.attends.math_alone]
+             and call.attends.backends == EVERY_BACKEND]           # else that is why, and sdpa says so
     for place in dict.fromkeys(call.place for call, _ in calls):
         here = [(call, given) for call, given in calls if call.place == place]
         given = next((given for _, given in here if not fused_or_why_not(given)[0]), None)

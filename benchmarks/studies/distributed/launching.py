@@ -99,7 +99,8 @@ def end(error: Exception) -> NoReturn:
     get_error_handler().record_exception(error)
     said = str(error) if isinstance(error, Hung) else f"rank {os.environ['RANK']} failed: {in_a_line(error)}"
     if OURS in os.environ:                                 # the launcher says it
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"] + SAID).write_text(said)
+        with contextlib.suppress(OSError):                 # a full disk: then it says the exception alone
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"] + SAID).write_text(said)
     else:
         print(f"distributed: {said}", file=sys.stderr, flush=True)
     compiler.remove_private_caches()

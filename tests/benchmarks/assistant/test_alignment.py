@@ -33,8 +33,8 @@ def found_in(model, x=X):
 def test_a_vocabulary_that_8_does_not_divide_is_told_with_its_time(on_a_gpu):
     _, asked = on_a_gpu
     [found] = found_in(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 257)))
-    assert found.reason == ("257 outputs, which 8 does not divide: 89 % of all FLOPs; padded to 64 x 320 it is, "
-                            "times as fast here, 1.30 [1.20, 1.40] in float32 and 1.50 [1.40, 1.60] in bfloat16")
+    assert found.reason == ("257 outputs, which 8 does not divide: 89 % of all FLOPs; padded to 64 x 320 it is 1.30 "
+                            "[1.20, 1.40] (float32) and 1.50 [1.40, 1.60] (bfloat16) times as fast here")
     assert found.module == "1" and not found.why_not
     assert asked == [((4, 64, 257), (4, 64, 320), dtype, "forward+backward", torch.device("cpu"))
                      for dtype in (torch.float32, torch.bfloat16)]
@@ -52,7 +52,7 @@ def test_it_must_be_faster_in_the_own_dtype_or_under_autocast(gain, why_not, dty
 @unit
 def test_a_model_in_16_bits_is_asked_in_these_alone(on_a_gpu):
     [found] = found_in(nn.Linear(32, 33).bfloat16(), X.bfloat16())
-    assert found.reason.endswith("times as fast here, 1.50 [1.40, 1.60] in bfloat16") and len(on_a_gpu[1]) == 1
+    assert found.reason.endswith("it is 1.50 [1.40, 1.60] (bfloat16) times as fast here") and len(on_a_gpu[1]) == 1
 
 
 @unit

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.assistant import why
 from benchmarks.assistant.attention import attention_at
-from benchmarks.assistant.fusing import Given, MaskGiven, fused_or_why_not
+from benchmarks.assistant.fusing import EVERY_BACKEND, Given, MaskGiven, fused_or_why_not
 from benchmarks.assistant.program import read
 from benchmarks.assistant.softmaxes import softmaxes
 from benchmarks.assistant.techniques import flex_attention, sdpa
@@ -52,8 +52,8 @@ def test_a_softmax_that_still_runs_is_told(technique, before, left, why_not):
     (replace(PLAIN, mask=MaskGiven((1, 1, 9, 9), torch.float64)), "a mask float64 [1, 1, 9, 9]; in float32"),
     (replace(PLAIN, **FEW_HEADS), "4 heads of queries and 2 of keys; keys and values repeated"),
     (replace(PLAIN, strided=True, value=(2, 4, 9, 8)), "by side, values 8 wide beside keys 16 wide; contiguous and "),
-    (replace(PLAIN, math_alone=True), "the math backend alone is allowed there, by sdpa_kernel or torch.backends.cuda; "
-                                      "with the others allowed"),
+    (replace(PLAIN, backends=(SDPBackend.MATH,)), "torch.backends.cuda allows MATH alone there; with all allowed"),
+    (replace(PLAIN, backends=(SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH)), "allows CUDNN_ATTENTION and MATH alone"),
     (replace(PLAIN, strided=True, dropout_p=0.1), "side by side, dropout 0.1 in train mode; contiguous and"),
 ])
 def test_the_smallest_change_is_found_by_making_it(given, said):
@@ -83,12 +83,14 @@ class Attends(nn.Module):
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("backends, said", [([SDPBackend.MATH], True),
-                                            ([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], False)])
-def test_a_model_that_allows_the_math_backend_alone_is_told_so(backends, said):
+@pytest.mark.parametrize("backends, said", [
+    ([SDPBackend.MATH], "allows MATH alone there"),
+    ([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION], "allows EFFICIENT_ATTENTION and MATH alone there"),
+    ([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], "")])
+def test_a_model_that_allows_no_backend_which_fits_is_told_so(backends, said):
     [already] = sdpa.find(read(Attends(backends), Inputs.of(torch.randn(SHAPE))))
-    assert already.why_not.startswith("it is this function already")
-    assert ("the math backend alone is allowed there" in already.why_not) == said
+    assert already.why_not.startswith("it is this function already") and said in already.why_not
+    assert ("no fused kernel computes it" in already.why_not) == bool(said)
 
 
 @pytest.mark.unit
@@ -120,6 +122,14 @@ class Called(ByHand):
 
 
 QKV = torch.randn(SHAPE), torch.randn(SHAPE), torch.randn(2, 4, 9, 8)
+
+
+@pytest.mark.unit
+def test_a_region_is_asked_under_what_the_process_allows():
+    [region] = read(ByHand(), Inputs.of(torch.randn(3, *SHAPE).unbind())).analysis.attentions
+    with sdpa_kernel(SDPBackend.MATH):
+        assert Given.of_region(region).backends == (SDPBackend.MATH,)
+    assert Given.of_region(region).backends == EVERY_BACKEND
 
 
 @pytest.mark.unit

@@ -52,8 +52,8 @@ def found_in(model, *inputs):
 @pytest.mark.parametrize("padding", [None, torch.ones(2, 6)])
 def test_a_mask_that_is_causal_is_told_with_its_time(model, padding):
     [found] = found_in(model, X) if padding is None else found_in(model, X, padding)
-    said = ("hides the future alone for these inputs: with is_causal=True in its place attention is, times as fast "
-            "here, 1.80 [1.70, 1.90] in float32 and 2.80 [2.70, 2.90] in bfloat16")
+    said = ("hides the future alone for these inputs: with is_causal=True in its place attention is 1.80 "
+            "[1.70, 1.90] (float32) and 2.80 [2.70, 2.90] (bfloat16) times as fast here; the same unless")
     assert said in found.reason and not found.why_not and found.place.file == __file__
 
 

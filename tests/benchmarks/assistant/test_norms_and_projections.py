@@ -125,14 +125,15 @@ class OfTheModule(torch.nn.Module):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind, epsilon", [(OfTwoEpsilons, "epsilon"), (OfTheModule, "self.variance_epsilon")])
-def test_an_epsilon_with_a_name_keeps_it(kind, epsilon, tmp_path):
+@pytest.mark.parametrize("kind, epsilon, how_many", [
+    (OfTwoEpsilons, "epsilon", 2), (OfTheModule, "self.variance_epsilon", 1)])
+def test_an_epsilon_with_a_name_keeps_it(kind, epsilon, how_many, tmp_path):
     program = read(kind(), Inputs.of(X))
-    for number, found in enumerate(library_norm.find(program)):
-        advice = library_norm.advice(program, found)
-        assert f"F.rms_norm(x, x.shape[-1:], eps={epsilon})" in advice.code
-        written = pasted(advice, sys.modules[__name__], tmp_path / f"named_{number}.py")
-        is_same(getattr(written, kind.__name__)(), kind())
+    [found] = library_norm.find(program)
+    advice = library_norm.advice(program, found)
+    assert found.count == how_many and advice.code == f"return F.rms_norm(x, x.shape[-1:], eps={epsilon})"
+    written = pasted(advice, sys.modules[__name__], tmp_path / "named.py")
+    is_same(getattr(written, kind.__name__)(), kind())
 
 
 class WithAHelper(torch.nn.Module):

@@ -80,6 +80,7 @@ class Attention(nn.Module):
     ("* 0.5 * math.log(q.size(1), 4)", "", ", scale=0.5 * math.log(q.size(1), 4)"),
     ("* scale", "scale = 0.5; scale *= math.log(q.size(1), 4)", ", scale=scale"),
     ("* scale", "scale = 0.5 * math.log(q.size(1), 4)", ", scale=scale"),
+    ("* scale", "scale = 0.5\n        if q.size(1) > 512:\n            scale = 0.25", ", scale=scale"),
     ("* scale", "scale = 0.5 if given is None else given", ", scale=scale"),
     ("* 0.25", "", ", scale=0.25")])
 def test_a_scale_is_left_out_where_it_is_that_by_default_for_inputs_of_any_length(scale, before, said, tmp_path):
