@@ -6,8 +6,8 @@
 """
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -150,6 +150,14 @@ def _fits() -> Iterator[None]:
         raise MemoryError(f"the model does not fit: {in_a_line(error)}") from None
 
 
+@dataclass(frozen=True)
+class Meaning:
+    """What decides what a rung means in FP64: neither a compiler nor TF32 does."""
+    rewriting: tuple[str, ...]             # the techniques that change the model or its graphs, in their order
+    autocast: torch.dtype | None           # which a model may ask for
+    inputs: str                            # on which of them
+
+
 class _Assistant:
     """One run on one model."""
 
@@ -158,6 +166,7 @@ class _Assistant:
         self.task, self.session, self.techniques, self.quick = task, session, techniques, quick
         self.inference, self.modes = inference, (FORWARD,) if inference else MODES
         self.judgements: dict[str, Judgement] = {}
+        self.meanings: dict[Meaning, list[Check]] = {}         # of which rungs it was judged, and by which checks
         self.seconds_a_rung: float | None = None               # in the rounds before
         self.source = source                                   # what is to be written is tried there, if it is known
         self.prover = Prover(source, task, session.device, session.seed, inference) if source else None
@@ -243,13 +252,17 @@ class _Assistant:
         self.session.note(f"{len(wanted)} rungs {phase}, {self.session.rounds} rounds: {self._estimate(len(wanted))}")
         began, before = time.perf_counter(), len(self.session.entries)
         on_gpu = self.session.device.type == "cuda"
-        modes = self.modes if phase == ALONE else (self.result.mode,)
         try:
-            self.session.measure(Group(wanted, modes=modes, calibrated=False, limited=phase not in self.other_truths,
+            self.session.measure(Group(wanted, modes=self._modes_of(phase), calibrated=False,
+                                       limited=phase not in self.other_truths,
                                        metered=on_gpu and phase == TOGETHER and not self.quick, may_not_fit=True))
         finally:
             measured.results.update({entry.result.name: entry.result for entry in self.session.entries[before:]})
         self.seconds_a_rung = (time.perf_counter() - began) / len(wanted)
+
+    def _modes_of(self, phase: str) -> tuple[str, ...]:
+        """The passes that are timed in it."""
+        return self.modes if phase == ALONE else (self.result.mode,)
 
     def _estimate(self, rungs: int) -> str:
         """How long measuring them takes, in words."""
@@ -293,17 +306,20 @@ class _Assistant:
         rung = Rung(self.task.model, combination.changing, setting.device, found, self.program.dynamic)
         if rung.plan.compiles and phase == ALONE:
             setting.say(Phase.COMPILING)
-            result.compilation = Compilation(self._first_calls(rung, self._gates(rung.plan)), None)
+            result.compilation = Compilation(self._first_calls(rung, phase), None)
         if rung.plan.compiles and phase in self.other_truths:  # for the first inputs, as a person's model is before
             setting.say(Phase.COMPILING)
-            self._first_calls(rung, self._gates(rung.plan))
-        return self._judged_subject(rung, rung.plan, result, setting)
+            self._first_calls(rung, phase)
+        rewriting = tuple(each.name for each in combination.changing if _rewrites(each, found))
+        return self._judged_subject(rung, rung.plan, result, setting, rewriting=rewriting)
 
     def _judged_subject(self, module: nn.Module, plan: Plan, result: Result, setting: Setting,
-                        overwrites_output: bool = False, is_proven: bool = False) -> Subject:
+                        overwrites_output: bool = False, is_proven: bool = False,
+                        rewriting: tuple[str, ...] | None = None) -> Subject:
         """The model changed in some way, as it is timed, once it has passed the judge. Raises Failed where it did not.
 
-        `plan` says what it computes in.
+        `plan` says what it computes in. `is_proven`: what its code means was judged before, on other inputs;
+        `rewriting`: these techniques alone make that another code than the model's.
         """
         own = workload(self.program, arithmetic_of(plan, setting.device), plan.in_int8)
         phase = _phase_of(result)
@@ -312,16 +328,19 @@ class _Assistant:
         setting.say(Phase.CHECKING)
         on_others = phase in self.other_truths
         truth = self.other_truths[phase] if on_others else self.truth
+        meaning = None if rewriting is None else Meaning(rewriting, plan.autocast, phase if on_others else "")
         judge = Judge(module, truth, plan.numerics, overwrites_output=overwrites_output, fresh=not on_others,
-                      is_proven=is_proven)
+                      proven=() if is_proven else self._judged_before(meaning),
+                      forward_alone=FORWARD in self._modes_of(phase) or phase in (PIECES, WRITTEN))
         judgement = judge.judge()
+        self._keep_meaning(meaning, judge)
         if on_others:
             judgement.checks[:] = _there(judgement, phase)     # in place: timed calls add theirs
             self.result.judgements_on_others[result.name, phase] = judgement
         else:
             self.judgements[result.name] = judgement
             if phase != ALONE:                                 # each of them has its own rounds
-                self._judge_on_others(module, plan, judgement, overwrites_output)
+                self._judge_on_others(module, plan, judgement, overwrites_output, rewriting)
         record_checks(judgement, result, GRADIENTS)
         referee = judge.referee()                              # it sees what its next calls change
         self.values.enter_context(judge.with_the_references_values())
@@ -329,24 +348,36 @@ class _Assistant:
         subject.workload = None if on_others else own
         return subject
 
-    def _judge_on_others(self, module: nn.Module, plan: Plan, judgement: Judgement, overwrites_output: bool) -> None:
+    def _judge_on_others(self, module: nn.Module, plan: Plan, judgement: Judgement, overwrites_output: bool,
+                         rewriting: tuple[str, ...] | None) -> None:
         """Add the checks of the inputs that are not timed, as long as all passed."""
         for words, truth in self.other_truths.items():
             if judgement.passed:
-                judge = Judge(module, truth, plan.numerics, overwrites_output=overwrites_output, fresh=False)
+                meaning = None if rewriting is None else Meaning(rewriting, plan.autocast, words)
+                judge = Judge(module, truth, plan.numerics, overwrites_output=overwrites_output, fresh=False,
+                              proven=self._judged_before(meaning), forward_alone=False)
                 judgement.checks.extend(_there(judge.judge(), words))
+                self._keep_meaning(meaning, judge)
+
+    def _judged_before(self, meaning: Meaning | None) -> list[Check] | None:
+        """The checks by which another rung of the same meaning passed."""
+        return self.meanings.get(meaning) if meaning else None
+
+    def _keep_meaning(self, meaning: Meaning | None, judge: Judge) -> None:
+        if meaning and judge.meaning:
+            self.meanings[meaning] = judge.meaning
 
     def _gates(self, plan: Plan) -> tuple[float, float]:
         """Of a replay."""
         _, gate = oracle.MODULE_GATES[_multiplying_in(plan, working_dtype(self.task.model, self.work.inputs))]
         return gate, gate
 
-    def _first_calls(self, rung: Rung, gates: tuple[float, float]) -> float:
-        """Seconds of the first calls, in which it is compiled."""
+    def _first_calls(self, rung: Rung, phase: str) -> float:
+        """Seconds of the first calls, in which it is compiled for the passes of a phase."""
         began = time.perf_counter()
         with kept(rung):
-            subject = subject_of(rung, self.work, gates)
-            for mode in self.modes:
+            subject = subject_of(rung, self.work, self._gates(rung.plan))
+            for mode in self._modes_of(phase):
                 if subject.has(mode):
                     iteration = on_a_copy(subject, mode)
                     iteration.between()
@@ -480,15 +511,27 @@ class _Assistant:
         return self._case_of(name, prepare, phase)
 
     def _payback(self) -> str:
-        """When what compiling took is won back by that alone; "" where it was not tried."""
+        """When what compiling took is won back by that alone, and on the ladder; "" where it was not tried."""
         compiled = next((each for each in self.techniques if each.name == "compile"), None)
+        if compiled is None:
+            return ""
+        alone = self._paid_back(self.result.alone, Combination((compiled,)), Combination())
+        for added in self.result.ladder:
+            others = added.combination.without(compiled)
+            if added.technique is compiled and others.techniques:
+                on_top = self._paid_back(self.result.together, added.combination, others)
+                names = " + ".join(each.name for each in others.techniques)
+                if alone and on_top:
+                    return f"{alone} alone, {on_top} on top of {names}"
+        return alone
+
+    def _paid_back(self, measured: Measured, compiled: Combination, before: Combination) -> str:
+        """After how many calls, by what was timed of both; "" where one was not."""
         result = self.result.alone.results.get("compile")
-        row, base = (self.result.alone.row(of, BOTH) for of in (Combination((compiled,)) if compiled else Combination(),
-                                                                Combination()))
+        row, base = measured.row(compiled, BOTH), measured.row(before, BOTH)
         if not (result and result.compilation and row and row.timing and base and base.timing):
             return ""
-        result.compilation.uncompiled = base.timing.samples
-        return result.compilation.pays_after(row.timing)
+        return replace(result.compilation, uncompiled=base.timing.samples).pays_after(row.timing)
 
 
 def _verdicts(result: Optimized, as_it_is: Result) -> list[Record]:
@@ -515,6 +558,12 @@ def _phase_of(result: Result) -> str:
 def _rungs(order: Sequence[Technique]) -> list[Combination]:
     """The model as it is, and one technique more in each."""
     return [Combination(tuple(order[:count])) for count in range(len(order) + 1)]
+
+
+def _rewrites(technique: Technique, found: Mapping[str, Sequence[Found]]) -> bool:
+    """Whether it changes the model or its graphs."""
+    plan = plan_of((technique,), found=found)
+    return bool(plan.passes or plan.changes)
 
 
 def _plan_of_numerics(numerics: str | None) -> Plan:

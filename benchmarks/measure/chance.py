@@ -42,10 +42,10 @@ EXPLAINED = 10                             # times what a GPU's sums in no fixed
 _THEIRS, _OURS = 1000, 500_000             # where the seeds of candidate and reference begin
 
 
-def _outputs(call: Callable, start: Start, work: Work, seed: int) -> list[Tensor]:
-    """What one call without gradients returns."""
+def _outputs(call: Callable, start: Start, work: Work, seed: int, with_gradients: bool = False) -> list[Tensor]:
+    """What one call returns."""
     start.begin(seed)
-    with torch.no_grad():
+    with torch.set_grad_enabled(with_gradients):
         returned = outputs_of(work.inputs.copies().call(call))
     return [t.detach() for t in returned.values() if takes_gradient(t)]
 
@@ -55,12 +55,12 @@ def _apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     return distance(a, b) / max(norm(a), 1e-300)
 
 
-def draws(call: Callable, work: Work) -> bool:
+def draws(call: Callable, work: Work, with_gradients: bool = False) -> bool:
     """Whether another seed gives other outputs."""
     start = work.start_of(call)
-    first = _outputs(call, start, work, 0)
-    other = _apart(first, _outputs(call, start, work, 1))
-    again = _apart(first, _outputs(call, start, work, 0)) if other > NO_DRAW else 0.0
+    first = _outputs(call, start, work, 0, with_gradients)
+    other = _apart(first, _outputs(call, start, work, 1, with_gradients))
+    again = _apart(first, _outputs(call, start, work, 0, with_gradients)) if other > NO_DRAW else 0.0
     start.begin(0)
     return other > max(NO_DRAW, 3 * again)
 

@@ -81,21 +81,25 @@ class Judge:
 
     def __init__(self, candidate: Callable, truth: Truth, numerics: str | None = None,
                  parameters: Mapping[str, str] | None = None, overwrites_output: bool = False,
-                 gate: float | None = None, meaning: bool = True, fresh: bool = True, is_proven: bool = False):
-        """`is_proven`: what its code means was judged before, on other inputs."""
+                 gate: float | None = None, meaning: bool = True, fresh: bool = True,
+                 proven: Sequence[Check] | None = None, forward_alone: bool = True):
+        """`proven`: the checks by which the meaning of this very code passed before; none are shown where it was on
+        other inputs. Without `forward_alone` it is never called without gradients, for which it would be compiled anew.
+        """
         check_numerics(numerics)
         self.candidate, self.truth, self.numerics, self.gate = candidate, truth, numerics, gate
         self.overwrites_output = overwrites_output
-        self.asks_meaning = meaning and gate is None and not is_proven
+        self.forward_alone = forward_alone or truth.work.forward_only
+        self.asks_meaning = meaning and gate is None and proven is None
         self.asks_fresh = fresh and gate is None
         self.parameters = named_parameters(candidate)
         self.buffers = named_buffers(candidate) | only_written(self.parameters, truth.work.written)
         self.partners = partners(truth.parameters, self.parameters, parameters or {})
         self.buffer_partners = partners(truth.buffers, self.buffers, {})
         self.dtype = working_dtype(candidate, truth.work.inputs)
-        self.checks: list[Check] = []
+        self.checks: list[Check] = list(proven or ())
         self.notes: list[str] = []
-        self.meaning_told, self.no_fp64_told = is_proven and truth.has_meaning, False
+        self.meaning_told, self.no_fp64_told = proven is not None and truth.has_meaning, False
         self.draws = True                      # whether it draws random numbers
 
     def judge(self) -> Judgement:
@@ -108,7 +112,7 @@ class Judge:
                 with (parameters_kept(self.candidate, self.truth.work.inputs),
                       loaded(self.parameters | self.buffers, self._values()) as others):
                     self._note_values(others)
-                    self.draws = chance.draws(self.candidate, self.truth.work)
+                    self.draws = self._draws()
                     with NoDropout() if self._hides_dropout() else contextlib.nullcontext():
                         self._ask()
                     if self._failed():
@@ -130,13 +134,22 @@ class Judge:
         return Judgement(self.checks, self._truth_in_words(), self.notes, self.numerics, hint,
                          has_oracle=self.truth.has_meaning, truth_in_short=self.truth.in_short)
 
+    @property
+    def meaning(self) -> list[Check] | None:
+        """The checks of its meaning in FP64, once it has passed; None where it could not be told."""
+        of_meaning = [check for check in self.checks if check.question in (MEANING, DRAWN)]
+        return of_meaning if self.meaning_told and all(each.passed and each.proven for each in of_meaning) else None
+
     def _hides_dropout(self) -> bool:
         """Whether it is compiled and drops by a rate that no attribute shows: then its functions are told, and it is
         compiled anew for that."""
         if not self.draws or self.truth.draws or not compiled_inside(self.candidate):
             return False
         with without_dropout(self.candidate):
-            return chance.draws(self.candidate, self.truth.work)
+            return self._draws()
+
+    def _draws(self) -> bool:
+        return chance.draws(self.candidate, self.truth.work, with_gradients=not self.forward_alone)
 
     def _ask(self) -> None:
         truth = self.truth
@@ -146,7 +159,8 @@ class Judge:
         if self._failed():
             return
         truth.say(Phase.CHECKING, "the precision")
-        seen = observe(self.candidate, truth.work, overwrites_output=self.overwrites_output, draws=self.draws)
+        seen = observe(self.candidate, truth.work, overwrites_output=self.overwrites_output, alone=self.forward_alone,
+                       draws=self.draws)
         own = truth.own(self.numerics)
         self._check_form(seen, own)
         if not self._failed():
@@ -423,7 +437,8 @@ class Judge:
             rounds_to = rounding_in(copy, few) if dtype == FP64 else None
             if rounds_to not in (None, FP32):
                 return rounds_to, Observation({})
-            return rounds_to, observe(copy, few, dtype, overwrites_output=True, draws=self.draws)
+            return rounds_to, observe(copy, few, dtype, overwrites_output=True, alone=self.forward_alone,
+                                      draws=self.draws)
 
     def _compare_meaning(self, seen: Observation, own: Observation, dtype: torch.dtype, fp32_inside: bool) -> None:
         """Values of its own, folded or split from the reference's, were rounded to its dtype when they were made."""

@@ -8,11 +8,16 @@ import torch
 from torch import nn
 
 from benchmarks.assistant import optimize, verdicts
-from benchmarks.assistant.combination import Combination
+from benchmarks.assistant.combination import Combination, Measured
+from benchmarks.assistant.optimize import _Assistant
 from benchmarks.assistant.optimized import Added
 from benchmarks.assistant.technique import Advice, Found, Technique
 from benchmarks.measure.checks import Check, Judgement
 from benchmarks.measure.names import gradient_of, output
+from benchmarks.records import AS_IT_IS
+from common.report.result import Compilation, Result, Row
+from common.runtime.iteration import BOTH
+from common.runtime.timing import Timing
 
 RIGHT = Check(output("output"), "precision", True, True, 1e-7, 2e-6, "rounding of float32")
 ROUGH = Check(output("output"), "precision", True, True, 1e-3, 2e-6, "less accurate, as is float16", "float16")
@@ -142,3 +147,33 @@ def test_a_gain_on_top_of_what_slows_the_model_down_is_none(below, counts):
     found = verdicts._on_top(SimpleNamespace(ladder=ladder), techniques[-1].name)
     assert found is (ladder[-1] if counts else None)
     assert verdicts._on_top(SimpleNamespace(ladder=ladder), "another") is None
+
+
+def measured(ms_by_name: dict[str, float]) -> Measured:
+    """Each took that long in all of eight rounds."""
+    results = {}
+    for name, ms in ms_by_name.items():
+        results[name] = Result(name, None, "float32", {})
+        results[name].rows[BOTH, "eager"] = Row(timing=Timing([ms] * 8, True, "rounds"))
+    return Measured(results)
+
+
+@pytest.mark.unit
+def test_what_compiling_took_is_won_back_alone_and_on_top_of_others():
+    """By 1 ms a call alone, and by 50 ms on top of autocast."""
+    autocast, compiled = (Technique(name, "", lambda program: ()) for name in ("autocast", "compile"))
+    alone = measured({AS_IT_IS: 100.0, "compile": 99.0})
+    alone.results["compile"].compilation = Compilation(10.0, None)
+    together = measured({AS_IT_IS: 100.0, "autocast": 60.0, "autocast + compile": 10.0})
+    added = Added(compiled, Combination((autocast, compiled)), (6.0, 6.0, 6.0))
+    assistant = _Assistant.__new__(_Assistant)
+    assistant.techniques = (autocast, compiled)
+    assistant.result = SimpleNamespace(alone=alone, together=together, ladder=[])
+    assert assistant._payback() == "10,000 forward+backward calls"
+    assistant.result.ladder = [added]
+    assert assistant._payback() == ("10,000 forward+backward calls alone, "
+                                    "200 forward+backward calls on top of autocast")
+    del together.results["autocast + compile"]
+    assert assistant._payback() == "10,000 forward+backward calls"
+    assistant.techniques = (autocast,)
+    assert assistant._payback() == ""

@@ -93,6 +93,22 @@ def test_what_has_no_backward_is_judged_where_the_forward_alone_counts(factor, w
         Judge(candidate, Truth(Plain(1.0), replace(alone, forward_only=False))).judge()
 
 
+class WithGradientsAlone(nn.Linear):
+    def forward(self, x):
+        assert torch.is_grad_enabled()
+        return super().forward(x)
+
+
+@pytest.mark.unit
+def test_what_is_not_timed_without_gradients_is_not_called_so():
+    truth = Truth(nn.Linear(8, 8), Work(Inputs.of(tensor(4, 8))))
+    with pytest.raises(AssertionError):
+        Judge(WithGradientsAlone(8, 8), truth).judge()
+    judgement = Judge(WithGradientsAlone(8, 8), truth, forward_alone=False).judge()
+    assert judgement.proven
+    assert not any("alone" in check.name for check in judgement)
+
+
 @pytest.mark.unit
 def test_every_mistake_has_its_tensor_here():
     assert FOUND_BY.keys() == WRONG.keys() and len(WRONG) >= 20 and len(RIGHT) >= 12
