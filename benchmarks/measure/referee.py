@@ -624,8 +624,9 @@ def gradients_too_far_apart(pairs: Mapping[Key, tuple[Tensor, Tensor]], allowed:
     """Of a gradient -> (a candidate's gradient, the reference's): those too far apart for the same function.
 
     `allowed` is a share of its norm, `whole` the norm of all the reference's gradients. `moved()`
-    gives the reference's gradients for inputs that are off by a rounding. It is asked only where something is too far
-    apart otherwise: where a ReLU falls to the other side, a whole gradient moves, now this one and now that.
+    gives the reference's gradients for inputs that are off by a rounding, several times. It is asked only as long as
+    something is too far apart otherwise: where a ReLU falls to the other side, a whole gradient moves, now this one and
+    now that.
     """
     of_all = BOUNDS[torch.bfloat16][1] * whole
     wrong = []
@@ -635,20 +636,22 @@ def gradients_too_far_apart(pairs: Mapping[Key, tuple[Tensor, Tensor]], allowed:
         if not apart <= bound:
             wrong.append(Apart(of, apart, size, bound))
     if any(math.isfinite(each.apart) for each in wrong):
-        share = TIMES_MOVED * _furthest_moved(pairs, of_all, moved())
-        wrong = [replace(each, bound=max(each.bound, share * (each.size + of_all))) for each in wrong]
-    return [each for each in wrong if not each.apart <= each.bound]
+        for gradients in moved():
+            share = TIMES_MOVED * _furthest_moved(pairs, of_all, gradients)
+            wrong = [replace(each, bound=max(each.bound, share * (each.size + of_all))) for each in wrong]
+            wrong = [each for each in wrong if not each.apart <= each.bound]
+            if not wrong:
+                break
+    return wrong
 
 
-def _furthest_moved(pairs: Mapping[Key, tuple[Tensor, Tensor]], of_all: float, moved: Iterable[Mapping[Key, Tensor]]
-                    ) -> float:
+def _furthest_moved(pairs: Mapping[Key, tuple[Tensor, Tensor]], of_all: float, moved: Mapping[Key, Tensor]) -> float:
     """How far a gradient of the reference is moved at most, as a share of its norm."""
     shares = [0.0]
-    for gradients in moved:
-        for of, other in gradients.items():
-            if of in pairs:
-                own = pairs[of][1]
-                shares.append(apart_where_finite(other, own) / max(norm([own]) + of_all, 1e-300))
+    for of, other in moved.items():
+        if of in pairs:
+            own = pairs[of][1]
+            shares.append(apart_where_finite(other, own) / max(norm([own]) + of_all, 1e-300))
     return max(share for share in shares if math.isfinite(share))
 
 

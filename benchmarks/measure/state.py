@@ -14,6 +14,7 @@ from benchmarks.measure.calls import first_names, modules_of, named_buffers, nam
 
 _FOREIGN = ("torch", "numpy", "builtins", "typing", "types", "functools", "collections", "triton", "transformer_engine")
 _DEEPEST = 12
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_modules"}         # parameters, buffers, hooks: no generators
 _LONGEST = 1000                            # what a longer container holds is data: it is put back, not looked into
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
@@ -143,6 +144,21 @@ class State:
         self._visit_all(members if visits else ())
 
 
+class _Generators(State):
+    """The random generators alone: of all else nothing is kept."""
+
+    def _keep_tensor(self, t: Tensor) -> None:
+        pass
+
+    def _keep_container(self, value: Any, visits: bool = True) -> None:
+        self._visit_all(value.values() if isinstance(value, MutableMapping) else value)
+
+    def _keep_module(self, module: nn.Module) -> None:
+        for name, value in vars(module).items():
+            if name not in _OF_EVERY_MODULE:
+                self._visit(value)
+
+
 class Start:
     """The state from which every run of a callable begins: its buffers, no gradients, the same random numbers.
 
@@ -155,7 +171,7 @@ class Start:
         self.parameters = {name: parameters[name] for name in first_names(parameters).values()}     # a tied one once
         self.buffers = named_buffers(call) | only_written(parameters, written)
         self.before = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
-        state = State(call)
+        state = State(call) if whole else _Generators(call)
         self._generators, self._state = state.generators, state if whole else None
 
     def begin(self, seed: int) -> None:

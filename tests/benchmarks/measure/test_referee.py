@@ -650,3 +650,19 @@ def test_a_checkpoint_is_seen_in_a_graph_where_it_is_reentrant():
     assert referee._checkpoints_reentrantly(Checkpointed(True)(x).sum())
     assert not referee._checkpoints_reentrantly(Checkpointed(False)(x).sum())
     assert not referee._checkpoints_reentrantly(x) and not referee._checkpoints_reentrantly(x.detach())
+
+
+@pytest.mark.unit
+def test_the_reference_runs_on_other_inputs_only_until_all_is_explained():
+    own = torch.ones(4)
+    runs = []
+
+    def moved():
+        for share in (0.01, 1.0, 2.0, 4.0):
+            runs.append(share)
+            yield {"w": own * (1 + share)}
+    assert not referee.gradients_too_far_apart({"w": (own * 2, own)}, 0.0, 0.0, moved)
+    assert runs == [0.01, 1.0]
+    assert referee.gradients_too_far_apart({"w": (own * 1e3, own)}, 0.0, 0.0, moved)
+    assert runs == [0.01, 1.0, 0.01, 1.0, 2.0, 4.0]
+    assert not referee.gradients_too_far_apart({"w": (own, own)}, 0.0, 0.0, moved) and len(runs) == 6

@@ -1,6 +1,7 @@
 """What a judge leaves behind, and from what state each run begins: attributes, lists, ties, generators, dtypes."""
 import collections
 import copy
+import functools
 import random
 
 import numpy as np
@@ -13,7 +14,7 @@ from benchmarks.measure.calls import Inputs
 from benchmarks.measure.judge import validate
 from benchmarks.measure.keeping import parameters_kept, written_by
 from benchmarks.measure.modules import compare
-from benchmarks.measure.state import State
+from benchmarks.measure.state import Start, State
 
 pytestmark = pytest.mark.unit
 
@@ -356,3 +357,33 @@ def test_lazy_layers_get_their_shapes_and_keep_them():
     assert validate(candidate, reference, torch.randn(4, 5)).passed
     assert reference(torch.randn(2, 5)).shape == (2, 3) and type(candidate[0]) is nn.Linear
     assert compare({"it": made()}, torch.randn(4, 5), made(), rounds=2).results["it"].status == "ok"
+
+
+class Drawing(nn.Module):
+    """It has generators wherever a module may hold one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = [torch.Generator() for _ in range(6)]
+        self.below = nn.Module()
+        self.below.own = made[0]
+        self.listed, self.named, self.config = [(made[1],)], {"a": {"b": made[2]}}, Config()
+        self.config.drawn_by = made[3]
+        self.drawn = lambda: torch.rand(2, generator=made[4])
+        self.bound = functools.partial(torch.rand, generator=made[5])
+        self.made = None
+        self.register_buffer("noise", torch.zeros(2))
+
+
+def test_each_run_begins_from_the_same_random_numbers_wherever_they_come_from():
+    module = Drawing()
+    for whole in (True, False):
+        generators = Start(module, whole)._generators
+        assert len(generators) == 6
+        assert set(map(id, generators)) == set(map(id, State(module).generators))
+
+
+def test_the_start_of_what_keeps_no_state_copies_its_buffers_alone():
+    """All else would be copied at each look."""
+    module = Drawing()
+    assert Start(module)._state is None and list(Start(module).before) == ["noise"]
