@@ -90,6 +90,7 @@ def fp8_missing() -> str | None:
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections():
     """What is there before a module's first test is never garbage: each collection would look at all of it."""
+    gc.set_threshold(truth.OBJECTS_A_COLLECTION, 10, 10)
     gc.collect()
     gc.freeze()
 

@@ -393,6 +393,8 @@ class _Assistant:
         if self.quick:                                         # each rung on top of what compiles is compiled anew
             order = [each for each in order if not self.result.is_slower(each)]
             order.sort(key=lambda each: plan_of((each,), found=self.result.found).compiles)
+        needless = {each.instead_of for each in order}
+        order = [each for each in order if each.name not in needless]
         least = 1 if self.task.by_hand else 2                  # one alone is measured already
         while len(order) >= least:
             self._climb_once(order)

@@ -255,10 +255,17 @@ class Optimized(Shown):
         except Exception:                                      # its own rung will fail by it, and say so
             return False
 
+    def _to_be_written(self) -> list[Opportunity]:
+        """Those whose code is worth it; not what is needless beside another of them."""
+        wanted = [one for one in self.opportunities if one.advice and one.verdict in TO_WRITE]
+        names = {one.technique for one in wanted}
+        needless = {each.instead_of for each in self.looked.found if each.name in names}
+        return [one for one in wanted if one.technique not in needless]
+
     def placed(self, technique: str = "") -> list[Advice]:
         """The code that stands at a line of a file, of those that are worth it: all, or one technique's."""
-        return [one.advice for one in self.opportunities if one.advice and one.advice.place
-                and one.verdict in TO_WRITE and technique in ("", one.technique)]
+        return [one.advice for one in self._to_be_written() if one.advice and one.advice.place
+                and technique in ("", one.technique)]
 
     def to_write(self) -> list[Advice]:
         """The code for each that is worth it, in the order in which it is to be written at one place.
@@ -267,7 +274,7 @@ class Optimized(Shown):
 
         Code that stands at a line was pasted there first, and is right.
         """
-        advices = [one.advice for one in self.opportunities if one.advice and one.verdict in TO_WRITE]
+        advices = [one.advice for one in self._to_be_written() if one.advice]
         advices = [advice for advice in advices if not advice.place or self.proofs.get(advice) == ""]
         needless = {advice.instead_of for advice in advices}
         left = (advice for advice in advices if advice.code not in needless)
@@ -275,8 +282,7 @@ class Optimized(Shown):
 
     def taken(self) -> Combination:
         """Those of them that were applied, in the order of the ladder: what they promise together was measured."""
-        wanted = {one.technique for one in self.opportunities
-                  if one.verdict in TO_WRITE and one.speedup and one.advice}
+        wanted = {one.technique for one in self._to_be_written() if one.speedup}
         order = [added.technique for added in self.ladder] or list(self.looked.found)
         return Combination(tuple(each for each in order if each.name in wanted))
 

@@ -95,6 +95,7 @@ class Technique:
     remark: Callable[[Program, Evidence, Evidence], str] = lambda program, before, seen: ""    # what else they show
     predict: Callable[[Basis, Sequence[Found]], Prediction | None] = lambda basis, found: None    # of all its places
     seen_alone: Callable[[Program], Sequence[tuple[str, str]]] = lambda program: ()    # (place, what running it shows)
+    instead_of: str = ""                                               # the name of another, needless beside this
 
 
 def plan_of(techniques: Sequence[Technique], compiles: bool = False,

@@ -25,7 +25,18 @@ def opportunities(result: Optimized) -> list[Opportunity]:
     """All that was found, the best first."""
     judged = [_unless_it_breaks(result, technique, each)
               for technique, found in result.looked.found.items() for each in found]
+    judged = [_or_instead(one, result, judged) for one in judged]
     return sorted(judged, key=lambda one: (VERDICTS.index(one.verdict), -(one.speedup or 0.0)))
+
+
+def _or_instead(one: Opportunity, result: Optimized, every: Sequence[Opportunity]) -> Opportunity:
+    """The same; of what is needless beside another that is to be written, its code, for who would have it instead."""
+    written = {other.technique for other in every if other.verdict in TO_WRITE and other.advice}
+    beside = [each.name for each in result.looked.found if each.instead_of == one.technique and each.name in written]
+    if not beside or one.technique not in written or not one.advice:
+        return one
+    why = f"needless beside {beside[0]}; instead of it write `{one.advice.code}`"
+    return dataclasses.replace(one, why="; ".join(filter(None, [one.why, why])))
 
 
 def _unless_it_breaks(result: Optimized, technique: Technique, found: Found) -> Opportunity:
@@ -56,7 +67,7 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
         reason = result.why_not_timed(technique)
         return Opportunity(technique.name, found, "not here" if reason else "not reached", reason)
     added = next((each for each in result.ladder if each.technique is technique), None)
-    on_top = _on_top(result, technique.name)
+    on_top = _on_top(result, technique.name) or _on_top_of_one(result, technique)
     verdict, why = _worth(judgement, gain, None if result.others else on_top)
     if result.others and verdict == "no gain" and added and added.gain and added.gain[1] >= WORTH_IT:
         why = f"in the ladder's rounds it is {ratio(added.gain)} {ON_THE_FIRST}, and was timed on no other"
@@ -73,6 +84,8 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
         return Opportunity(technique.name, found, "no gain", why, gain[0], gain[1:], _error(judgement))
     if verdict in TO_WRITE and advice is None:
         verdict = "by hand"
+    elif verdict == "different numerics" and (for_nothing := _rounds_for_nothing(on_top)):
+        advice, elsewhere = None, for_nothing
     loses = result.where_it_loses(technique)
     said = [why, _where_captured(result, technique, gain), loses, elsewhere,
             not_fired and f"it did not fire: {not_fired}", remark, _less_accurate(judgement), _unproven(judgement)]
@@ -146,6 +159,28 @@ def _on_top(result: Optimized, technique: str) -> Added | None:
         if added.gain and added.gain[2] < SLOWER:
             return None
     return None
+
+
+def _on_top_of_one(result: Optimized, technique: Technique) -> Added | None:
+    """Of what captures a rung, on top of the one technique where that gains most; None of any other technique."""
+    if technique.launch != "graph":
+        return None
+    rungs: dict[Interval, Combination] = {}
+    for each in result.looked.found:
+        both = Combination((each, technique))
+        alone, gain = result.gain_alone(each), result.alone.gain(both, Combination((each,)), result.mode)
+        if alone and gain and alone[1] >= WORTH_IT and not result.why_unsafe(each):
+            rungs[gain] = both
+    best = max(rungs, key=lambda gain: gain[1], default=None)
+    return Added(technique, rungs[best], best) if best else None
+
+
+def _rounds_for_nothing(added: Added | None) -> str:
+    """That what rounds more than the model does gains nothing on top of the others; "" where it does."""
+    if added is None or added.gain is None or added.gain[1] >= WORTH_IT:
+        return ""
+    before = " + ".join(each.name for each in added.combination.techniques[:-1])
+    return f"on top of {before} it gains nothing, {ratio(added.gain)}, and is not written beside it" if before else ""
 
 
 def _worth(judgement: Judgement | None, alone: Interval, added: Added | None) -> tuple[str, str]:

@@ -32,6 +32,7 @@ from common.outcome import Failed, in_a_line, is_out_of_memory
 from common.phases import Phase
 
 LOWER = {FP32: ("float16", "bfloat16"), torch.float16: ("bfloat16",)}
+OBJECTS_A_COLLECTION = 10_000          # made before Python collects by itself; 700 by default
 DRAWN_SCALE = 0.1                      # of values that are drawn in place of zeros
 # Of an output's norm, what no rounding of a dtype explains.
 CONTRADICTS = {FP64: 1e-6, FP32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.3}
@@ -432,17 +433,20 @@ def why_not(error: Exception) -> str:
 
 @contextlib.contextmanager
 def quick_collections() -> Iterator[None]:
-    """Meanwhile `free_memory` looks only at objects made since: torch alone makes hundreds of thousands.
+    """Meanwhile collections look only at objects made since, as torch alone makes hundreds of thousands, and come less
+    often by themselves: Dynamo and Inductor make millions, and hardly any garbage.
 
     Where somebody has frozen objects already, theirs stay frozen.
     """
-    is_ours = not somebody_froze()
+    is_ours, thresholds = not somebody_froze(), gc.get_threshold()
+    gc.set_threshold(max(thresholds[0], OBJECTS_A_COLLECTION) if thresholds[0] else 0, *thresholds[1:])
     if is_ours:
         gc.collect()
         gc.freeze()
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         if is_ours:
             gc.unfreeze()
 

@@ -70,4 +70,4 @@ def predict(basis: Basis, found: Sequence[Found]) -> Prediction:
 
 
 TECHNIQUE = Technique("autocast", "FP32 matmuls -> BF16 under autocast", find, apply, advice, missing, fired,
-                      predict=predict)
+                      predict=predict, instead_of="tf32")

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.assistant.predicting import Basis, Prediction
 from benchmarks.assistant.program import Program
-from benchmarks.assistant.technique import Advice, Found, Plan, Technique
+from benchmarks.assistant.technique import Advice, Found, NotWritten, Plan, Technique
 from benchmarks.assistant.techniques import compiled
 from common.measure.measurement import NOT_A_GPU
 
@@ -29,7 +29,15 @@ def apply(plan: Plan) -> None:
 
 
 def advice(program: Program, found: Found) -> Advice:
-    """The compiler's own mode, which captures forward and backward, and captures anew where a shape changes."""
+    """The compiler's own mode, which captures forward and backward, and captures anew where a shape changes.
+
+    Raises NotWritten where Dynamo leaves out what would be captured.
+    """
+    left_out = next((each.place or each.inside for each in program.breaks if each.skips), None)
+    if program.not_captured or left_out:
+        why = f"Dynamo leaves out the function around {left_out.name}" if left_out else "Dynamo can't run the model"
+        raise NotWritten(f"{why}, and torch.compile captures nothing of it; `torch.cuda.make_graphed_callables` "
+                         "captures a module without Dynamo, under autocast with cache_enabled=False")
     return Advice('model = torch.compile(model, mode="reduce-overhead")', instead_of=compiled.CODE)
 
 

@@ -13,6 +13,7 @@ from benchmarks.assistant.analysis import waits_in
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
 from benchmarks.assistant.source import Place
+from benchmarks.assistant.technique import NotWritten
 from benchmarks.assistant.techniques import (
     EVERY,
     autocast,
@@ -258,10 +259,14 @@ def test_a_recurrent_layer_names_what_lets_dynamo_capture_it():
     [(what, words)] = compiled._with_recurrent_layers(program)
     assert what == "with nn.GRU compiled" and "times as fast as the model as it is" in words
     assert not torch._dynamo.config.allow_rnn
+    [call] = cuda_graph.find(program)
+    with pytest.raises(NotWritten, match=f"leaves out the function around {found.place.name}, .*make_graphed"):
+        cuda_graph.advice(program, call)
     with torch._dynamo.config.patch(allow_rnn=True):
         program = program_of(Recurrent())
         assert not graph_break.find(program) and program.graphs
         assert compiled._with_recurrent_layers(program) == []
+        assert "reduce-overhead" in cuda_graph.advice(program, call).code
 
 
 class Waiting(nn.Module):

@@ -149,13 +149,65 @@ def test_a_gain_on_top_of_what_slows_the_model_down_is_none(below, counts):
     assert verdicts._on_top(SimpleNamespace(ladder=ladder), "another") is None
 
 
-def measured(ms_by_name: dict[str, float]) -> Measured:
+def measured(ms_by_name: dict[str, float], as_graphs: dict[str, float] | None = None) -> Measured:
     """Each took that long in all of eight rounds."""
-    results = {}
-    for name, ms in ms_by_name.items():
-        results[name] = Result(name, None, "float32", {})
-        results[name].rows[BOTH, "eager"] = Row(timing=Timing([ms] * 8, True, "rounds"))
+    results = {name: Result(name, None, "float32", {}) for name in ms_by_name}
+    for launch, times in {"eager": ms_by_name, "graph": as_graphs or {}}.items():
+        for name, ms in times.items():
+            results[name].rows[BOTH, launch] = Row(timing=Timing([ms] * 8, True, "rounds"))
     return Measured(results)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("low, others, gains", [(1.021, 1, True), (1.019, 1, False), (1.0, 0, True)])
+def test_what_rounds_more_and_gains_nothing_on_top_of_others_is_not_written(low, others, gains):
+    techniques = tuple(Technique(f"t{place}", "", lambda program: ()) for place in range(others + 1))
+    said = verdicts._rounds_for_nothing(Added(techniques[-1], Combination(techniques), gain(low)))
+    assert said == ("" if gains else "on top of t0 it gains nothing, 1.03 [1.02, 1.04], and is not written beside it")
+    assert verdicts._rounds_for_nothing(None) == ""
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("autocast_ms, gains_on", [(97.0, "autocast"), (99.0, None)])
+def test_a_graph_gains_on_top_of_one_that_gains_itself(autocast_ms, gains_on):
+    """Whose kernels are so short that launching them takes longer."""
+    autocast, unsafe, plain = (Technique(name, "", lambda program: ()) for name in ("autocast", "unsafe", "plain"))
+    graph = Technique("cuda-graph", "", lambda program: (), launch="graph")
+    alone = measured({AS_IT_IS: 100.0, "autocast": autocast_ms, "unsafe": 50.0, "plain": 100.0},
+                     as_graphs={AS_IT_IS: 100.0, "autocast": 20.0, "unsafe": 5.0, "plain": 10.0})
+    every: dict[Technique, list] = {each: [] for each in (autocast, unsafe, plain, graph)}
+
+    def gain_alone(each):
+        return alone.gain(Combination((each,)), Combination(), BOTH)
+    result = SimpleNamespace(alone=alone, looked=SimpleNamespace(found=every), mode=BOTH, gain_alone=gain_alone,
+                             why_unsafe=lambda each: "it is wrong" if each is unsafe else "")
+    found = verdicts._on_top_of_one(result, graph)
+    assert (found and found.combination) == (Combination((autocast, graph)) if gains_on else None)
+    assert found is None or found.gain == (4.85, 4.85, 4.85)
+    assert verdicts._on_top_of_one(result, autocast) is None
+
+
+def waiting(share):
+    return lambda plan: plan.changes.append(lambda model: setattr(model, "seconds", share * model.seconds))
+
+
+@pytest.mark.integration
+def test_what_is_needless_beside_another_is_neither_climbed_nor_written(studies_in_seconds):
+    def technique(name, share, **others):
+        return Technique(name, "", lambda program: [Found(None, "", 1, "it waits")], waiting(share),
+                         lambda program, found: Advice(f"model.seconds *= {share}"), **others)
+    tf32, autocast, third = (technique("tf32", 0.6), technique("autocast", 0.3, instead_of="tf32"),
+                             technique("third", 0.4))
+    result = optimize(Waiting(), (torch.randn(4, 8),), rounds=6, techniques=[tf32, autocast, third])
+    by_name = {one.technique: one for one in result.opportunities}
+    assert "tf32" not in {added.technique.name for added in result.ladder}
+    assert by_name["tf32"].verdict == "take" and by_name["tf32"].advice
+    assert by_name["tf32"].why == "needless beside autocast; instead of it write `model.seconds *= 0.6`"
+    assert {advice.code for advice in result.to_write()} == {"model.seconds *= 0.3", "model.seconds *= 0.4"}
+    assert tf32 not in result.taken().techniques and autocast in result.taken().techniques
+    alone = optimize(Waiting(), (torch.randn(4, 8),), rounds=6, techniques=[tf32])
+    assert [advice.code for advice in alone.to_write()] == ["model.seconds *= 0.6"]
+    assert alone.opportunities[0].why == ""
 
 
 @pytest.mark.unit

@@ -263,6 +263,18 @@ def test_collections_are_quick_meanwhile_and_as_before_afterwards(nothing_frozen
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.parametrize("first", [0, 700, 50_000])
+def test_collections_come_less_often_meanwhile_unless_somebody_decided_otherwise(nothing_frozen, first):
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(first, 10, 10)
+        with quick_collections():
+            assert gc.get_threshold() == ({700: 10_000}.get(first, first), 10, 10)
+        assert gc.get_threshold() == (first, 10, 10)
+    finally:
+        gc.set_threshold(*before)
+
+
 def test_what_somebody_froze_stays_frozen(nothing_frozen):
     gc.freeze()
     with quick_collections():
