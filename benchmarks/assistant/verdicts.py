@@ -52,7 +52,8 @@ def _unless_it_breaks(result: Optimized, technique: Technique, found: Found) -> 
 def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunity:
     """The verdict on one place."""
     if reason := result.looked.missing(technique) or found.why_not:
-        return Opportunity(technique.name, found, "not here", reason)
+        not_here = Opportunity(technique.name, found, "not here", reason)
+        return _where_compiled(result, technique, found) or not_here
     if found.by_hand:
         return Opportunity(technique.name, found, "by hand", found.by_hand)
     advice, elsewhere = _advice(result, technique, found)
@@ -91,6 +92,25 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
             not_fired and f"it did not fire: {not_fired}", remark, _less_accurate(judgement), _unproven(judgement)]
     why = "; ".join(filter(None, said))
     return Opportunity(technique.name, found, verdict, why, gain[0], gain[1:], _error(judgement), advice)
+
+
+def _where_compiled(result: Optimized, technique: Technique, found: Found) -> Opportunity | None:
+    """A graph of a compiled rung, where the model as it is can't be captured: compiled code waits for no mask, say."""
+    compiled = [each.combination for each in result.ladder if "compile" in map(_name_of, each.combination.techniques)]
+    if technique.launch != "graph" or not compiled or result.others:
+        return None
+    rung = compiled[-1]
+    gain = result.together.gain(Combination((*rung.techniques, technique)), rung, result.mode)
+    if gain is None or gain[1] < WORTH_IT:
+        return None
+    advice, elsewhere = _advice(result, technique, found)
+    on_top = f"on top of {' + '.join(map(_name_of, rung.techniques))} it can be captured, and is {ratio(gain)}"
+    why = "; ".join(filter(None, [found.why_not, on_top, elsewhere]))
+    return Opportunity(technique.name, found, "take" if advice else "by hand", why, advice=advice)
+
+
+def _name_of(technique: Technique) -> str:
+    return technique.name
 
 
 def _as_written(result: Optimized, one: Opportunity) -> Opportunity:

@@ -15,7 +15,7 @@ def find(program: Program) -> list[Found]:
     operators = sum(len(call.operators) for call in program.trace.calls)
     reason = f"{operators} operators a forward are launched one by one"
     waits = [wait.place.name for wait in program.analysis.waits]
-    why_not = f"the host waits for the GPU at {', '.join(waits[:3])}: mend that first" if waits else ""
+    why_not = f"the host waits for the GPU at {', '.join(waits[:3])}, which no graph can capture" if waits else ""
     return [Found(None, "", 1, reason, why_not)]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks.assistant import optimize, verdicts
 from benchmarks.assistant.combination import Combination, Measured
 from benchmarks.assistant.optimize import _Assistant
-from benchmarks.assistant.optimized import Added
+from benchmarks.assistant.optimized import Added, Optimized
 from benchmarks.assistant.technique import Advice, Found, Technique
 from benchmarks.measure.checks import Check, Judgement
 from benchmarks.measure.names import gradient_of, output
@@ -185,6 +185,30 @@ def test_a_graph_gains_on_top_of_one_that_gains_itself(autocast_ms, gains_on):
     assert (found and found.combination) == (Combination((autocast, graph)) if gains_on else None)
     assert found is None or found.gain == (4.85, 4.85, 4.85)
     assert verdicts._on_top_of_one(result, autocast) is None
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("captured, verdict", [(9.0, "take"), (9.9, "not here"), (None, "not here")])
+def test_what_waits_for_the_gpu_is_captured_once_it_is_compiled(captured, verdict):
+    """Of GPT-2's mask the compiled code asks nothing."""
+    autocast, compiled = (Technique(name, "", lambda program: ()) for name in ("autocast", "compile"))
+    waits = Found(None, "", 1, "", why_not="the host waits")
+    graph = Technique("cuda-graph", "", lambda program: [waits], launch="graph", advice=lambda *_: Advice("capture"))
+    together = measured({AS_IT_IS: 100.0, "autocast": 50.0, "autocast + compile": 10.0},
+                        as_graphs={"autocast + compile": captured} if captured else {})
+    ladder = [Added(autocast, Combination((autocast,)), None), Added(compiled, Combination((autocast, compiled)), None)]
+    found = {autocast: [], compiled: [], graph: [waits]}
+    result = SimpleNamespace(together=together, ladder=ladder, mode=BOTH, others={}, faults={},
+                             looked=SimpleNamespace(found=found, program=None, missing=lambda technique: ""))
+    one = verdicts._judged(result, graph, waits)
+    assert one.verdict == verdict and one.speedup is None
+    assert bool(one.advice) == (verdict == "take")
+    assert one.why == ("the host waits; on top of autocast + compile it can be captured, and is 1.11 [1.11, 1.11]"
+                       if verdict == "take" else "the host waits")
+    fastest = Optimized.fastest_rung(result)
+    assert fastest.techniques == ((autocast, compiled, graph) if captured else (autocast, compiled))
+    result.ladder = ladder[:1]
+    assert verdicts._judged(result, graph, waits).verdict == "not here"
 
 
 def waiting(share):
