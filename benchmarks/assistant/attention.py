@@ -19,6 +19,7 @@ from benchmarks.assistant.graph import (
     Refused,
     Region,
     Unknown,
+    ancestors,
     args_of,
     argument,
     refuse_mixed_gradients,
@@ -253,7 +254,9 @@ class _Upwards:
             if name in CASTS:
                 step = _first
             if step is None:
-                self.why = self.why or f"between the matmul of queries and keys and the softmax stands {name}"
+                above = (each for each in ancestors(node) if each.op.startswith("call_"))
+                if any(name_of(each) in PRODUCTS for each in above):
+                    self.why = self.why or f"between the matmul of queries and keys and the softmax stands {name}"
                 return None
             self.chain.append(node)
             node = step(node)

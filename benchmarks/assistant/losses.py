@@ -32,6 +32,7 @@ from benchmarks.measure.observing import largest_difference
 
 EXACT, NEAR = 1e-5, 1e-2               # largest difference of the same function in FP32, and of one much like it
 MOST = 16                              # operations before a pick that are looked at
+_BOUNDED = ("clamp", "clamp_min", "clip")
 _VIEWS = ("squeeze", "view", "reshape", "flatten")
 
 
@@ -90,6 +91,28 @@ def by_library(logits: Tensor, index: Tensor, dtype: torch.dtype, reduction: str
 def losses_in(graph: Captured) -> list[CrossEntropy | Refusal]:
     """Those by hand, and what is nearly one, with the reason why it is none."""
     return regions(graph, picks(graph), loss_at)
+
+
+def binary_losses_in(graph: Captured) -> list[Region]:
+    """The two logarithms of each binary cross-entropy by hand: of a sigmoid, and of what it leaves of 1."""
+    found = []
+    for node in graph.nodes:
+        if node.op.startswith("call_") and name_of(node) == "sigmoid":
+            rest = [user for each in _kept_from_zero(node) for user in each.users
+                    if name_of(user) in ("sub", "rsub") and 1 in args_of(user)]
+            of_it, of_the_rest = _logarithms_of([node]), _logarithms_of(rest)
+            if of_it and of_the_rest:
+                found.append(Region(graph, tuple(each for each in graph.nodes if each in of_it | of_the_rest)))
+    return found
+
+
+def _kept_from_zero(node: fx.Node) -> list[fx.Node]:
+    """It, and it with an epsilon or within bounds."""
+    return [node, *(user for user in node.users if name_of(user) in ("add", *_BOUNDED))]
+
+
+def _logarithms_of(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    return {user for node in nodes for each in _kept_from_zero(node) for user in each.users if name_of(user) == "log"}
 
 
 def picks(graph: Captured) -> list[fx.Node]:

@@ -47,6 +47,7 @@ class Norm(Region):
         return "layer_norm" if self.is_centred else "rms_norm"
 
 
+OUTSIDE_OF_THE_ROOT = "its epsilon is added outside of the root: the library's stands inside"
 LENGTHS = ("norm", "linalg_norm", "linalg_vector_norm")        # of rows
 
 
@@ -112,7 +113,13 @@ def _of_length_one(normalized: fx.Node, graph: Captured) -> Norm | None:
     if argument(normalized, 1, "p", 2.0) != 2 or not isinstance(dim, int) or not isinstance(least, float):
         return None
     dim %= len(shape)
-    norm, is_multiplied = Norm(graph, (), x, normalized, least**2 / shape[dim], False, dim), False
+    norm = Norm(graph, (), x, normalized, least**2 / shape[dim], False, dim)
+    return _between_both_ends(norm) if _is_multiplied_by(norm.width**0.5, norm) else None
+
+
+def _is_multiplied_by(factor: float, norm: Norm) -> bool:
+    """Whether what a norm gives until now is multiplied by that number, and maybe a weight; the norm gets both."""
+    is_multiplied = False
     while len(norm.output.users) == 1:
         (user,) = norm.output.users
         if not _calls(user, "mul"):
@@ -120,22 +127,24 @@ def _of_length_one(normalized: fx.Node, graph: Captured) -> Norm | None:
         other = next((each for each in args_of(user) if each is not norm.output), None)
         if isinstance(other, fx.Node) and norm.weight is None and _is_along(other, norm):
             norm.weight = other
-        elif isinstance(other, (int, float)) and not is_multiplied and math.isclose(other, norm.width**0.5):
+        elif isinstance(other, (int, float)) and not is_multiplied and math.isclose(other, factor):
             is_multiplied = True
         else:
             break
         norm.output = user
-    if not is_multiplied:
-        return None
-    norm.nodes = between(norm.x, norm.output, graph)
-    refuse_mixed_gradients(graph, norm.nodes)
+    return is_multiplied
+
+
+def _between_both_ends(norm: Norm) -> Norm:
+    """The norm with all that stands between its input and its output. Raises Refused where it can't be replaced."""
+    norm.nodes = between(norm.x, norm.output, norm.graph)
+    refuse_mixed_gradients(norm.graph, norm.nodes)
     return norm
 
 
 def _by_length(length: fx.Node, graph: Captured) -> Norm | None:
-    """The RMSNorm that divides x by its length over the root of its width; None for another multiple.
-
-    Its epsilon is that of `_of_length_one`.
+    """The RMSNorm that divides x by its length over the root of its width, or multiplies by that root behind it; None
+    for another multiple. Its epsilon is that of `_of_length_one`. Raises Refused where one is added to the length.
     """
     x, shape = args_of(length)[0], shape_of(length)
     dim, power = argument(length, 2, "dim"), argument(length, 1, "p", argument(length, 1, "ord", 2))
@@ -147,6 +156,8 @@ def _by_length(length: fx.Node, graph: Captured) -> Norm | None:
         other = next((each for each in args_of(user) if each is not node), None)
         if _calls(user, "div") and user.args[1] is node:
             break
+        if _calls(user, "add") and any(_calls(each, "div") and each.args[1] is user for each in user.users):
+            raise Refused(OUTSIDE_OF_THE_ROOT)
         bound = argument(user, 1, "min") if _calls(user, "clamp", "clamp_min", "clip") else None
         if isinstance(bound, (int, float)) and argument(user, 2, "max") is None and not least:
             least = bound / share
@@ -160,13 +171,14 @@ def _by_length(length: fx.Node, graph: Captured) -> Norm | None:
     divided = next(iter(node.users)) if len(node.users) == 1 else None
     dim %= len(shape)
     width = shape_of(x)[dim]
-    if divided is None or not _same(_bare(divided.args[0]), _bare(x)) or not math.isclose(share, width**-0.5):
+    if divided is None or not _same(_bare(divided.args[0]), _bare(x)):
         return None
     norm = Norm(graph, (), _uncast(x), divided, least**2 / width, False, dim)
-    _with_affine(norm)
-    norm.nodes = between(norm.x, norm.output, graph)
-    refuse_mixed_gradients(graph, norm.nodes)
-    return norm
+    if math.isclose(share, width**-0.5):
+        _with_affine(norm)
+    elif not _is_multiplied_by(share * width**0.5, norm):
+        return None
+    return _between_both_ends(norm)
 
 
 def _refuse_a_root_alone(root: fx.Node, squared: Any) -> None:
@@ -174,7 +186,7 @@ def _refuse_a_root_alone(root: fx.Node, squared: Any) -> None:
     is_deviation = (_calls(root, "std") and _over(root) is not None) or _mean_of_squares(squared) is not None
     added = [user for user in root.users if _calls(user, "add")]
     if is_deviation and any(_calls(user, "div") and user.args[1] is each for each in added for user in each.users):
-        raise Refused("its epsilon is added outside of the root: the library's stands inside")
+        raise Refused(OUTSIDE_OF_THE_ROOT)
 
 
 def _mean_of_squares(node: Any) -> tuple[fx.Node, bool, int] | None:

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from benchmarks.assistant.graph import Captured, Region, argument, settings_in, shape_of
+from benchmarks.assistant.graph import Captured, Region, args_of, argument, settings_in, shape_of
 from benchmarks.assistant.normal import name_of
 
 
@@ -54,6 +54,19 @@ def projections_in(graph: Captured) -> list[ProjectionGroup]:
     found = [ProjectionGroup(graph, tuple(nodes)) for nodes in groups.values()]
     # One layer that is called again and again on one input has one product: a concatenation would have it twice.
     return [group for group in found if len(set(group.weights)) > 1 and len(group.layers) == len(group.nodes)]
+
+
+def products_with_parameters(graph: Captured) -> list[Region]:
+    """Two or more products of one tensor, each with a parameter of its own that belongs to no layer."""
+    groups: dict[tuple, list[fx.Node]] = {}
+    settings = settings_in(graph)
+    for node in graph.nodes:
+        if node.op.startswith("call_") and name_of(node) in ("matmul", "einsum"):
+            *equation, x, weight = args_of(node) if len(args_of(node)) > 1 else (None, None)
+            if weight in graph.named and x not in graph.named and len(shape_of(weight)) > 1:
+                groups.setdefault((x, *equation, len(shape_of(weight)), settings[node]), []).append(node)
+    return [Region(graph, tuple(nodes)) for nodes in groups.values()
+            if len({args_of(node)[-1] for node in nodes}) == len(nodes) > 1]
 
 
 def path_of(node: fx.Node) -> str:

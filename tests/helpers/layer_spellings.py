@@ -184,6 +184,12 @@ class RMSNormByTheLibrarysLength(Norm):
         return self.weight * (x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-6) / WIDTH**0.5))
 
 
+class RMSNormByLengthAndRoot(Norm):
+    def forward(self, x):
+        unit = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-6)
+        return unit * self.weight * WIDTH**0.5
+
+
 class RMSNormOfT5(Norm):
     """Only what it is divided by is in FP32."""
 
@@ -209,7 +215,7 @@ NORMS = (LayerNormByMeans, LayerNormByVar, LayerNormBare, RMSNormOfLlama, RMSNor
          LayerNormByBoth, LayerNormByMoments, LayerNormThatKeepsItsMean, RMSNormUnderItsOwnName,
          OverTheSequence, LayerNorm2d, ChannelNorm, RMSNorm2d, LastByThree, RMSNormByLength,
          RMSNormByLengthWithOne, RMSNormByLength2d, RMSNormByItsLength, RMSNormByItsLengthBare,
-         RMSNormByTheLibrarysLength, RMSNormOfT5)
+         RMSNormByTheLibrarysLength, RMSNormByLengthAndRoot, RMSNormOfT5)
 
 
 class UnbiasedLayerNorm(Norm):
@@ -284,9 +290,14 @@ class OfAnothersLength(Norm):
         return x.sin() / (x.norm(dim=-1, keepdim=True) * WIDTH**-0.5)
 
 
-OTHER_FUNCTIONS = (OfItsLengthAlone, OfItsLengthAndMore, OfItsLengthUpToALimit, OfItsAbsoluteValues, OfAnothersLength,
-                   UnbiasedLayerNorm, EpsilonOutside, StandardDeviation, OfAnotherMean, OverTwo, OfTwoDimensions,
-                   OfLengthOne, OfAnotherLength, OfAnotherNorm)
+class OfItsLengthTimesMore(Norm):
+    def forward(self, x):
+        return x / x.norm(dim=-1, keepdim=True) * (1.001 * WIDTH**0.5) * self.weight
+
+
+OTHER_FUNCTIONS = (OfItsLengthTimesMore, OfItsLengthAlone, OfItsLengthAndMore, OfItsLengthUpToALimit,
+                   OfItsAbsoluteValues, OfAnothersLength, UnbiasedLayerNorm, EpsilonOutside, StandardDeviation,
+                   OfAnotherMean, OverTwo, OfTwoDimensions, OfLengthOne, OfAnotherLength, OfAnotherNorm)
 
 
 class Three(nn.Module):

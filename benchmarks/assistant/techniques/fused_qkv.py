@@ -1,6 +1,7 @@
 """Linear layers on one input become one: a larger matmul, and the input is read once."""
 import ast
 import copy
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -10,17 +11,23 @@ from torch.nn import functional as F
 from benchmarks.assistant.graph import Captured, place_of
 from benchmarks.assistant.predicting import Basis, Prediction, bytes_of
 from benchmarks.assistant.program import Program
-from benchmarks.assistant.projections import ProjectionGroup, path_of, projections_in
+from benchmarks.assistant.projections import ProjectionGroup, path_of, products_with_parameters, projections_in
 from benchmarks.assistant.rewriting import Assumed
 from benchmarks.assistant.source import Place
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique
 from benchmarks.assistant.words import Replaced, called, statement_of
 from common.block.evidence import Evidence
 
+SIDE_BY_SIDE = "with these side by side in one parameter it is one product, split again: checkpoints change with it"
+
 
 def find(program: Program) -> list[Found]:
-    """Every group of them."""
-    return unique(found_at(group, in_words(group)) for group in program.analysis.projections)
+    """Every group of them; of products with a module's own parameters a person makes one."""
+    layers = unique(found_at(group, in_words(group)) for group in program.analysis.projections)
+    of_parameters = [region for graph in program.graphs for region in products_with_parameters(graph)]
+    products = [found_at(region, f"{len(region.nodes)} products of one tensor, each with a parameter of its own")
+                for region in of_parameters]
+    return [*layers, *(dataclasses.replace(each, by_hand=SIDE_BY_SIDE) for each in unique(products))]
 
 
 def in_words(group: ProjectionGroup) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.assistant.graph import Captured, Refusal, Refused
-from benchmarks.assistant.losses import CrossEntropy, by_library, loss_at, losses_in, picks
+from benchmarks.assistant.losses import CrossEntropy, binary_losses_in, by_library, loss_at, losses_in, picks
 from benchmarks.assistant.one_call import in_one_call
 from benchmarks.assistant.predicting import Basis, Prediction, in_one_pass
 from benchmarks.assistant.program import Program
@@ -15,12 +15,23 @@ from common.block.evidence import Evidence
 BESIDE = "the loss is given beside the model, and no rung changes it; the same function"
 
 
+OF_LOGITS = ("F.binary_cross_entropy_with_logits takes what the sigmoid is taken of; it makes fewer passes, and stays "
+             "finite where a sigmoid is 0 or 1")
+
+
 def find(program: Program) -> list[Found]:
     """Every one by hand; where it is another function than the library's, with the reason."""
     every = [each for graph in program.graphs for each in losses_in(graph)]
     beside = [each for graph in program.graphs_of_the_loss for each in losses_in(graph)]
     found = [replace(found_at(each, in_words(each)), by_hand=_beside(each)) for each in beside]
-    return [*unique(found_at(each, in_words(each)) for each in every), *unique(found)]
+    return [*unique(found_at(each, in_words(each)) for each in every), *unique([*found, *_of_two_classes(program)])]
+
+
+def _of_two_classes(program: Program) -> list[Found]:
+    """Every binary one, which a person writes: the library's takes what the sigmoid is taken of."""
+    graphs = *program.graphs, *program.graphs_of_the_loss
+    found = [found_at(each, "binary cross-entropy by hand") for graph in graphs for each in binary_losses_in(graph)]
+    return [replace(each, by_hand=OF_LOGITS) for each in found]
 
 
 def _beside(found: CrossEntropy | Refusal) -> str:

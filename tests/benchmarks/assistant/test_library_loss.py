@@ -138,3 +138,39 @@ def test_a_loss_beside_the_model_is_named_and_left(loss, verdicts, words, studie
     assert [one.verdict for one in result.opportunities] == verdicts and not result.faults
     assert all(words in one.why for one in result.opportunities), result.opportunities[0].why
     assert why("library-loss", model, (X,), loss=loss).applied.startswith("nothing was applied")
+
+
+def binary(logits, targets):
+    likely = torch.sigmoid(logits)
+    return -(targets * torch.log(likely) + (1 - targets) * torch.log(1 - likely)).mean()
+
+
+def binary_with_an_epsilon(logits, targets):
+    likely = logits.sigmoid()
+    return -(targets * (likely + 1e-7).log() + (1.0 - targets) * (1.0 - likely + 1e-7).log()).mean()
+
+
+def binary_within_bounds(logits, targets):
+    likely = torch.sigmoid(logits).clamp(1e-6, 1 - 1e-6)
+    return -(targets * likely.log() + (1 - targets) * (1 - likely).log()).mean()
+
+
+def entropy_of_a_gate(logits, targets):
+    gate = torch.sigmoid(logits)
+    return (gate * torch.log(gate)).mean() + ((1 - gate) * targets).mean()
+
+
+def library_with_logits(logits, targets):
+    return torch.nn.functional.binary_cross_entropy_with_logits(logits, targets)
+
+
+@pytest.mark.parametrize("loss, count", [
+    (binary, 1), (binary_with_an_epsilon, 1), (binary_within_bounds, 1), (entropy_of_a_gate, 0),
+    (library_with_logits, 0)], ids=named)
+def test_a_binary_one_is_named_for_a_person(loss, count):
+    class Model(torch.nn.Linear):
+        def forward(self, x):
+            return loss(super().forward(x), (x > 0).to(x.dtype))
+    found = TECHNIQUE.find(read(Model(spellings.WIDTH, spellings.WIDTH), Inputs.of(X)))
+    assert [each.by_hand for each in found] == [library_loss.OF_LOGITS] * count
+    assert all(each.place.function == loss.__name__ for each in found)

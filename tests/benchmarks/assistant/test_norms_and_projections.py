@@ -89,7 +89,8 @@ def test_an_unbiased_variance_says_so():
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("spelling", [spellings.EpsilonOutside, spellings.StandardDeviation])
+@pytest.mark.parametrize("spelling", [spellings.EpsilonOutside, spellings.StandardDeviation,
+                                      spellings.OfItsLengthAndMore])
 def test_an_epsilon_outside_of_the_root_says_so(spelling):
     (found,) = library_norm.find(read(made(spelling), Inputs.of(X)))
     assert "outside of the root" in found.why_not
@@ -232,3 +233,42 @@ def test_a_layer_that_is_called_in_each_step_of_a_loop_is_no_group():
         def forward(self, x):
             return self.value(x) + sum(self.key(x)[:, step].mean() for step in range(4))
     assert not fused_qkv.find(read(Called(), Inputs.of(X)))
+
+
+class OfParameters(torch.nn.Module):
+    """Queries, keys and values by parameters that belong to no layer."""
+    shapes = ((spellings.WIDTH, 8),) * 3
+
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.randn(shape) for shape in self.shapes)
+
+    def forward(self, x):
+        q, k, v = (x @ weight for weight in self.weights)
+        return q + k * v
+
+
+class OfHeads(OfParameters):
+    shapes = ((2, spellings.WIDTH, 4),) * 2 + ((1, spellings.WIDTH, 4),)
+
+    def forward(self, x):
+        q, k, v = (torch.einsum("bsd,hde->bhse", x, weight) for weight in self.weights)
+        return q + k * v
+
+
+class OfOne(OfParameters):
+    """The products are of other tensors, of one parameter twice, or no product of x and a parameter."""
+
+    def forward(self, x):
+        first, second, _ = self.weights
+        y = x @ first + (x + 1) @ second
+        return y + x.sin() @ first + x.sin() @ first + (x @ x.mT) @ y
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind, counts", [(OfParameters, [3]), (OfHeads, [3]), (OfOne, [])])
+def test_products_with_parameters_of_a_module_are_named_for_a_person(kind, counts):
+    found = fused_qkv.find(read(made(kind), Inputs.of(X)))
+    assert [each.reason for each in found] == [
+        f"{count} products of one tensor, each with a parameter of its own" for count in counts]
+    assert all("side by side" in each.by_hand and not each.can_be_tried for each in found)
