@@ -1,8 +1,9 @@
 """A look at a model before anything is changed: what it is, where its time goes, and what could be done where."""
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from benchmarks.assistant.predicting import Basis, Prediction
+from benchmarks.assistant import memory
+from benchmarks.assistant.predicting import Basis, Freed, Prediction
 from benchmarks.assistant.program import Program, graphs_of_the_loss, read
 from benchmarks.assistant.repeating import graphs_named
 from benchmarks.assistant.sections import Said, Section, Shown, Table
@@ -14,7 +15,7 @@ from benchmarks.measure.calls import Inputs, named_parameters
 from benchmarks.measure.modules import subject_of
 from common.block.config import dtype_name
 from common.measure.session import Session
-from common.outcome import in_a_line
+from common.outcome import in_a_line, is_out_of_memory
 from common.phases import Phase
 from common.runtime.compiler import holds_compiled
 from common.runtime.iteration import BOTH, FORWARD
@@ -149,7 +150,20 @@ def look_at(name: str, task: Task, session: Session, techniques: Sequence[Techni
 def _predicted(technique: Technique, looked: Looked, basis: Basis) -> Prediction | None:
     """What it should buy where it applies; None where it can't, or where nothing is predicted."""
     places = [each for each in looked.found[technique] if each.can_be_tried]
-    return technique.predict(basis, places) if places and not looked.missing(technique) else None
+    if not places or looked.missing(technique):
+        return None
+    prediction = technique.predict(basis, places)
+    return replace(prediction, freed=_freed(technique, looked, places)) if prediction else None
+
+
+def _freed(technique: Technique, looked: Looked, places: Sequence[Found]) -> Freed | None:
+    """What it should free of the memory; None where that is not known, or does not fit."""
+    try:
+        return (technique.frees or memory.in_regions)(looked.program, places)
+    except Exception as error:                         # its time is predicted all the same
+        if not is_out_of_memory(error):
+            looked.faults.append(f"{technique.name}: a fault of this suite: {in_a_line(error)}")
+        return None
 
 
 def _basis(program: Program, spent: Spending, session: Session) -> Basis:

@@ -46,7 +46,7 @@ def _call_in(statement: ast.stmt, module: str) -> ast.Call:
     for calls in (by_name, by_inputs):
         if len(calls) == 1:
             return calls[0]
-    raise NotWritten("which of its calls it is can't be told")
+    raise NotWritten("which of its calls it is can't be seen")
 
 
 def _without_weights(call: ast.Call, text: str) -> str:

@@ -42,7 +42,7 @@ from common.measure.session import Session
 from common.measure.subject import Subject, on_a_copy
 from common.outcome import UserError, in_a_line, is_out_of_memory
 from common.phases import Phase
-from common.report.record import PREDICTED, VERDICT, Record, record
+from common.report.record import PREDICTED, PREDICTED_MEMORY, VERDICT, Record, record
 from common.report.record_file import RecordFile
 from common.report.result import Compilation, Result
 from common.runtime.iteration import BOTH, FORWARD, MODES
@@ -290,8 +290,12 @@ class _Assistant:
         """Of a technique alone, before it runs; what it computes in is known."""
         predicted = self.result.predictions.get(result.name)
         if predicted and _phase_of(result) == ALONE:
-            ends = [predicted.least_ms, predicted.most_ms]
-            self.session.write([record(result, PREDICTED, "ms", ends, self.result.mode, before=predicted.before_ms)])
+            ends, mode = [predicted.least_ms, predicted.most_ms], self.result.mode
+            lines = [record(result, PREDICTED, "ms", ends, mode, before=predicted.before_ms)]
+            if predicted.freed:
+                freed = [predicted.freed.least, predicted.freed.most]
+                lines.append(record(result, PREDICTED_MEMORY, "bytes", freed, mode))
+            self.session.write(lines)
 
     def _case_of(self, name: str, prepare: Callable[[Setting, Result], Subject], phase: str) -> Case:
         work = work_in_words(self.task.model, self._work_in(phase).inputs)

@@ -105,7 +105,7 @@ class Optimized(Shown):
         measured += [(mode, said) for mode in MODES if (said := self._as_it_is(mode))]
         parts: list[Callable[[], Section | None]] = [
             lambda: self.looked.model(measured), self.looked.where, self._ranked, self._on_each, self._predicted,
-            self._climbed, self._beside_by_hand, self._write_this, self._written, self._reasons]
+            self._memory, self._climbed, self._beside_by_hand, self._write_this, self._written, self._reasons]
         shown = [section for part in parts if (section := self._unless_it_breaks(part))]
         if failed := self.failures:
             shown.append(Said("what failed", [("", each) for each in failed]))
@@ -157,6 +157,21 @@ class Optimized(Shown):
         held = [self.looked.predicted[technique].holds(gain[0]) for technique, gain in measured.items() if gain]
         words = f"{sum(held)} of {len(held)} gains that were measured alone lie where they were predicted"
         return Said("", [("predicted", words)]) if held else None
+
+    def freed(self, technique: Technique) -> int | None:
+        """Bytes less that an iteration needs at its peak with it alone; None where that was not measured."""
+        rows = [self.alone.row(rung, self.mode) for rung in (AS_IT_IS, Combination((technique,)))]
+        before, after = (row.peak_bytes if row else None for row in rows)
+        return None if before is None or after is None else before - after
+
+    def _memory(self) -> Table | None:
+        """What each frees alone, beside what was predicted; None where no peak can be read, as on a CPU."""
+        rows = []
+        for technique, predicted in self.looked.predicted.items():
+            measured = self.freed(technique)
+            if predicted.freed and measured is not None:
+                rows.append([technique.name, str(predicted.freed), number(measured / 2**30, ".2f")])
+        return Table("", ["GiB less at the peak, alone", "predicted", "measured"], rows) if rows else None
 
     def gain_alone(self, technique: Technique) -> Interval | None:
         """How many times as fast it alone makes the model: a call with each of its inputs."""

@@ -29,11 +29,27 @@ Arithmetic = Callable[[Call], str]                     # what a call's operands 
 
 
 @dataclass(frozen=True)
+class Freed:
+    """Bytes less at the peak of an iteration, between two ends; below zero it needs more."""
+    least: float
+    most: float
+
+    def holds(self, freed: float) -> bool:
+        """Whether a measured number of bytes lies within."""
+        return lies_within(freed, (self.least, self.most))
+
+    def __str__(self) -> str:
+        least, most = (number(size / 2**30, ".2f") for size in (self.least, self.most))
+        return least if least == most else f"{least} to {most}"
+
+
+@dataclass(frozen=True)
 class Prediction:
     """Milliseconds of an iteration with one technique alone, between two ends; what it took as it was."""
     least_ms: float
     most_ms: float
     before_ms: float
+    freed: Freed | None = None                 # None: nothing is known of its memory
 
     @property
     def gain(self) -> tuple[float, float]:
@@ -109,21 +125,22 @@ def share_of_fused(graphs: Sequence[Captured]) -> float:
     """
     one_by_one = fused = 0.0
     for graph in graphs:
-        passes = {node for node in graph.nodes if _is_pass(node)}
+        passes = {node for node in graph.nodes if is_pass(node)}
         for node in passes:
             one_by_one += len(graph.calls) * bytes_moved(node)
             if any(user not in passes for user in _readers(node)):
                 fused += len(graph.calls) * bytes_of(node)
-        given = {each for node in passes for each in map(_source, node.all_input_nodes) if each not in passes}
+        given = {each for node in passes for each in map(source_of, node.all_input_nodes) if each not in passes}
         fused += len(graph.calls) * sum(map(bytes_of, given))
     return min(1.0, fused / one_by_one) if one_by_one else 1.0
 
 
-def _is_pass(node: fx.Node) -> bool:
+def is_pass(node: fx.Node) -> bool:
+    """Whether an operation is no product and no view: a compiler may fuse it, or compute it again."""
     return node.op.startswith("call_") and name_of(node) not in PRODUCTS | VIEWS and bytes_of(node) > 0
 
 
-def _source(node: fx.Node) -> fx.Node:
+def source_of(node: fx.Node) -> fx.Node:
     """What a view is a view of."""
     while node.op.startswith("call_") and name_of(node) in VIEWS and node.all_input_nodes:
         node = node.all_input_nodes[0]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from benchmarks.assistant.graph import Refusal, Region
-from benchmarks.assistant.predicting import Basis, Prediction
+from benchmarks.assistant.predicting import Basis, Freed, Prediction
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Pass
 from benchmarks.assistant.source import Place, imports_for
@@ -94,6 +94,7 @@ class Technique:
     # the kernels that ran without it and with it; "" where it did
     remark: Callable[[Program, Evidence, Evidence], str] = lambda program, before, seen: ""    # what else they show
     predict: Callable[[Basis, Sequence[Found]], Prediction | None] = lambda basis, found: None    # of all its places
+    frees: Callable[[Program, Sequence[Found]], Freed | None] | None = None            # where they are no regions
     seen_alone: Callable[[Program], Sequence[tuple[str, str]]] = lambda program: ()    # (place, what running it shows)
     instead_of: str = ""                                               # the name of another, needless beside this
 

@@ -256,7 +256,7 @@ def _less_accurate(judgement: Judgement | None) -> str:
 
 
 def _unproven(judgement: Judgement | None) -> str:
-    """Of how many tensors it could not be told whether they are the same, and why; "" where it could of all."""
+    """Of how many tensors it could not be decided whether they are the same, and why; "" where it could of all."""
     checks = list(judgement or ())
     reasons = [check.reason for check in checks if not check.proven]
     return f"unproven in {len(reasons)} of {len(checks)} checks: {reasons[0]}" if reasons else ""

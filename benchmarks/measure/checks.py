@@ -17,10 +17,10 @@ class Check:
     of: Named
     question: str                          # one of those above, or "form", "chance", "fresh inputs", "timed calls"
     passed: bool                           # nothing speaks against it
-    proven: bool                           # it could be told
+    proven: bool                           # it could be decided
     error: float
     bound: float
-    reason: str                            # for the bound; where it failed or could not be told, for that
+    reason: str                            # for the bound; where it failed or could not be decided, for that
     explained_by: str = ""                 # what explains an error beyond the bound: channels-last or a lower precision
 
     @property
@@ -67,12 +67,12 @@ class Judgement:
 
     @property
     def proven(self) -> bool:
-        """It passed, and every tensor could be told."""
+        """It passed, and every tensor could be decided."""
         return self.passed and all(check.proven for check in self.checks)
 
     @property
     def outputs_proven(self) -> bool:
-        """It passed, and every output could be told, and some gradient where there are any."""
+        """It passed, and every output could be decided, and some gradient where there are any."""
         outputs = [check.proven for check in self.checks if check.of.kind is Kind.OUTPUT]
         gradients = [check.proven for check in self.checks if check.of.kind.is_gradient]
         return self.passed and all(outputs) and (any(gradients) or not gradients)
@@ -100,14 +100,14 @@ class Judgement:
         return f"{self.worst}{f': {self.hint}' if self.hint else ''}"
 
     def counted(self) -> str:
-        """How many tensors were told, and of what: 1 output, 14 of 16 gradients."""
+        """How many tensors were decided, and of what: 1 output, 14 of 16 gradients."""
         words = []
         gradients = Kind.INPUT_GRADIENT, Kind.PARAMETER_GRADIENT
         for kind, kinds in {"output": [Kind.OUTPUT], "gradient": gradients, "buffer": [Kind.BUFFER]}.items():
             of_kind = [check for check in self.checks if check.of.kind in kinds and check.question != "chance"]
             names = {check.of.words for check in of_kind}
-            untold = {check.of.words for check in of_kind if not check.proven}
-            count = f"{len(names) - len(untold)} of {len(names)}" if untold else str(len(names))
+            undecided = {check.of.words for check in of_kind if not check.proven}
+            count = f"{len(names) - len(undecided)} of {len(names)}" if undecided else str(len(names))
             if names:
                 words.append(f"{count} {kind}{'s' if len(names) > 1 else ''}")
         return ", ".join(words)

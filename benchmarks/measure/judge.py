@@ -5,7 +5,7 @@
 
 *Meaning*: deep copies of both in FP64. Right and wrong are many orders of magnitude apart there, so nothing is tuned.
 *Precision*: the very object that would be timed, at its own dtype, as a multiple of what the reference itself loses.
-What can't be told is `unproven`, with the reason.
+What can't be decided is `unproven`, with the reason.
 """
 import contextlib
 import functools
@@ -99,7 +99,7 @@ class Judge:
         self.dtype = working_dtype(candidate, truth.work.inputs)
         self.checks: list[Check] = list(proven or ())
         self.notes: list[str] = []
-        self.meaning_told, self.no_fp64_told = proven is not None and truth.has_meaning, False
+        self.meaning_is_known, self.has_noted_no_fp64 = proven is not None and truth.has_meaning, False
         self.draws = True                      # whether it draws random numbers
 
     def judge(self) -> Judgement:
@@ -136,12 +136,12 @@ class Judge:
 
     @property
     def meaning(self) -> list[Check] | None:
-        """The checks of its meaning in FP64, once it has passed; None where it could not be told."""
+        """The checks of its meaning in FP64, once it has passed; None where FP64 could not decide it."""
         of_meaning = [check for check in self.checks if check.question in (MEANING, DRAWN)]
-        return of_meaning if self.meaning_told and all(each.passed and each.proven for each in of_meaning) else None
+        return of_meaning if self.meaning_is_known and all(each.passed and each.proven for each in of_meaning) else None
 
     def _hides_dropout(self) -> bool:
-        """Whether it is compiled and drops by a rate that no attribute shows: then its functions are told, and it is
+        """Whether it is compiled and drops by a rate that no attribute shows: then its functions are patched, and it is
         compiled anew for that."""
         if not self.draws or self.truth.draws or not compiled_inside(self.candidate):
             return False
@@ -308,9 +308,9 @@ class Judge:
 
         A deep network rounds in each layer.
         """
-        told = [check for check in self.checks if check.question == PRECISION and math.isfinite(check.error)]
-        outputs = [check.error for check in told if check.of.kind is Kind.OUTPUT]
-        gradients = [check.error for check in told if check.of.kind.is_gradient]
+        compared = [check for check in self.checks if check.question == PRECISION and math.isfinite(check.error)]
+        outputs = [check.error for check in compared if check.of.kind is Kind.OUTPUT]
+        gradients = [check.error for check in compared if check.of.kind.is_gradient]
         return max(outputs, default=0.0), math.hypot(*gradients) / math.sqrt(max(1, len(gradients)))
 
     def _pairs(self) -> dict[str, str]:
@@ -325,7 +325,7 @@ class Judge:
         of_meaning = list(self.checks)
         self._compare(seen, own, standard)
         beyond = [check for check in self.checks if not check.passed or check.is_less_accurate]
-        if beyond and self.meaning_told and all(check.of.kind.is_gradient for check in beyond):
+        if beyond and self.meaning_is_known and all(check.of.kind.is_gradient for check in beyond):
             self.checks = of_meaning
             self._compare(seen, self.truth.furthest(self.numerics), standard)
 
@@ -396,10 +396,10 @@ class Judge:
             own = self.truth.exact if dtype == FP64 else self.truth.in_dtype(dtype)
             self._check_form(seen, own, dtypes=False)
             if not self._failed():
-                self.meaning_told = dtype == FP64
+                self.meaning_is_known = dtype == FP64
                 fp32_inside = FP32 in (rounds_to, self.truth.rounds_to)
                 self._compare_meaning(seen, own, dtype, fp32_inside)
-                if self.meaning_told and not self._failed():
+                if self.meaning_is_known and not self._failed():
                     self._ask_with_drawn_values(fp32_inside)
             return
 
@@ -447,7 +447,7 @@ class Judge:
             return
         if self._is_contradicted(seen):
             self.checks.clear()
-            self.meaning_told = False
+            self.meaning_is_known = False
             self._no_fp64("its FP64 copy is another function than it is itself")
             return
         if not self._has_values_of_its_own():
@@ -457,7 +457,7 @@ class Judge:
             self._compare(seen, own, self._standard(MEANING, dtype, True))
         elif self.dtype in (torch.float16, torch.bfloat16):
             self.checks.clear()
-            self.meaning_told = False
+            self.meaning_is_known = False
             self._no_fp64(f"parameters without a partner are rounded to {dtype_name(self.dtype)}")
 
     def _is_contradicted(self, in_fp64: Observation) -> bool:
@@ -483,9 +483,9 @@ class Judge:
         return False
 
     def _no_fp64(self, why: str) -> None:
-        if not self.no_fp64_told:
-            self.notes.append(f"no FP64 ({why}): small differences can't be told")
-        self.no_fp64_told = True
+        if not self.has_noted_no_fp64:
+            self.notes.append(f"no FP64 ({why}): small differences can't be seen")
+        self.has_noted_no_fp64 = True
 
     # ------------------------------------------------------------------------------------------------------------ form
 
@@ -536,8 +536,8 @@ class Judge:
             unreliable = DRAWS_OTHERS
         numerics = self.numerics if question == PRECISION else None
         norms = truth.norms_of_whole if question == PRECISION else norms_of_all(self._held_against(question))
-        standard = Standard(question, dtype, *norms, fp32_inside, numerics, self.gate, self.meaning_told, unreliable,
-                            self._others)
+        standard = Standard(question, dtype, *norms, fp32_inside, numerics, self.gate, self.meaning_is_known,
+                            unreliable, self._others)
         if question != PRECISION:
             return standard
         return replace(standard, off_by=truth.off_by, is_zero=truth.is_zero)
@@ -575,18 +575,18 @@ class Judge:
         for our, their in pairs:
             of = names.gradient_of(our)
             if self.truth.values[our].shape != self.parameters[their].shape:
-                self._untold(of, standard.question, f"its {their} has another shape")
+                self._unproven(of, standard.question, f"its {their} has another shape")
                 continue
             theirs = seen.gradients.get(names.gradient_of(their))
             self._keep(standard.gradient(of, theirs, exact.get(of), own.gradients.get(of)))
         for our in dict.fromkeys(ours_first.values()):
             of = names.gradient_of(our)
             if our not in {our for our, _ in pairs} and exact.get(of) is not None:
-                self._untold(of, standard.question, "it has no parameter of that name")
+                self._unproven(of, standard.question, "it has no parameter of that name")
         for their in dict.fromkeys(theirs_first.values()):
             of = names.gradient_of(their)
             if their not in {their for _, their in pairs} and seen.gradients.get(of) is not None:
-                self._untold(of, standard.question, "the reference has no parameter of that name")
+                self._unproven(of, standard.question, "the reference has no parameter of that name")
 
     def _compare_buffers(self, standard: Standard, seen: Observation, own: Observation) -> None:
         """Those that a call changes, of either: constants may be kept in any way."""
@@ -598,13 +598,13 @@ class Judge:
                 self.checks.append(standard.tensor(names.buffer(our), *tensors))
         for our in exact.changed_buffers:
             if our not in self.buffer_partners.values():
-                self._untold(names.buffer(our), standard.question, "it has no buffer of that name")
+                self._unproven(names.buffer(our), standard.question, "it has no buffer of that name")
 
     def _keep(self, check: Check | None) -> None:
         if check is not None:
             self.checks.append(check)
 
-    def _untold(self, of: Named, question: str, reason: str) -> None:
+    def _unproven(self, of: Named, question: str, reason: str) -> None:
         self.checks.append(Check(of, question, True, False, math.nan, math.nan, reason))
 
     def _wrong(self, of: Named, reason: str) -> None:

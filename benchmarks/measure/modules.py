@@ -134,7 +134,7 @@ class Comparison:
 
     def rows(self) -> tuple[list[list[str]], list[str]]:
         """(the rows, their headers): how each was judged, its time, and the first one's time over it."""
-        headers = ["module", "status", "worst error", "of", "held against", "told"]
+        headers = ["module", "status", "worst error", "of", "held against", "compared"]
         for mode in ("forward", "f+b"):
             headers += [f"{mode} ms", "x first [95 %]", "launches"]
         timed = [run for run in self.results.values() if run.best(FORWARD)]

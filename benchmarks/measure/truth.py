@@ -231,7 +231,7 @@ class Truth:
 
     def _with_zeros_drawn(self, copy: Callable) -> Drawn | None:
         """Where outputs or gradients are all zero, as before a head or behind a gate that begins with zeros, what the
-        copy gives once those zeros are drawn; None where nothing is hidden, or it can't be told.
+        copy gives once those zeros are drawn; None where nothing is hidden, or it can't run.
 
         A candidate that is wrong there gives the same zeros.
         """
@@ -425,7 +425,7 @@ def working_dtype(call: Callable, inputs: Inputs) -> torch.dtype:
 
 
 def why_not(error: Exception) -> str:
-    """Why something could not be told, in a line."""
+    """Why something could not run, in a line."""
     if isinstance(error, fitting.DoesNotFit):
         return str(error)
     return "out of memory" if is_out_of_memory(error) else in_a_line(error)

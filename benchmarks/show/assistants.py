@@ -6,8 +6,8 @@ from benchmarks.records import AS_IT_IS, BY_HAND, RESULTS
 from benchmarks.records.files import stem_of
 from benchmarks.records.read import Run, extra, lies_within, metric, miss, paired, read, runs, values
 from benchmarks.show.tables import joules
-from common.report.metrics import SHARE
-from common.report.record import PREDICTED, VERDICT
+from common.report.metrics import PEAK_MEMORY, SHARE
+from common.report.record import PREDICTED, PREDICTED_MEMORY, VERDICT
 from common.runtime.iteration import LAUNCHES, MODES
 from common.runtime.peaks import BURST
 from common.text import NOT_AVAILABLE, figures, markdown, number, ratio
@@ -84,13 +84,25 @@ def predicted() -> str:
             if gain:
                 misses.append(0.0 if lies_within(gain[0], ends) else miss(gain[0], ends))
                 rows.append([_where(path), name, f"{ends[0]:.2f} to {ends[1]:.2f}", ratio(gain),
-                             f"{100 * misses[-1]:.0f} %"])
+                             f"{100 * misses[-1]:.0f} %", *_memory(run, alone.get(AS_IT_IS), mode)])
     if not rows:
         return "Predictions beside measured gains: not recorded."
-    table = markdown(rows, ["machine, model", "technique", "predicted", "alone", "off by"])
+    headers = ["machine, model", "technique", "predicted", "alone", "off by", "GiB less, predicted", "GiB less"]
+    known = len(headers) if any(row[-1] for row in rows) else len(headers) - 2         # older records have no memory
+    table = markdown([row[:known] for row in rows], headers[:known])
     held, near = sum(each == 0 for each in misses), sum(each <= NEAR for each in misses)
     within = f"{near} within {100 * NEAR:.0f} % of it"
     return f"{table}\n\n{held} of {len(rows)} gains lie where they were predicted, {within}."
+
+
+def _memory(run: Run, as_it_is: Run | None, mode: str) -> tuple[str, str]:
+    """(how many GiB less it should need at its peak, how many less it needs)."""
+    line = run.find(mode, PREDICTED_MEMORY)
+    before, after = (each.figure(PEAK_MEMORY, mode, LAUNCHES[0]) if each else None for each in (as_it_is, run))
+    if line is None or before is None or after is None:
+        return "", ""
+    ends = [number(freed * PEAK_MEMORY.scale, ".2f") for freed in values(line)]
+    return " to ".join(dict.fromkeys(ends)), number((before - after) * PEAK_MEMORY.scale, ".2f")
 
 
 def _predicted(run: Run) -> tuple[str, tuple[float, float]] | None:

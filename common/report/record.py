@@ -32,6 +32,7 @@ Record = dict[str, Any]
 
 NOT_A_BLOCK = "not a block"             # the shape in a record of no work, such as a peak
 PREDICTED = "predicted latency"         # of a case before it ran: between two ends
+PREDICTED_MEMORY = "predicted memory"   # bytes less at the peak than of the case as it is: between two ends
 VERDICT = "verdict"                     # on one technique at one place of a model
 OF_AN_ERROR = " error"                  # behind what it is of: "branch error"
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from benchmarks.assistant import memory
 from benchmarks.assistant.predicting import Basis, Prediction
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rung import why_it_raises
@@ -70,4 +71,4 @@ def predict(basis: Basis, found: Sequence[Found]) -> Prediction:
 
 
 TECHNIQUE = Technique("autocast", "FP32 matmuls -> BF16 under autocast", find, apply, advice, missing, fired,
-                      predict=predict, instead_of="tf32")
+                      predict=predict, frees=memory.under_autocast, instead_of="tf32")

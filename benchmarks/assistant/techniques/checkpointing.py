@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.assistant.memory import saved_bytes
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.side_by_side import times_as_fast
 from benchmarks.assistant.technique import Found, Technique
-from benchmarks.measure.calls import named_parameters
-from benchmarks.measure.fitting import saved_tensors
 from benchmarks.measure.keeping import kept
 from benchmarks.measure.modules import subject_of
 from benchmarks.measure.observing import Work
@@ -61,17 +60,6 @@ def find(program: Program) -> list[Found]:
 def _memory(size: float) -> str:
     """Three figures of it: 12.3 MiB, 1.23 GiB."""
     return f"{figures(size / 2**30)} GiB" if size >= 2**30 else f"{figures(size / 2**20)} MiB"
-
-
-def saved_bytes(model: nn.Module, program: Program) -> int:
-    """What one forward saves for its backward, beside parameters, inputs and what modules hold."""
-    inputs = program.inputs.as_trained()
-    held = (*named_parameters(model).values(), *model.buffers(), *inputs.named().values())
-    own = {t.untyped_storage().data_ptr() for t in held}
-    with torch.enable_grad(), saved_tensors(own, lambda t: t.untyped_storage().nbytes()) as sizes:
-        outputs = inputs.call(model)
-    del outputs
-    return sum(sizes.values())
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from benchmarks.assistant import regions
+from benchmarks.assistant import memory, regions
 from benchmarks.assistant.predicting import Basis, Prediction, share_of_fused
 from benchmarks.assistant.program import Program, fresh_dynamo
 from benchmarks.assistant.side_by_side import compiled_work, times_as_fast
@@ -117,4 +117,4 @@ def _with_recurrent_layers(program: Program) -> list[tuple[str, str]]:
 
 
 TECHNIQUE = Technique("compile", "eager -> torch.compile", find, apply, advice, missing, fired, remark,
-                      predict=predict, seen_alone=seen_alone)
+                      predict=predict, frees=memory.compiled, seen_alone=seen_alone)

@@ -28,7 +28,7 @@ class Compiled:
     """What Dynamo made of a model for several inputs."""
     graphs: int
     guard: str                             # the first that failed
-    why_not: str = ""                      # why it can't be told
+    why_not: str = ""                      # why it is not known
 
 
 def find(program: Program) -> list[Found]:

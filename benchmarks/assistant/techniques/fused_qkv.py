@@ -8,6 +8,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
+from benchmarks.assistant import memory
 from benchmarks.assistant.graph import Captured, place_of
 from benchmarks.assistant.predicting import Basis, Prediction, bytes_of
 from benchmarks.assistant.program import Program
@@ -126,4 +127,4 @@ def predict(basis: Basis, found: Sequence[Found]) -> Prediction:
 
 
 TECHNIQUE = Technique("fused-qkv", "linear layers on one input -> one", find, apply, advice, fired=fired,
-                      predict=predict)
+                      predict=predict, frees=memory.unknown)

@@ -3,6 +3,7 @@ from collections.abc import Sequence
 
 import torch
 
+from benchmarks.assistant import memory
 from benchmarks.assistant.predicting import Basis, Prediction
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
@@ -50,4 +51,4 @@ def predict(basis: Basis, found: Sequence[Found]) -> Prediction:
 
 
 TECHNIQUE = Technique("tf32", "FP32 matmuls -> TF32 on tensor cores", find, apply, advice, missing, fired,
-                      predict=predict)
+                      predict=predict, frees=memory.the_same)

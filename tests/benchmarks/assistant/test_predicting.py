@@ -1,4 +1,5 @@
 """What is predicted of a technique before it runs: from times, bytes and rates that are given here."""
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -21,9 +22,15 @@ from benchmarks.assistant.techniques import (
 )
 from benchmarks.examples import gpt
 from benchmarks.measure.calls import Inputs
-from benchmarks.records.read import miss
+from benchmarks.records.read import miss, runs
 from benchmarks.show import assistants
+from common.block.evidence import Evidence
+from common.report.record import PREDICTED_MEMORY, record, row_records
 from common.report.record_file import RecordFile
+from common.report.result import Result, Row
+from common.runtime.iteration import BOTH
+from common.runtime.machine import facts
+from common.runtime.timing import Timing
 from tests.helpers import activation_spellings, attention_spellings
 
 unit = pytest.mark.unit
@@ -228,3 +235,19 @@ def test_what_the_profiler_adds_is_not_saved(profiled, counted):
     basis = basis_of(nn.Linear(4, 4), torch.randn(2, 4), spent(PASSES, profiled[0]), spent(MATMUL, profiled[1]))
     assert basis.ms_of({PASSES}) == pytest.approx(counted)
     assert basis.saves(basis.ms_of({PASSES}) / 2).before_ms == 10.0
+
+
+@unit
+def test_the_page_holds_the_memory_that_was_predicted_where_a_peak_was_read():
+    """A CPU has none, and older records have no prediction of it."""
+    gib = 2.0**30
+    result = Result("tf32", None, "float32", facts(torch.device("cpu")))
+    result.rows[BOTH, "eager"] = Row(timing=Timing([1.0] * 6, True, "rounds"), peak_bytes=int(3 * gib))
+    result.evidence[BOTH] = Evidence(Counter(), Counter(), "unproven", "nothing was looked at")
+    lines = [record(result, PREDICTED_MEMORY, "bytes", [0.5 * gib, 1.5 * gib], BOTH), *row_records(result, BOTH)]
+    before = Result("as it is", None, "float32", result.facts, evidence=result.evidence)
+    before.rows[BOTH, "eager"] = replace(result.rows[BOTH, "eager"], peak_bytes=int(4 * gib))
+    [run], [as_it_is] = runs(lines), runs(row_records(before, BOTH))
+    assert assistants._memory(run, as_it_is, BOTH) == ("0.50 to 1.50", "1.00")
+    assert assistants._memory(run, None, BOTH) == ("", "")
+    assert assistants._memory(as_it_is, as_it_is, BOTH) == ("", "")

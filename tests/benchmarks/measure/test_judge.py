@@ -996,7 +996,7 @@ def test_the_coarsest_precision_that_explains_an_error_counts(kinds, coarsest):
 def test_what_channels_last_explains_is_four_times_its_own_error(times, explained_by):
     truth = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     error = 1e-5 * torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    standard = Standard("precision", torch.float32, float(truth.norm()), 0.0, meaning_told=True,
+    standard = Standard("precision", torch.float32, float(truth.norm()), 0.0, meaning_is_known=True,
                         others=lambda of: [("channels-last", [truth + error])])
     check = standard.tensor(output("output"), [truth - times * error], [truth], [truth])
     assert (check.passed, check.explained_by) == (bool(explained_by), explained_by)
@@ -1008,7 +1008,7 @@ def test_what_channels_last_explains_is_spread_over_a_tensor(times, passes):
     """One element that is far off is a mistake, however small the whole error."""
     truth = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     error = 1e-5 * torch.ones_like(truth)
-    standard = Standard("precision", torch.float32, float(truth.norm()), 0.0, meaning_told=True,
+    standard = Standard("precision", torch.float32, float(truth.norm()), 0.0, meaning_is_known=True,
                         others=lambda of: [("channels-last", [truth + error])])
     rest = 2e-5 * torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).clamp(-1.5, 1.5)
     rest[3, 4] = times * 1e-5

@@ -64,7 +64,7 @@ def test_functions_are_checked_and_timed_in_both_passes():
 def test_what_was_found_is_printed_as_a_table():
     found = compare({"by hand": gelu_by_hand, "library": gelu}, (small(8, 16),), gelu, rounds=6)
     header, _, first, second = rows_of(found)
-    assert " ".join(header) == ("module status worst error of held against told forward ms x first [95 %] launches "
+    assert " ".join(header) == ("module status worst error of held against compared forward ms x first [95 %] launches "
                                 "f+b ms x first [95 %] launches")
     by_hand = found.results["by hand"]
     worst = found.judgements["by hand"].worst
