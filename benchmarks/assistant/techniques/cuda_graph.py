@@ -2,6 +2,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from benchmarks.assistant.predicting import Basis, Prediction
 from benchmarks.assistant.program import Program
@@ -33,10 +34,11 @@ def advice(program: Program, found: Found) -> Advice:
 
     Raises NotWritten where Dynamo leaves out what would be captured.
     """
-    left_out = next((each.place or each.inside for each in program.breaks if each.skips), None)
-    if program.not_captured or left_out:
-        why = f"Dynamo leaves out the function around {left_out.name}" if left_out else "Dynamo can't run the model"
-        raise NotWritten(f"{why}, and torch.compile captures nothing of it; `torch.cuda.make_graphed_callables` "
+    recurrent = next((type(each).__name__ for each in program.model.modules() if isinstance(each, nn.RNNBase)), "")
+    is_left_out = recurrent and any(each.skips for each in program.breaks)
+    if program.not_captured or is_left_out:
+        why = f"Dynamo leaves out nn.{recurrent}" if is_left_out else f"Dynamo can't run it: {program.not_captured}"
+        raise NotWritten(f"{why}, so torch.compile captures nothing of that; `torch.cuda.make_graphed_callables` "
                          "captures a module without Dynamo, under autocast with cache_enabled=False")
     return Advice('model = torch.compile(model, mode="reduce-overhead")', instead_of=compiled.CODE)
 

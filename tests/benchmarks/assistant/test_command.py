@@ -3,6 +3,7 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks.assistant import command
 from benchmarks.assistant.optimized import Opportunity, Optimized
@@ -90,9 +91,9 @@ def test_a_missing_function_names_those_there_are(assistant):
 @pytest.mark.unit
 def test_what_another_piece_of_code_makes_needless_is_not_written():
     """The compiler's mode that captures graphs stands in place of the compiler alone."""
-    advices = [Advice(compiled.CODE), cuda_graph.TECHNIQUE.advice(None, None)]
-    found = Found(None, "", 1, "")
-    looked = SimpleNamespace(mode="forward")
+    found, program = Found(None, "", 1, ""), SimpleNamespace(model=torch.nn.Linear(2, 2), breaks=[], not_captured="")
+    advices = [Advice(compiled.CODE), cuda_graph.TECHNIQUE.advice(program, found)]
+    looked = SimpleNamespace(mode="forward", found={})
     opportunities = [Opportunity("", found, "take", advice=advice) for advice in advices]
     written = Optimized(looked, "", opportunities)._write_this()
     assert [code for _, code in written.pieces] == ['model = torch.compile(model, mode="reduce-overhead")']

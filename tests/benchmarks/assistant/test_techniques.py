@@ -260,7 +260,7 @@ def test_a_recurrent_layer_names_what_lets_dynamo_capture_it():
     assert what == "with nn.GRU compiled" and "times as fast as the model as it is" in words
     assert not torch._dynamo.config.allow_rnn
     [call] = cuda_graph.find(program)
-    with pytest.raises(NotWritten, match=f"leaves out the function around {found.place.name}, .*make_graphed"):
+    with pytest.raises(NotWritten, match=r"leaves out nn\.GRU, so .*make_graphed_callables"):
         cuda_graph.advice(program, call)
     with torch._dynamo.config.patch(allow_rnn=True):
         program = program_of(Recurrent())
@@ -425,3 +425,28 @@ def test_reading_leaves_everything_as_it_was():
     assert torch.equal(torch.rand(2), expected)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters()) and not model[0]._forward_hooks
+
+
+class PrintsInALoop(nn.Module):
+    """Dynamo skips its forward, and compiles the layers that it calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).sin()
+            print(end="")
+        return x
+
+
+@pytest.mark.unit
+def test_what_dynamo_can_not_run_is_captured_without_it():
+    program = program_of(PrintsInALoop())
+    [call] = cuda_graph.find(program)
+    assert any(each.skips for each in program.breaks)
+    assert "reduce-overhead" in cuda_graph.advice(program, call).code          # of each layer
+    program.not_captured = "Unsupported: a generator"
+    with pytest.raises(NotWritten, match=r"can't run it: Unsupported: a generator, so .*make_graphed_callables"):
+        cuda_graph.advice(program, call)
