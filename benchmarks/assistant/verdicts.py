@@ -85,7 +85,7 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
         return Opportunity(technique.name, found, "no gain", why, gain[0], gain[1:], _error(judgement))
     if verdict in TO_WRITE and advice is None:
         verdict = "by hand"
-    elif verdict == "different numerics" and (for_nothing := _rounds_for_nothing(on_top)):
+    elif verdict == "different numerics" and not result.others and (for_nothing := _rounds_for_nothing(on_top)):
         advice, elsewhere = None, for_nothing
     loses = result.where_it_loses(technique)
     said = [why, _where_captured(result, technique, gain), loses, elsewhere,
@@ -96,15 +96,19 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
 
 def _where_compiled(result: Optimized, technique: Technique, found: Found) -> Opportunity | None:
     """A graph of a compiled rung, where the model as it is can't be captured: compiled code waits for no mask, say."""
-    compiled = [each.combination for each in result.ladder if "compile" in map(_name_of, each.combination.techniques)]
+    rungs = [each.combination for each in result.ladder]
+    compiled = [rung for rung in rungs if "compile" in map(_name_of, rung.techniques)]
     if technique.launch != "graph" or not compiled or result.others:
         return None
     rung = compiled[-1]
-    gain = result.together.gain(Combination((*rung.techniques, technique)), rung, result.mode)
+    timed = {each: ms for each in (Combination(), *rungs) if (ms := result.together.ms(each, result.mode))}
+    fastest = min(timed, key=lambda each: timed[each], default=Combination())
+    gain = result.together.gain(Combination((*rung.techniques, technique)), fastest, result.mode)
     if gain is None or gain[1] < WORTH_IT:
         return None
     advice, elsewhere = _advice(result, technique, found)
-    on_top = f"on top of {' + '.join(map(_name_of, rung.techniques))} it can be captured, and is {ratio(gain)}"
+    names = " + ".join(map(_name_of, rung.techniques))
+    on_top = f"on top of {names} it can be captured, {ratio(gain)} times as fast as the fastest rung"
     why = "; ".join(filter(None, [found.why_not, on_top, elsewhere]))
     return Opportunity(technique.name, found, "take" if advice else "by hand", why, advice=advice)
 
