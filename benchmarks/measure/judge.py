@@ -84,8 +84,8 @@ class Judge:
                  gate: float | None = None, meaning: bool = True, fresh: bool = True,
                  proven: Sequence[Check] | None = None, forward_alone: bool = True):
         """`proven`: the checks by which the meaning of this very code passed before; none are shown where it was on
-        other inputs. Without `forward_alone` it is called without gradients only where it draws random numbers: it would
-        be compiled anew for that.
+        other inputs. Without `forward_alone` it is called without gradients only where it draws random numbers, as it
+        would be compiled anew for that.
         """
         check_numerics(numerics)
         self.candidate, self.truth, self.numerics, self.gate = candidate, truth, numerics, gate

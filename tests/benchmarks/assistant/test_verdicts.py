@@ -203,8 +203,8 @@ def test_what_waits_for_the_gpu_is_captured_once_it_is_compiled(captured, verdic
     one = verdicts._judged(result, graph, waits)
     assert one.verdict == verdict and one.speedup is None
     assert bool(one.advice) == (verdict == "take")
-    assert one.why == ("the host waits; on top of autocast + compile it can be captured, 1.11 [1.11, 1.11] times as fast "
-                       "as the fastest rung" if verdict == "take" else "the host waits")
+    assert one.why == ("the host waits; on top of autocast + compile it can be captured, 1.11 [1.11, 1.11] times as "
+                       "fast as the fastest rung" if verdict == "take" else "the host waits")
     fastest = Optimized.fastest_rung(result)
     assert fastest.techniques == ((autocast, compiled, graph) if captured else (autocast, compiled))
     together.results["autocast"].rows[BOTH, "eager"] = Row(timing=Timing([9.0] * 8, True, "rounds"))
