@@ -1,4 +1,5 @@
 """Activations by hand, as they stand in a graph: in whichever spelling, they are compared with the library's."""
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -6,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from benchmarks.assistant.attention import CASTS
@@ -37,6 +38,7 @@ class Function:
     words: str                                         # as people write it
     roots: tuple[str, ...]
     options: dict[str, str] = field(default_factory=dict, compare=False)
+    module: str = ""                                   # that computes it, as torch.nn has it
 
     def __call__(self, x: Tensor) -> Tensor:
         return getattr(F, self.name)(x, **self.options)
@@ -47,11 +49,12 @@ class Function:
         return f"F.{self.name}({x}{options})"
 
 
-GELUS = (Function("gelu", "GELU by tanh", ("tanh",), {"approximate": "tanh"}),
-         Function("gelu", "GELU by erf", ("erf",), {"approximate": "none"}))
+GELUS = (Function("gelu", "GELU by tanh", ("tanh",), {"approximate": "tanh"}, 'GELU(approximate="tanh")'),
+         Function("gelu", "GELU by erf", ("erf",), {"approximate": "none"}, "GELU()"))
 # F.hardsigmoid is left out: its gradient has a constant in FP32, in FP64 too, so that no judge could hold it to FP64.
-SILUS = (Function("silu", "SiLU", ("sigmoid", "exp")), Function("mish", "Mish", ("tanh",)),
-         Function("hardswish", "Hardswish", ("relu6", "hardtanh", "clamp")))
+SILUS = (Function("silu", "SiLU", ("sigmoid", "exp"), module="SiLU()"),
+         Function("mish", "Mish", ("tanh",), module="Mish()"),
+         Function("hardswish", "Hardswish", ("relu6", "hardtanh", "clamp"), module="Hardswish()"))
 
 
 @dataclass(eq=False)
@@ -65,6 +68,16 @@ class Activation(Region):
 def activations_in(graph: Captured, functions: Sequence[Function]) -> list[Activation | Refusal]:
     """Those by hand, and what is nearly one, with the reason why it is none."""
     return regions(graph, roots(graph, functions), lambda root, graph: activation_at(root, graph, functions))
+
+
+def is_module_of(function: Function, module: nn.Module) -> bool:
+    """Whether a module computes that function and nothing else."""
+    if any(True for _ in (*module.parameters(), *module.buffers())):
+        return False
+    with torch.no_grad(), contextlib.suppress(Exception):
+        given = module(_POINTS)
+        return given.shape == _POINTS.shape and float((given - function(_POINTS)).abs().max()) <= EXACT
+    return False
 
 
 def roots(graph: Captured, functions: Sequence[Function]) -> list[fx.Node]:

@@ -40,7 +40,7 @@ def advice(program: Program, found: Found) -> Advice:
         why = f"Dynamo leaves out nn.{recurrent}" if is_left_out else f"Dynamo can't run it: {program.not_captured}"
         raise NotWritten(f"{why}, so torch.compile captures nothing of that; `torch.cuda.make_graphed_callables` "
                          "captures a module without Dynamo, under autocast with cache_enabled=False")
-    return Advice('model = torch.compile(model, mode="reduce-overhead")', instead_of=compiled.CODE)
+    return Advice('model = torch.compile(model, mode="reduce-overhead")', instead_of=compiled.CODE, wraps=True)
 
 
 def predict(basis: Basis, found: Sequence[Found]) -> Prediction:

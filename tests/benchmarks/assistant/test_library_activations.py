@@ -136,3 +136,50 @@ def test_of_a_long_recurrence_a_part_is_looked_at(monkeypatch):
     [graph] = program.graphs
     activations.activations_in(graph, activations.GELUS)
     assert len(looked) < 1e6
+
+
+def test_a_module_of_an_installed_package_gives_way_to_that_of_torch(studies_in_seconds):
+    """GPT-2's GELU stands in transformers: nobody edits that, and its module computes nothing else."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False)
+    model, tokens = transformers.GPT2LMHeadModel(config).eval(), torch.randint(32, (2, 16))
+    program = read(model, Inputs.of({"input_ids": tokens}))
+    (found,) = library_gelu.TECHNIQUE.find(program)
+    assert not found.place.is_yours and found.count == 2
+    advice = library_gelu.TECHNIQUE.advice(program, found)
+    assert advice.place is None and 'torch.nn.GELU(approximate="tanh")' in advice.code
+    before = model(tokens).logits
+    exec(advice.code, {"model": model, "torch": torch})
+    assert torch.allclose(model(tokens).logits, before, atol=1e-6)
+    assert not library_gelu.TECHNIQUE.find(read(model, Inputs.of({"input_ids": tokens})))
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return torch.nn.functional.silu(x) * self.scale
+
+
+class Learned(Scaled):
+    def __init__(self):
+        super().__init__(1.0)
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+
+class OfTwo(torch.nn.Module):
+    def forward(self, x, y):
+        return torch.nn.functional.silu(x) * y
+
+
+@pytest.mark.parametrize("module, is_it", [
+    (Scaled(1.0), True), (Scaled(1.0001), False), (Learned(), False), (OfTwo(), False), (torch.nn.SiLU(), True),
+    (torch.nn.GELU(), False)])
+def test_a_module_is_of_a_function_if_it_computes_nothing_else(module, is_it):
+    [silu] = [each for each in activations.SILUS if each.name == "silu"]
+    assert activations.is_module_of(silu, module) == is_it
+    assert all(activations.is_module_of(each, eval(f"torch.nn.{each.module}"))
+               for each in (*activations.SILUS, *activations.GELUS))
