@@ -13,6 +13,7 @@ from benchmarks.assistant.activations import (
     roots,
 )
 from benchmarks.assistant.graph import Captured, Refused
+from benchmarks.assistant.installed import modules_around, replacing
 from benchmarks.assistant.one_call import in_one_call
 from benchmarks.assistant.predicting import Basis, Prediction, in_one_pass
 from benchmarks.assistant.program import Program
@@ -52,14 +53,6 @@ def technique_of(name: str, words: str, functions: Sequence[Function]) -> Techni
     return Technique(name, words, find, apply, advice, fired=fired, predict=predict)
 
 
-def _kind_of_module(program: Program, by_hand: Activation) -> str:
-    """The class of the modules that compute it and nothing else, by its name; "" where there are none."""
-    stack = list((by_hand.output.meta.get("nn_module_stack") or {}).values())
-    kind = getattr(stack[-1][1], "__name__", "") if stack else ""
-    modules = [each for each in program.model.modules() if type(each).__name__ == kind]
-    return kind if modules and all(is_module_of(by_hand.function, each) for each in modules) else ""
-
-
 def predict(basis: Basis, found: Sequence[Found]) -> Prediction | None:
     """One pass in place of one an operation."""
     return in_one_pass(basis, [each.region for each in found if each.region])
@@ -77,9 +70,8 @@ def advice(program: Program, found: Found) -> Advice:
     """
     by_hand = found.region
     assert isinstance(by_hand, Activation)
-    if found.place and not found.place.is_yours and (kind := _kind_of_module(program, by_hand)):
-        return Advice(f'''for module in list(model.modules()):
-    for name, child in module.named_children():
-        if type(child).__name__ == "{kind}":
-            setattr(module, name, torch.nn.{by_hand.function.module})''')
+    if found.place and not found.place.is_yours:
+        modules = modules_around(program, by_hand.output)
+        if modules and all(is_module_of(by_hand.function, each) for each in modules):
+            return Advice(replacing(modules[0], [f"torch.nn.{by_hand.function.module}"]))
     return in_one_call(by_hand.nodes, by_hand.output, [by_hand.x], lambda words: by_hand.function.code(words[0]))

@@ -1,13 +1,16 @@
 """LayerNorm and RMSNorm by hand become the library's: one kernel that reads x once, in place of one an operation."""
 import ast
 import contextlib
+import copy
 from collections.abc import Sequence
 
-from torch import Tensor, fx
+import torch
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from benchmarks.assistant.attention_reading import grouped
 from benchmarks.assistant.graph import Captured, Refused, place_of, shape_of
+from benchmarks.assistant.installed import modules_around, replacing
 from benchmarks.assistant.norms import Norm, norm_at, roots
 from benchmarks.assistant.one_call import in_one_call
 from benchmarks.assistant.predicting import Basis, Prediction, in_one_pass
@@ -16,6 +19,10 @@ from benchmarks.assistant.rewriting import Assumed, put_in_place
 from benchmarks.assistant.technique import Advice, Found, NotWritten, Plan, Technique, found_at, unique
 from benchmarks.assistant.words import expression_of, operands_of
 from common.block.evidence import Evidence
+from common.block.oracle import relative_error
+
+EXACT = 1e-5                           # of a norm that is computed in FP32 in between
+SCALES = 1.0, 1e-2, 1e-3, 1e-4         # of rows: an epsilon shows in small ones
 
 
 def find(program: Program) -> list[Found]:
@@ -31,15 +38,38 @@ def in_words(norm: Norm) -> str:
 
 
 def advice(program: Program, found: Found) -> Advice:
-    """The library's function, in place of the expression of the last operation. Raises NotWritten."""
+    """The library's function, in place of the expression of the last operation; its module in place of one that stands
+    in an installed package. Raises NotWritten.
+    """
     norm = found.region
     assert isinstance(norm, Norm)
+    if found.place and not found.place.is_yours:
+        modules = modules_around(program, norm.output)
+        if modules and all(_is_rms_norm(each, norm.epsilon) for each in modules):
+            made = f"torch.nn.RMSNorm(child.weight.shape, eps={norm.epsilon!r})"
+            return Advice(replacing(modules[0], [f"norm = {made}", "norm.weight = child.weight", "norm"]))
     try:
         return _in_one_call(norm)
     except NotWritten:
         if norm.alone is None:
             raise
     return _in_one_call(norm.alone)
+
+
+def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
+    """Whether a module is an RMSNorm with a weight and nothing else, of that epsilon."""
+    tensors = dict((*module.named_parameters(), *module.named_buffers()))
+    if list(tensors) != ["weight"] or tensors["weight"].ndim != 1:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.rand(tensors["weight"].shape, generator=generator, dtype=torch.float64) + 0.5
+    x = torch.randn(len(SCALES), len(weight), generator=generator, dtype=torch.float64) * torch.tensor(SCALES)[:, None]
+    other = copy.deepcopy(module).to("cpu", torch.float64)
+    with torch.no_grad(), contextlib.suppress(Exception):
+        other.weight.copy_(weight)                             # type: ignore[operator]
+        expected = F.rms_norm(x, weight.shape, weight, epsilon)
+        return relative_error(other(x), expected) <= EXACT
+    return False
 
 
 def _in_one_call(norm: Norm) -> Advice:

@@ -1,4 +1,5 @@
 """Norms by hand and linear layers on one input: found, rewritten, the same function, and their advice can be pasted."""
+import copy
 import sys
 
 import pytest
@@ -272,3 +273,46 @@ def test_products_with_parameters_of_a_module_are_named_for_a_person(kind, count
     assert [each.reason for each in found] == [
         f"{count} products of one tensor, each with a parameter of its own" for count in counts]
     assert all("side by side" in each.by_hand and not each.can_be_tried for each in found)
+
+
+@pytest.mark.integration
+def test_an_rms_norm_of_an_installed_package_gives_way_to_that_of_torch():
+    """Llama's stands in transformers: nobody edits that."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+                                      num_attention_heads=2, num_key_value_heads=1, use_cache=False, rms_norm_eps=1e-4)
+    model, tokens = transformers.LlamaForCausalLM(config), torch.randint(32, (2, 8))
+    for weight in (each.weight for each in model.modules() if type(each).__name__ == "LlamaRMSNorm"):
+        weight.data.uniform_(0.5, 1.5)
+    program = read(model, Inputs.of({"input_ids": tokens}))
+    (found,) = library_norm.find(program)
+    advice = library_norm.TECHNIQUE.advice(program, found)
+    assert advice.place is None and "torch.nn.RMSNorm(child.weight.shape, eps=0.0001)" in advice.code
+    before, names = copy.deepcopy(model), list(dict(model.named_parameters()))
+    exec(advice.code, {"model": model, "torch": torch})
+    assert validate(model, before, {"input_ids": tokens}).passed
+    assert list(dict(model.named_parameters())) == names                       # checkpoints stay as they are
+    assert not library_norm.find(read(model, Inputs.of({"input_ids": tokens})))
+
+
+class OfT5(spellings.RMSNormOfT5):
+    def __init__(self):
+        super().__init__()
+        del self.bias
+
+
+class FromOne(OfT5):
+    """As Gemma's: its weight is what is beyond 1."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + 1 / self.weight)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("module, epsilon, is_it", [
+    (OfT5(), 1e-5, True), (OfT5(), 1.1e-5, False), (spellings.RMSNormOfT5(), 1e-5, False), (FromOne(), 1e-5, False),
+    (torch.nn.RMSNorm(8, eps=1e-6), 1e-6, True), (torch.nn.LayerNorm(8), 1e-5, False),
+    (torch.nn.RMSNorm(8, eps=1e-6, elementwise_affine=False), 1e-6, False), (torch.nn.PReLU(8), 1e-6, False)])
+def test_a_module_is_an_rms_norm_if_it_computes_nothing_else(module, epsilon, is_it):
+    assert library_norm._is_rms_norm(module, epsilon) == is_it
