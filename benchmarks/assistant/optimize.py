@@ -528,7 +528,7 @@ class _Assistant:
                 on_top = self._paid_back(self.result.together, added.combination, others)
                 names = " + ".join(each.name for each in others.techniques)
                 if alone and on_top:
-                    return f"{alone} alone, {on_top} on top of {names}"
+                    return f"alone {alone}, on top of {names} {on_top}"
         return alone
 
     def _paid_back(self, measured: Measured, compiled: Combination, before: Combination) -> str:

@@ -249,8 +249,8 @@ def test_what_compiling_took_is_won_back_alone_and_on_top_of_others():
     assistant.result = SimpleNamespace(alone=alone, together=together, ladder=[])
     assert assistant._payback() == "10,000 forward+backward calls"
     assistant.result.ladder = [added]
-    assert assistant._payback() == ("10,000 forward+backward calls alone, "
-                                    "200 forward+backward calls on top of autocast")
+    assert assistant._payback() == ("alone 10,000 forward+backward calls, "
+                                    "on top of autocast 200 forward+backward calls")
     del together.results["autocast + compile"]
     assert assistant._payback() == "10,000 forward+backward calls"
     assistant.techniques = (autocast,)
