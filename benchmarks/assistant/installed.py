@@ -7,10 +7,13 @@ from benchmarks.assistant.program import Program
 
 
 def modules_around(program: Program, node: fx.Node) -> list[nn.Module]:
-    """All modules of the class that an operation ran in; none where it ran in a function alone."""
+    """All modules of the class that an operation ran in; none where it ran in a function alone, or in the model itself,
+    which no other module holds.
+    """
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     kind = getattr(stack[-1][1], "__name__", "") if stack else ""
-    return [each for each in program.model.modules() if type(each).__name__ == kind]
+    modules = [each for each in program.model.modules() if type(each).__name__ == kind]
+    return [] if program.model in modules else modules
 
 
 def replacing(module: nn.Module, made: Sequence[str]) -> str:

@@ -296,6 +296,16 @@ def test_an_rms_norm_of_an_installed_package_gives_way_to_that_of_torch():
     assert not library_norm.find(read(model, Inputs.of({"input_ids": tokens})))
 
 
+@pytest.mark.unit
+def test_a_model_that_is_itself_of_an_installed_package_is_held_by_nothing(monkeypatch):
+    monkeypatch.setattr(source, "_INSTALLED", (spellings.__file__,))
+    for model, is_held in ((OfT5(), False), (torch.nn.Sequential(OfT5()), True)):
+        program = read(model, Inputs.of(X))
+        (found,) = library_norm.find(program)
+        assert not found.place.is_yours
+        assert (library_norm.TECHNIQUE.advice(program, found).place is None) == is_held
+
+
 class OfT5(spellings.RMSNormOfT5):
     def __init__(self):
         super().__init__()
