@@ -31,7 +31,12 @@ class Combination:
     @property
     def name(self) -> str:
         """That of its case."""
-        return self.called or " + ".join(each.name for each in self.changing) or AS_IT_IS
+        return self.called or Combination(self.changing).words or AS_IT_IS
+
+    @property
+    def words(self) -> str:
+        """Its techniques; "" where there are none."""
+        return " + ".join(each.name for each in self.techniques)
 
     def without(self, technique: Technique) -> "Combination":
         """All the others."""

@@ -221,10 +221,16 @@ def regions(graph: Captured, roots: Iterable[fx.Node], at: Callable[[fx.Node, Ca
     return found
 
 
+def inner_module(node: fx.Node) -> tuple[str, str]:
+    """(its path as Dynamo names it, its class by name) of the module that a node ran in; "" where it ran in none."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path, kind = stack[-1][:2] if stack else ("", None)
+    return path, getattr(kind, "__name__", "")
+
+
 def module_of(graph: Captured, node: fx.Node) -> str:
     """The path of the module that a node ran in, with a star for each number that differs between calls."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    inner = stack[-1][0] if stack else ""
+    inner, _ = inner_module(node)
     path = _OF_DYNAMO.sub("", inner).strip(".")
     prefixes = [prefix for names in graph.calls if (prefix := _prefix_of(names, graph, path)) is not None]
     return with_stars([".".join(filter(None, (prefix, path))) for prefix in prefixes])

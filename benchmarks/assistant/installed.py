@@ -3,6 +3,7 @@ from collections.abc import Sequence
 
 from torch import fx, nn
 
+from benchmarks.assistant.graph import inner_module
 from benchmarks.assistant.program import Program
 
 
@@ -10,8 +11,7 @@ def modules_around(program: Program, node: fx.Node) -> list[nn.Module]:
     """All modules of the class that an operation ran in; none where it ran in a function alone, or in the model itself,
     which no other module holds.
     """
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    kind = getattr(stack[-1][1], "__name__", "") if stack else ""
+    _, kind = inner_module(node)
     modules = [each for each in program.model.modules() if type(each).__name__ == kind]
     return [] if program.model in modules else modules
 

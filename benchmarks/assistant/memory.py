@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx, nn
 
-from benchmarks.assistant.graph import Captured, Region
+from benchmarks.assistant.graph import Region
 from benchmarks.assistant.normal import name_of
 from benchmarks.assistant.predicting import Freed, bytes_of, is_pass, source_of
 from benchmarks.assistant.program import Program
@@ -18,7 +18,7 @@ from benchmarks.measure.fitting import saved_tensors
 from benchmarks.measure.keeping import kept
 from common.runtime.compiler import holds_compiled
 
-PRODUCTS = frozenset({"mul", "matmul", "bmm", "mm", "baddbmm", "einsum", "dot", "linear"})      # save what they take
+OF_BOTH_FACTORS = frozenset({"mul", "matmul", "bmm", "mm", "baddbmm", "einsum", "dot", "linear"})
 OF_THEIR_RESULT = frozenset({"tanh", "exp", "sigmoid", "softmax", "_softmax", "log_softmax", "_log_softmax", "sqrt",
                              "rsqrt", "relu", "reciprocal", "elu"})
 OF_THEIR_INPUT = frozenset({"pow", "square", "log", "log1p", "erf", "sin", "cos", "abs", "gelu", "silu", "softplus",
@@ -30,10 +30,10 @@ def in_regions(program: Program, found: Sequence[Found]) -> Freed | None:
 
     None where something else is changed, and in inference, where the peak is another.
     """
-    every = [each.region for each in found if each.region]
-    if program.is_inference or len(every) < len(found):
+    regions = [(each.count, each.region) for each in found if each.region]
+    if program.is_inference or len(regions) < len(found):
         return None
-    most = sum(each.count * saved_within(each.region) for each in found if each.region)
+    most = sum(count * saved_within(region) for count, region in regions)
     return Freed(most / 2, most)
 
 
@@ -54,8 +54,10 @@ def compiled(program: Program, found: Sequence[Found]) -> Freed | None:
     """At most all that passes over memory save of each other's results: a compiler may compute it again."""
     if program.is_inference:
         return None
-    return Freed(0.0, sum(len(graph.calls) * _bytes_of(filter(is_pass, saved_in(graph, graph.nodes)))
-                          for graph in program.graphs))
+    most = 0
+    for graph in program.graphs:
+        most += len(graph.calls) * _bytes_of(filter(is_pass, saved_in(graph.nodes)))
+    return Freed(0.0, most)
 
 
 def unknown(program: Program, found: Sequence[Found]) -> None:
@@ -80,10 +82,10 @@ def saved_bytes(model: nn.Module, program: Program) -> int:
 
 def saved_within(region: Region) -> int:
     """Bytes that operations of a region save of each other's results: not of what it is given, nor of what it gives."""
-    return _bytes_of(saved_in(region.graph, region.nodes) & set(region.nodes[:-1]))
+    return _bytes_of(saved_in(region.nodes) & set(region.nodes[:-1]))
 
 
-def saved_in(graph: Captured, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def saved_in(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes whose results these operations save, each by the one that its memory comes from."""
     saved = set()
     for node in nodes:
@@ -91,13 +93,13 @@ def saved_in(graph: Captured, nodes: Iterable[fx.Node]) -> set[fx.Node]:
             continue
         name = name_of(node)
         given = [each for each in node.args if isinstance(each, fx.Node)]
+        is_product = name in OF_BOTH_FACTORS and len(given) > 1            # with a number it saves nothing
+        is_division = name == "div" and node.args[-1] in given             # nor does one by a number
         if name in OF_THEIR_RESULT:
             saved.add(node)
         elif name in OF_THEIR_INPUT:
             saved |= set(given[:1])
-        elif name == "div":                                    # by a number it saves nothing
-            saved |= set(given) if len(node.args) > 1 and node.args[1] in given else set()
-        elif name in PRODUCTS and len(given) > 1:              # nor does a product with a number
+        elif is_product or is_division:
             saved |= set(given)
     return {source_of(node) for node in saved}
 

@@ -5,6 +5,7 @@
     for o in result.opportunities: print(o.technique, o.file, o.line, o.speedup, o.verdict)
 """
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -332,19 +333,20 @@ class _Assistant:
         setting.say(Phase.CHECKING)
         on_others = phase in self.other_truths
         truth = self.other_truths[phase] if on_others else self.truth
+        judge_by = functools.partial(
+            Judge, module, numerics=plan.numerics, overwrites_output=overwrites_output,
+            forward_alone=FORWARD in self._modes_of(phase) or phase in (PIECES, WRITTEN))
         meaning = None if rewriting is None else Meaning(rewriting, plan.autocast, phase if on_others else "")
-        judge = Judge(module, truth, plan.numerics, overwrites_output=overwrites_output, fresh=not on_others,
-                      proven=() if is_proven else self._judged_before(meaning),
-                      forward_alone=FORWARD in self._modes_of(phase) or phase in (PIECES, WRITTEN))
-        judgement = judge.judge()
-        self._keep_meaning(meaning, judge)
+        proven = () if is_proven else self._judged_before(meaning)
+        judge = judge_by(truth, fresh=not on_others, proven=proven)
+        judgement = self._judged(judge, meaning)
         if on_others:
             judgement.checks[:] = _there(judgement, phase)     # in place: timed calls add theirs
             self.result.judgements_on_others[result.name, phase] = judgement
         else:
             self.judgements[result.name] = judgement
             if phase != ALONE:                                 # each of them has its own rounds
-                self._judge_on_others(module, plan, judgement, overwrites_output, rewriting)
+                self._judge_on_others(judge_by, judgement, meaning)
         record_checks(judgement, result, GRADIENTS)
         referee = judge.referee()                              # it sees what its next calls change
         self.values.enter_context(judge.with_the_references_values())
@@ -352,24 +354,24 @@ class _Assistant:
         subject.workload = None if on_others else own
         return subject
 
-    def _judge_on_others(self, module: nn.Module, plan: Plan, judgement: Judgement, overwrites_output: bool,
-                         rewriting: tuple[str, ...] | None) -> None:
+    def _judge_on_others(self, judge_by: Callable[..., Judge], judgement: Judgement, meaning: Meaning | None) -> None:
         """Add the checks of the inputs that are not timed, as long as all passed."""
         for words, truth in self.other_truths.items():
             if judgement.passed:
-                meaning = None if rewriting is None else Meaning(rewriting, plan.autocast, words)
-                judge = Judge(module, truth, plan.numerics, overwrites_output=overwrites_output, fresh=False,
-                              proven=self._judged_before(meaning), forward_alone=False)
-                judgement.checks.extend(_there(judge.judge(), words))
-                self._keep_meaning(meaning, judge)
+                there = replace(meaning, inputs=words) if meaning else None
+                judge = judge_by(truth, fresh=False, proven=self._judged_before(there))
+                judgement.checks.extend(_there(self._judged(judge, there), words))
 
     def _judged_before(self, meaning: Meaning | None) -> list[Check] | None:
         """The checks by which another rung of the same meaning passed."""
         return self.meanings.get(meaning) if meaning else None
 
-    def _keep_meaning(self, meaning: Meaning | None, judge: Judge) -> None:
+    def _judged(self, judge: Judge, meaning: Meaning | None) -> Judgement:
+        """What a judge says; what it found of the meaning is kept for other rungs."""
+        judgement = judge.judge()
         if meaning and judge.meaning:
             self.meanings[meaning] = judge.meaning
+        return judgement
 
     def _gates(self, plan: Plan) -> tuple[float, float]:
         """Of a replay."""
@@ -444,9 +446,8 @@ class _Assistant:
             if not why_not or measured.why_not(before, mode):
                 continue
             clashing = self._better_without(rung, technique) or technique
-            others = rung.without(clashing).techniques
-            names = " + ".join(each.name for each in others) or "the model as it is"
-            self.result.clashes[clashing.name] = f"on top of {names} it can't run: {why_not}"
+            others = rung.without(clashing).words or "the model as it is"
+            self.result.clashes[clashing.name] = f"on top of {others} it can't run: {why_not}"
             return clashing
         return None
 
@@ -526,9 +527,8 @@ class _Assistant:
             others = added.combination.without(compiled)
             if added.technique is compiled and others.techniques:
                 on_top = self._paid_back(self.result.together, added.combination, others)
-                names = " + ".join(each.name for each in others.techniques)
                 if alone and on_top:
-                    return f"alone {alone}, on top of {names} {on_top}"
+                    return f"alone {alone}, on top of {others.words} {on_top}"
         return alone
 
     def _paid_back(self, measured: Measured, compiled: Combination, before: Combination) -> str:

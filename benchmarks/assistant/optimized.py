@@ -1,6 +1,6 @@
 """What `optimize` found, and how it is shown."""
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from benchmarks.assistant.combination import Combination, Interval, Measured, gain_on_the_mix
@@ -40,6 +40,11 @@ class Opportunity:
     interval: tuple[float, float] | None = None        # 95 %, of the ratio of paired samples
     error: float | None = None                         # the worst output's, against the truth
     advice: Advice | None = None                       # the code to write there
+
+    @property
+    def is_to_write(self) -> bool:
+        """Whether there is code for it, which is worth writing."""
+        return bool(self.advice) and self.verdict in TO_WRITE
 
     @property
     def file(self) -> str | None:
@@ -272,10 +277,8 @@ class Optimized(Shown):
 
     def _to_be_written(self) -> list[Opportunity]:
         """Those whose code is worth it; not what is needless beside another of them."""
-        wanted = [one for one in self.opportunities if one.advice and one.verdict in TO_WRITE]
-        names = {one.technique for one in wanted}
-        needless = {each.instead_of for each in self.looked.found if each.name in names}
-        return [one for one in wanted if one.technique not in needless]
+        needless = needless_beside(self.opportunities, self.looked.found)
+        return [one for one in self.opportunities if one.is_to_write and one.technique not in needless]
 
     def placed(self, technique: str = "") -> list[Advice]:
         """The code that stands at a line of a file, of those that are worth it: all, or one technique's."""
@@ -397,7 +400,7 @@ class Optimized(Shown):
         before, after = (self.together.ms(each, self.mode) if each else None for each in (rung, by_hand))
         if not (share and before and after):
             return None
-        name = " + ".join(each.name for each in rung.techniques) or "the model as it is"
+        name = rung.words or "the model as it is"
         words = f"{name} reaches {interval(share)} of its speed"
         if share[2] < 1.0:
             words += f": {figures(before - after)} ms are missing to it"
@@ -430,6 +433,12 @@ class Optimized(Shown):
                 said += f"; when it pays: {self.payback}"
             lines.append((one.technique, f"{one.found.place.name}: {said}" if one.found.place else said))
         return Said("why", lines) if lines else None
+
+
+def needless_beside(opportunities: Iterable[Opportunity], techniques: Iterable[Technique]) -> dict[str, str]:
+    """A technique -> another, whose code is to be written, and beside which it is needless."""
+    written = {one.technique for one in opportunities if one.is_to_write}
+    return {each.instead_of: each.name for each in techniques if each.instead_of and each.name in written}
 
 
 def _elements(inputs: Inputs) -> int:

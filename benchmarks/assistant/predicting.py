@@ -34,10 +34,6 @@ class Freed:
     least: float
     most: float
 
-    def holds(self, freed: float) -> bool:
-        """Whether a measured number of bytes lies within."""
-        return lies_within(freed, (self.least, self.most))
-
     def __str__(self) -> str:
         least, most = (number(size / 2**30, ".2f") for size in (self.least, self.most))
         return least if least == most else f"{least} to {most}"

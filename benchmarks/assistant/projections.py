@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from benchmarks.assistant.graph import Captured, Region, args_of, argument, settings_in, shape_of
+from benchmarks.assistant.graph import Captured, Region, args_of, argument, inner_module, settings_in, shape_of
 from benchmarks.assistant.normal import name_of
 
 
@@ -71,5 +71,5 @@ def products_with_parameters(graph: Captured) -> list[Region]:
 
 def path_of(node: fx.Node) -> str:
     """Of the module that an operation ran in, as Dynamo names it."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return stack[-1][0] if stack else ""
+    path, _ = inner_module(node)
+    return path

@@ -12,6 +12,7 @@ from benchmarks.assistant.optimized import (
     Opportunity,
     Optimized,
     as_written,
+    needless_beside,
 )
 from benchmarks.assistant.side_by_side import WORTH_IT
 from benchmarks.assistant.technique import Advice, Found, NotWritten, Technique
@@ -25,17 +26,16 @@ def opportunities(result: Optimized) -> list[Opportunity]:
     """All that was found, the best first."""
     judged = [_unless_it_breaks(result, technique, each)
               for technique, found in result.looked.found.items() for each in found]
-    judged = [_or_instead(one, result, judged) for one in judged]
+    needless = needless_beside(judged, result.looked.found)
+    judged = [_or_instead(one, needless[one.technique]) if one.technique in needless else one for one in judged]
     return sorted(judged, key=lambda one: (VERDICTS.index(one.verdict), -(one.speedup or 0.0)))
 
 
-def _or_instead(one: Opportunity, result: Optimized, every: Sequence[Opportunity]) -> Opportunity:
-    """The same; of what is needless beside another that is to be written, its code, for who would have it instead."""
-    written = {other.technique for other in every if other.verdict in TO_WRITE and other.advice}
-    beside = [each.name for each in result.looked.found if each.instead_of == one.technique and each.name in written]
-    if not beside or one.technique not in written or not one.advice:
+def _or_instead(one: Opportunity, other: str) -> Opportunity:
+    """What is needless beside another, with its code in words, for a person who wants it instead."""
+    if not one.is_to_write or one.advice is None:
         return one
-    why = f"needless beside {beside[0]}; instead of it write `{one.advice.code}`"
+    why = f"needless beside {other}; instead of it write `{one.advice.code}`"
     return dataclasses.replace(one, why="; ".join(filter(None, [one.why, why])))
 
 
@@ -97,7 +97,7 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
 def _where_compiled(result: Optimized, technique: Technique, found: Found) -> Opportunity | None:
     """A graph of a compiled rung, where the model as it is can't be captured: compiled code waits for no mask, say."""
     rungs = [each.combination for each in result.ladder]
-    compiled = [rung for rung in rungs if "compile" in map(_name_of, rung.techniques)]
+    compiled = [rung for rung in rungs if any(each.name == "compile" for each in rung.techniques)]
     if technique.launch != "graph" or not compiled or result.others:
         return None
     rung = compiled[-1]
@@ -107,14 +107,9 @@ def _where_compiled(result: Optimized, technique: Technique, found: Found) -> Op
     if gain is None or gain[1] < WORTH_IT:
         return None
     advice, elsewhere = _advice(result, technique, found)
-    names = " + ".join(map(_name_of, rung.techniques))
-    on_top = f"on top of {names} it can be captured, {ratio(gain)} times as fast as the fastest rung"
+    on_top = f"on top of {rung.words} it can be captured, {ratio(gain)} times as fast as the fastest rung"
     why = "; ".join(filter(None, [found.why_not, on_top, elsewhere]))
     return Opportunity(technique.name, found, "take" if advice else "by hand", why, advice=advice)
-
-
-def _name_of(technique: Technique) -> str:
-    return technique.name
 
 
 def _as_written(result: Optimized, one: Opportunity) -> Opportunity:
@@ -203,7 +198,7 @@ def _rounds_for_nothing(added: Added | None) -> str:
     """That what rounds more than the model does gains nothing on top of the others; "" where it does."""
     if added is None or added.gain is None or added.gain[1] >= WORTH_IT:
         return ""
-    before = " + ".join(each.name for each in added.combination.techniques[:-1])
+    before = added.combination.without(added.technique).words
     return f"on top of {before} it gains nothing, {ratio(added.gain)}, and is not written beside it" if before else ""
 
 
@@ -214,7 +209,7 @@ def _worth(judgement: Judgement | None, alone: Interval, added: Added | None) ->
     if alone[1] >= WORTH_IT:
         return kind, ""
     if added and added.gain and added.gain[1] >= WORTH_IT:
-        before = " + ".join(each.name for each in added.combination.techniques[:-1])
+        before = added.combination.without(added.technique).words
         if before:
             return kind, f"not alone, but on top of {before}"
         if alone[2] >= WORTH_IT:

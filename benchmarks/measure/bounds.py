@@ -104,7 +104,7 @@ class Standard:
     fp32_inside: bool = False              # in FP64, something is computed in FP32
     numerics: str | None = None            # declared
     gate: float | None = None              # relative error that a caller allows instead
-    meaning_is_known: bool = False             # the meaning was compared in FP64
+    meaning_is_known: bool = False         # the meaning was compared in FP64
     unreliable: str = ""                   # why the reference itself tells nothing
     others: Others = lambda of: ()         # a tensor -> what the reference gives for it in other ways, best first
     off_by: Callable[[Named], float] = lambda of: 0.0      # -> how far what counts as the truth is off: of its norm,

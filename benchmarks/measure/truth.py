@@ -434,7 +434,7 @@ def why_not(error: Exception) -> str:
 @contextlib.contextmanager
 def quick_collections() -> Iterator[None]:
     """Meanwhile collections look only at objects made since, as torch alone makes hundreds of thousands, and come less
-    often by themselves: Dynamo and Inductor make millions, and hardly any garbage.
+    often by themselves.
 
     Where somebody has frozen objects already, theirs stay frozen.
     """

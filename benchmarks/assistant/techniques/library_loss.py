@@ -13,10 +13,8 @@ from benchmarks.assistant.technique import Advice, Found, NotWritten, Plan, Tech
 from common.block.evidence import Evidence
 
 BESIDE = "the loss is given beside the model, and no rung changes it; the same function"
-
-
-OF_LOGITS = ("F.binary_cross_entropy_with_logits takes what the sigmoid is taken of; it makes fewer passes, and stays "
-             "finite where a sigmoid is 0 or 1")
+OF_LOGITS = ("F.binary_cross_entropy_with_logits takes what the sigmoid is taken of, and stays finite where a sigmoid "
+             "is 0 or 1")
 
 
 def find(program: Program) -> list[Found]:

@@ -174,3 +174,8 @@ def test_a_binary_one_is_named_for_a_person(loss, count):
     found = TECHNIQUE.find(read(Model(spellings.WIDTH, spellings.WIDTH), Inputs.of(X)))
     assert [each.by_hand for each in found] == [library_loss.OF_LOGITS] * count
     assert all(each.place.function == loss.__name__ for each in found)
+
+
+def test_the_librarys_stays_finite_where_a_sigmoid_is_one():
+    logits, targets = torch.tensor([200.0, -200.0]), torch.tensor([1.0, 0.0])
+    assert binary(logits, targets).isnan() and library_with_logits(logits, targets) == 0

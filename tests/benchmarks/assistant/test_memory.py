@@ -16,7 +16,6 @@ from benchmarks.assistant.technique import Technique
 from benchmarks.assistant.techniques import (
     autocast,
     compiled,
-    flex_attention,
     fused_qkv,
     library_gelu,
     library_norm,
@@ -64,7 +63,7 @@ def test_what_autograd_saves_less_is_predicted(technique):
     program = program_of(ByHand())
     found = list(technique.find(program))
     predicted, counted = memory.in_regions(program, found), saved_less(program, technique, found)
-    assert counted > 0 and predicted.holds(counted), (predicted, counted)
+    assert counted > 0 and predicted.least <= counted <= predicted.most, (predicted, counted)
     assert predicted.most <= 1.2 * counted                     # not just any large number
     program.is_inference = True
     assert memory.in_regions(program, found) is None
@@ -76,7 +75,7 @@ def test_what_the_whole_model_saves_less_is_predicted(technique):
     program = program_of(ByHand())
     found = list(technique.find(program))
     predicted, counted = technique.frees(program, found), saved_less(program, technique, found)
-    assert counted > 0 and predicted.holds(counted), (predicted, counted)
+    assert counted > 0 and predicted.least <= counted <= predicted.most, (predicted, counted)
     assert predicted.most < memory.saved_bytes(program.model, program)
     program.is_inference = True
     assert technique.frees(program, found) is None
@@ -87,7 +86,6 @@ def test_of_tf32_it_is_nothing_and_of_side_by_side_it_is_not_known():
     program = program_of(nn.Linear(layer_spellings.WIDTH, 8))
     assert tf32.TECHNIQUE.frees(program, []) == Freed(0.0, 0.0)
     assert fused_qkv.TECHNIQUE.frees(program, []) is None
-    assert flex_attention.TECHNIQUE.frees is None              # by its regions
 
 
 @pytest.mark.unit
@@ -103,7 +101,7 @@ def test_what_an_operation_saves(operation, count):
     model = Model(8, 8, bias=False)
     program = program_of(model, torch.randn(4, 8))
     [graph] = program.graphs
-    inner = {node for node in memory.saved_in(graph, graph.nodes) if node.op.startswith("call_")}
+    inner = {node for node in memory.saved_in(graph.nodes) if node.op.startswith("call_")}
     size = 4 * 8 * 4
     assert sum(map(memory.bytes_of, inner)) == count * size == memory.saved_bytes(model, program)
 
@@ -143,7 +141,6 @@ def test_the_report_has_what_was_measured_beside_it():
 @pytest.mark.parametrize("freed, words", [(Freed(GIB, 2 * GIB), "1.00 to 2.00"), (Freed(0.0, 0.0), "0.00")])
 def test_it_is_said_in_gib(freed, words):
     assert str(freed) == words
-    assert freed.holds(freed.least) and freed.holds(freed.most) and not freed.holds(freed.most + GIB)
 
 
 @pytest.mark.integration
