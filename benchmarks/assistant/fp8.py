@@ -18,9 +18,9 @@ from benchmarks.assistant.side_by_side import Ratio, gain_on_device, pays
 from benchmarks.assistant.trace import Call
 from common.runtime import engine, iteration
 from common.runtime.iteration import BOTH, FORWARD
+from common.runtime.pieces import FP8_MULTIPLE
 
 Size = tuple[int, int, int]                # tokens, inputs, outputs
-MULTIPLE = 16                              # of each of them: what FP8 matmuls take
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 LAST = "the last: its errors are the output's"
 
@@ -61,10 +61,10 @@ def _layer(module: nn.Module, path: str, calls: Sequence[Call], is_last: bool) -
     assert isinstance(module, nn.Linear)
     tokens = {round(call.flops / (2 * module.weight.numel())) for call in calls}
     size = (min(tokens), module.in_features, module.out_features)          # the fewest: there FP8 gains least
-    odd = [value for value in (*tokens, *size[1:]) if value % MULTIPLE]
+    odd = [value for value in (*tokens, *size[1:]) if value % FP8_MULTIPLE]
     why_not = LAST if is_last else ""
     if odd:
-        why_not = f"a size of {odd[0]:,}: no multiple of {MULTIPLE}"
+        why_not = f"a size of {odd[0]:,}: no multiple of {FP8_MULTIPLE}"
     elif any(getattr(module, hooks) for hooks in HOOKS):
         why_not = "with hooks, which another module would not have"
     return Layer(path, size, sum(call.flops for call in calls), why_not)

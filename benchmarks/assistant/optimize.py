@@ -29,7 +29,7 @@ from benchmarks.assistant.workload import arithmetic_of, workload
 from benchmarks.assistant.written import AsWritten, WrittenOut, written_out
 from benchmarks.measure.checks import Check, Judgement
 from benchmarks.measure.judge import DEPENDS_ON_STATE, Judge
-from benchmarks.measure.keeping import kept, materialised, parameters_kept
+from benchmarks.measure.keeping import kept, materialised, parameters_kept, torch_modes_kept
 from benchmarks.measure.modules import record_checks, subject_of, work_in_words
 from benchmarks.measure.observing import Work
 from benchmarks.measure.truth import Truth, free_memory, quick_collections, working_dtype
@@ -193,9 +193,10 @@ class _Assistant:
                                 file_known=self.source is not None, others=task.others)
         with contextlib.ExitStack() as self.values:
             try:
-                for what, stage in (("the rungs", self._try_all), ("the code to write", self._prove),
-                                    ("all of it, written", self._write_out)):
-                    self._unless_it_breaks(what, stage)
+                with torch_modes_kept():
+                    for what, stage in (("the rungs", self._try_all), ("the code to write", self._prove),
+                                        ("all of it, written", self._write_out)):
+                        self._unless_it_breaks(what, stage)
             except (KeyboardInterrupt, signals.Terminated) as ended:
                 raise Interrupted(self._recorded(), ended) from None
         self._recorded()
@@ -262,8 +263,12 @@ class _Assistant:
         self.seconds_a_rung = (time.perf_counter() - began) / len(wanted)
 
     def _modes_of(self, phase: str) -> tuple[str, ...]:
-        """The passes that are timed in it."""
+        """The passes of the model as it is that are timed in it."""
         return self.modes if phase == ALONE else (self.result.mode,)
+
+    def _modes_of_rungs(self, phase: str) -> tuple[str, ...]:
+        """Those of a rung: where it must be quick, the one that verdicts go by."""
+        return (self.result.mode,) if self.quick else self._modes_of(phase)
 
     def _estimate(self, rungs: int) -> str:
         """How long measuring them takes, in words."""
@@ -335,7 +340,7 @@ class _Assistant:
         truth = self.other_truths[phase] if on_others else self.truth
         judge_by = functools.partial(
             Judge, module, numerics=plan.numerics, overwrites_output=overwrites_output,
-            forward_alone=FORWARD in self._modes_of(phase) or phase in (PIECES, WRITTEN))
+            forward_alone=FORWARD in self._modes_of_rungs(phase) or phase in (PIECES, WRITTEN))
         meaning = None if rewriting is None else Meaning(rewriting, plan.autocast, phase if on_others else "")
         proven = () if is_proven else self._judged_before(meaning)
         judge = judge_by(truth, fresh=not on_others, proven=proven)
@@ -351,6 +356,7 @@ class _Assistant:
         referee = judge.referee()                              # it sees what its next calls change
         self.values.enter_context(judge.with_the_references_values())
         subject = subject_of(module, self._work_in(phase), self._gates(plan), referee)
+        subject.passes = self._modes_of_rungs(phase)
         subject.workload = None if on_others else own
         return subject
 
@@ -383,7 +389,7 @@ class _Assistant:
         began = time.perf_counter()
         with kept(rung):
             subject = subject_of(rung, self.work, self._gates(rung.plan))
-            for mode in self._modes_of(phase):
+            for mode in self._modes_of_rungs(phase):
                 if subject.has(mode):
                     iteration = on_a_copy(subject, mode)
                     iteration.between()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.measure.calls import Step
 from benchmarks.measure.checks import CHANNELS_LAST, DRAWN, MEANING, PRECISION, Check
 from benchmarks.measure.names import Named
 from benchmarks.measure.observing import distance, largest_difference, norm, projection
@@ -32,6 +33,11 @@ FP8_OUTPUT, FP8_GRADIENT = 10 ** (-20 / 20), 10 ** (-17 / 20)          # 20 and 
 FP64, FP32 = torch.float64, torch.float32
 NOT_TWICE = "the reference does not give the same twice"
 DRAWS_OTHERS = "the reference draws random numbers, and it draws others"
+
+
+def step_in(numerics: str | None, device: torch.device) -> Step:
+    """That of what FP32 is multiplied in there."""
+    return Step(epsilon_of(numerics, device))
 
 
 def epsilon_of(numerics: str | None, device: torch.device) -> float:
@@ -190,7 +196,7 @@ class Standard:
     def _factor(self, seen: Sequence[Tensor], truth: Sequence[Tensor], own: Sequence[Tensor], error: float, size: float
                 ) -> float | None:
         """The factor of what is a multiple of the truth: rounding goes every way, and a factor one way. Else None."""
-        least = (MULTIPLE_FROM_IN_FP32 if self.dtype == FP32 else MULTIPLE_FROM) * ROUNDING.get(self.dtype, 0.0)
+        least = self._least_factor()
         is_asked = self.question == PRECISION and self.gate is None and truth[0].numel() >= ELEMENTS_OF_A_MULTIPLE
         if not is_asked or not math.isfinite(error) or error <= least * size:
             return None
@@ -199,6 +205,12 @@ class Standard:
         if abs(along) <= max(least, 8 * abs(projection(own, truth))) or rest > abs(along) * size / 2:
             return None
         return 1 + along
+
+    def _least_factor(self) -> float:
+        """Up to how much, less one, a factor is rounding: one value all over a tensor is rounded one way."""
+        if self.numerics:
+            return MULTIPLE_FROM * max(ROUNDING.get(self.dtype, 0.0), ROUNDING[NUMERICS[self.numerics]])
+        return (MULTIPLE_FROM_IN_FP32 if self.dtype == FP32 else MULTIPLE_FROM) * ROUNDING.get(self.dtype, 0.0)
 
     def _bound(self, is_gradient: bool, counts_as_zero: bool, size: float, whole: float, of_the_reference: float
                ) -> tuple[float, str]:
@@ -209,7 +221,8 @@ class Standard:
         if self.dtype == FP64:
             share, of_all = WITH_FP32_INSIDE if self.fp32_inside else BOUNDS[FP64]
             reason = "in FP64, something computed in FP32" if self.fp32_inside else "in FP64"
-            return share * size + of_all * whole, reason
+            own = TIMES_THE_REFERENCE * of_the_reference if self.fp32_inside else 0.0
+            return max(share * size + of_all * whole, own), reason
         if self.numerics == "float8":
             share = FP8_GRADIENT if is_gradient else FP8_OUTPUT
             return max(share * size, BOUNDS[torch.bfloat16][1] * whole), f"FP8, {17 if is_gradient else 20} dB"

@@ -21,6 +21,17 @@ BLOCKING = -1e4                            # added to a score it leaves a weight
 
 
 @dataclass(frozen=True)
+class Step:
+    """The relative step of a rounding: that of a tensor's own dtype, or a coarser one of what is computed in."""
+    coarse: float = 0.0
+    dtype: torch.dtype = torch.float32     # whose tensors are rounded so: others have their own
+
+    def of(self, dtype: torch.dtype) -> float:
+        own = torch.finfo(dtype).eps
+        return max(own, self.coarse) if dtype == self.dtype else own
+
+
+@dataclass(frozen=True)
 class Inputs:
     """What a module is called with: positional values and values by keyword, of any structure that holds tensors."""
     args: tuple = ()
@@ -97,12 +108,17 @@ class Inputs:
         """That of the first tensor."""
         return next(iter(self.named().values())).device
 
-    def off_by_a_rounding(self, seed: int, epsilon: float = 0.0) -> "Inputs":
+    def off_by_a_rounding(self, seed: int, step: Step) -> "Inputs":
         """Copies of which each floating element is a rounding larger, smaller or neither."""
         generator = torch.Generator(self.device).manual_seed(seed)
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: off_by_a_rounding(t, generator, epsilon),
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: off_by_a_rounding(t, generator, step),
                                             (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
+
+    @property
+    def are_looked_up(self) -> bool:
+        """Whether none is floating, but for masks: what a rounding would move are the tables."""
+        return are_looked_up(list(self.named().values()))
 
     def rolled(self) -> "Inputs":
         """Others of the same kind: each tensor is rolled by one along its last dimension, but for masks."""
@@ -126,17 +142,43 @@ class Inputs:
         return next((t.dtype.to_real() for t in self.named().values() if takes_gradient(t)), None)
 
 
-def off_by_a_rounding(t: Tensor, generator: torch.Generator, epsilon: float = 0.0) -> Tensor:
+def off_by_a_rounding(t: Tensor, generator: torch.Generator, step: Step) -> Tensor:
     """A copy of which each element is a rounding larger, smaller or neither; whole numbers are left as they are.
 
     The generator is of the tensor's own device: a host draws for millions of pixels as long as a GPU takes for a model.
-    `epsilon` is the relative step of what FP32 is multiplied in, where that is coarser.
     """
     if not takes_gradient(t):
         return t
     steps = torch.randint(-1, 2, t.shape, generator=generator, device=generator.device).to(t.device, t.dtype)
-    own = torch.finfo(t.dtype).eps
-    return t.detach() * (1 + steps * (max(own, epsilon) if t.dtype == torch.float32 else own))
+    return t.detach() * (1 + steps * step.of(t.dtype))
+
+
+@contextlib.contextmanager
+def meanwhile_off_by_a_rounding(tensors: Sequence[Tensor], seed: int, step: Step) -> Iterator[None]:
+    """Meanwhile these are; restored afterwards."""
+    before = [t.detach().clone() for t in tensors]
+    with torch.no_grad():
+        for t in tensors:
+            t.copy_(off_by_a_rounding(t, torch.Generator(t.device).manual_seed(seed), step))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for t, value in zip(tensors, before, strict=True):
+                t.copy_(value)
+
+
+def are_looked_up(inputs: Sequence[Tensor]) -> bool:
+    """Whether none of them is floating, but for masks."""
+    masks = floating_masks(inputs)
+    return not any(takes_gradient(t) and not is_mask for t, is_mask in zip(inputs, masks, strict=True))
+
+
+def tables_of(call: Callable) -> list[Tensor]:
+    """What whole numbers are looked up in: the weights of its embeddings; all its parameters, where it has none."""
+    weights = [module.weight for module in modules_of(call) if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    every = [t for t in named_parameters(call).values() if takes_gradient(t)]
+    return list({id(t): t for t in weights or every}.values())
 
 
 def takes_gradient(t: Tensor) -> bool:

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from benchmarks.measure import bounds, chance, hints, names
 from benchmarks.measure.bounds import DRAWS_OTHERS, FP32, FP64, NOT_TWICE, NUMERICS, Standard
-from benchmarks.measure.calls import Inputs, first_names, named_buffers, named_parameters, partners, takes_gradient
+from benchmarks.measure.calls import (
+    Inputs,
+    first_names,
+    named_buffers,
+    named_parameters,
+    partners,
+    tables_of,
+    takes_gradient,
+)
 from benchmarks.measure.checks import DRAWN, MEANING, PRECISION, Check, Judgement
 from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.flat import flat_of
@@ -269,7 +277,8 @@ class Judge:
         if self.numerics not in (None, "float8"):
             in_its_numerics = multiplying_in(self.numerics, truth.work.inputs)(flat)
         return Referee(flat, pairs, max(self.allowed_between, gate), allowed_of_gradients, draws, buffers, self.checks,
-                       in_its_numerics=in_its_numerics, numerics=self._multiplies_in)
+                       in_its_numerics=in_its_numerics, numerics=self._multiplies_in,
+                       tables=tables_of(truth.plain))
 
     def _buffers_that_change(self) -> list[tuple[Tensor, Tensor]]:
         """(the candidate's, the reference's) of each that a call of the reference changes."""
@@ -325,10 +334,21 @@ class Judge:
         standard = self._standard(PRECISION, self.dtype, self.truth.rounds_to == FP32)
         of_meaning = list(self.checks)
         self._compare(seen, own, standard)
-        beyond = [check for check in self.checks if not check.passed or check.is_less_accurate]
-        if beyond and self.meaning_is_known and all(check.of.kind.is_gradient for check in beyond):
-            self.checks = of_meaning
-            self._compare(seen, self.truth.furthest(self.numerics), standard)
+        if self.meaning_is_known:
+            self._compare_beside_kinks(seen, standard, of_meaning, self.truth.further(self.numerics))
+
+    def _compare_beside_kinks(self, seen: Observation, standard: Standard, before: list[Check],
+                              further: Iterator[Observation]) -> None:
+        """Where nothing but gradients is far off, as where a rounding moves what is near a kink to its other side:
+        compared again with the reference's own, further and further off, as long as one is too far."""
+        while True:
+            beyond = [check for check in self.checks if not check.passed or check.is_less_accurate]
+            only_gradients = beyond and all(check.of.kind.is_gradient for check in beyond)
+            own = next(further, None) if only_gradients else None
+            if own is None:
+                return
+            self.checks = list(before)
+            self._compare(seen, own, standard)
 
     def _failed(self) -> bool:
         return any(not check.passed for check in self.checks)
@@ -443,9 +463,14 @@ class Judge:
 
     def _compare_meaning(self, seen: Observation, own: Observation, dtype: torch.dtype, fp32_inside: bool) -> None:
         """Values of its own, folded or split from the reference's, were rounded to its dtype when they were made."""
-        self._compare(seen, own, self._standard(MEANING, dtype, fp32_inside))
+        before, standard = list(self.checks), self._standard(MEANING, dtype, fp32_inside)
+        self._compare(seen, own, standard)
         if not self._failed() or dtype != FP64:
             return
+        if fp32_inside:
+            self._compare_beside_kinks(seen, standard, before, self.truth.further_in_fp64())
+            if not self._failed():
+                return
         if self._is_contradicted(seen):
             self.checks.clear()
             self.meaning_is_known = False

@@ -9,6 +9,7 @@ from torch._ops import HigherOrderOperator
 from torch.nn import functional as F
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch as dispatch_modes
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,6 +40,20 @@ def kept(*calls: Callable) -> Iterator[None]:
             t.grad = gradient
             if t.is_leaf:
                 t.requires_grad_(wanted)
+
+
+@contextlib.contextmanager
+def torch_modes_kept() -> Iterator[None]:
+    """Those that are on now, and no others, are on afterwards: a signal between the lines of torch's tracer leaves its
+    modes on, in which no tensor has values."""
+    dispatching, of_functions = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+    try:
+        yield
+    finally:
+        while torch._C._len_torch_dispatch_stack() > dispatching:
+            dispatch_modes._pop_mode()
+        while torch._C._len_torch_function_stack() > of_functions:
+            torch.overrides._pop_mode()
 
 
 @contextlib.contextmanager

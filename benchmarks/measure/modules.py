@@ -5,7 +5,7 @@
     print(validate(candidate, reference, (x,)))                    # the check alone, tensor by tensor
 """
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,9 +47,10 @@ class Checked(Subject):
     takes_gradient: bool = field(default=True, kw_only=True)
     referee: Referee | None = field(default=None, kw_only=True)
     is_refreshed: bool = field(default=False, kw_only=True)
+    passes: Sequence[str] = field(default=MODES, kw_only=True)
 
     def has(self, mode: str) -> bool:
-        return self.takes_gradient or mode == FORWARD
+        return mode in self.passes and (self.takes_gradient or mode == FORWARD)
 
     def refused(self) -> str:
         if self.referee is None:

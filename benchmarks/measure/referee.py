@@ -21,11 +21,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from benchmarks.measure.bounds import BOUNDS, epsilon_of
+from benchmarks.measure.bounds import BOUNDS, step_in
 from benchmarks.measure.calls import (
     PERTURBATIONS,
     Inputs,
+    are_looked_up,
     floating_masks,
+    meanwhile_off_by_a_rounding,
     off_by_a_rounding,
     takes_gradient,
 )
@@ -262,6 +264,7 @@ class Referee:
     in_its_numerics: Callable | None = None        # the reference, multiplying in what the candidate declares: it may
     # choose other experts then, or fall into other bins
     numerics: str | None = None            # what the candidate multiplies in, where that is coarser than its dtype
+    tables: Sequence[Tensor] = ()          # of the reference, in which inputs of whole numbers are looked up
 
     def watched(self, work: Iteration, inputs: Sequence[Tensor], cotangents: Sequence[Tensor], mode: str) -> Iteration:
         """The same iteration, with other inputs each time. Behind the first call, and some later ones, its results are
@@ -575,11 +578,14 @@ class _Watch:
     def _moved(self, reference: Callable, names: Container[str], leaves: list[Tensor]
                ) -> Iterator[dict[str, Tensor]]:
         """The reference's own gradients where the inputs are off by a rounding, several times."""
+        step = step_in(self.referee.numerics, leaves[0].device)
+        tables = self.referee.tables if are_looked_up(leaves) else ()
         for number in range(PERTURBATIONS):
             generator = torch.Generator(leaves[0].device).manual_seed(number)
-            others = [off_by_a_rounding(t, generator, epsilon_of(self.referee.numerics, t.device))
-                      .requires_grad_(t.requires_grad) for t in leaves]
-            yield self._own_gradients(names, others, reference(*others))
+            others = [off_by_a_rounding(t, generator, step).requires_grad_(t.requires_grad) for t in leaves]
+            with meanwhile_off_by_a_rounding(tables, number, step):
+                moved = self._own_gradients(names, others, reference(*others))
+            yield moved
 
 
 def _checkpoints_reentrantly(output: Tensor) -> bool:

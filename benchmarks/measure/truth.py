@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import chance, fitting
-from benchmarks.measure.bounds import FP32, FP64, epsilon_of, is_nothing_of
+from benchmarks.measure.bounds import FP32, FP64, is_nothing_of, step_in
 from benchmarks.measure.calls import (
     PERTURBATIONS,
     Inputs,
+    Step,
+    meanwhile_off_by_a_rounding,
     named_buffers,
     named_parameters,
+    tables_of,
     takes_gradient,
 )
 from benchmarks.measure.checks import CHANNELS_LAST
@@ -62,6 +65,7 @@ class Truth:
         self.rounds_to: torch.dtype | None = None
         self.drawn: Drawn | None = None
         self._own: dict[str | None, Observation] = {}          # by what it multiplies in
+        self._lower: dict[tuple[Callable, str], Observation | None] = {}       # by how and in which precision
         self._drawing: dict[tuple[str, ...], chance.Side] = {}
         with parameters_kept(reference, work.inputs) as written, kept(reference):
             self.plain = self._as_given()
@@ -307,12 +311,24 @@ class Truth:
                 self._own[kind] = self._observed(self.plain, self.work)
         return self._own[kind]
 
-    def furthest(self, numerics: str | None) -> Observation:
-        """As `own`, of each tensor the one furthest from the truth among runs whose inputs are off by a rounding."""
+    def further(self, numerics: str | None) -> Iterator[Observation]:
+        """As `own`, of each gradient the one furthest from the truth among runs whose inputs are off by a rounding: of
+        one run, of two, and so on."""
         found = self.own(numerics)
         for other in self.off_by_a_rounding(self.work, numerics):
             found = _further(found, other, self.whole)
-        return found
+            yield found
+
+    def further_in_fp64(self) -> Iterator[Observation]:
+        """The same as `exact`, where something is computed in FP32 on its way: by a rounding of that."""
+        copy, found = deep_copy(self.plain, FP64), self.exact
+        step = Step(torch.finfo(FP32).eps, FP64)
+        work = dataclasses.replace(self.few, inputs=self.few.inputs.copies(FP64))
+        for number in range(PERTURBATIONS):
+            with _off_by_a_rounding(copy, work, number, step) as off:
+                other = observe(copy, off, FP64, overwrites_output=True, alone=False, draws=self.has_dropout)
+            found = _further(found, other, self.exact)
+            yield found
 
     def off_by_a_rounding(self, work: Work, numerics: str | None) -> Iterator[Observation]:
         """What it gives where the inputs are off by a rounding, several times.
@@ -321,10 +337,9 @@ class Truth:
         So does what many layers make of a rounding in 16 bits. By default cuDNN may round what a convolution in FP32
         takes to TF32, and does for one memory format alone.
         """
-        epsilon = epsilon_of(numerics, work.inputs.device)
+        step = step_in(numerics, work.inputs.device)
         for number in range(PERTURBATIONS):
-            off = dataclasses.replace(work, inputs=work.inputs.off_by_a_rounding(number, epsilon))
-            with kept(self.plain):
+            with kept(self.plain), _off_by_a_rounding(self.plain, work, number, step) as off:
                 seen = self.own_on(off, numerics)
             yield seen
 
@@ -336,8 +351,16 @@ class Truth:
             yield "tf32", self.own("tf32")
         for kind in LOWER.get(self.dtype, ()):
             for way in (self.own, self._copied_in):
-                with contextlib.suppress(Exception):                   # it need not run there
-                    yield kind, way(kind)
+                if (seen := self._once(way, kind)) is not None:
+                    yield kind, seen
+
+    def _once(self, way: Callable[[str], Observation], kind: str) -> Observation | None:
+        """What it gives so in a lower precision, looked at once for all tensors; None where it does not run."""
+        if (way, kind) not in self._lower:
+            self._lower[way, kind] = None
+            with contextlib.suppress(Exception):
+                self._lower[way, kind] = way(kind)
+        return self._lower[way, kind]
 
     @functools.cached_property
     def _channels_last(self) -> Observation | None:
@@ -364,6 +387,16 @@ class Truth:
     def in_dtype(self, dtype: torch.dtype) -> Observation:
         """What a copy of it gives in that dtype, of as many samples as `exact`."""
         return self._observed(deep_copy(self.plain, dtype), self.few, dtype)
+
+
+@contextlib.contextmanager
+def _off_by_a_rounding(call: Callable, work: Work, number: int, step: Step) -> Iterator[Work]:
+    """Its inputs are; where they are whole numbers, meanwhile what these are looked up in."""
+    if not work.inputs.are_looked_up:
+        yield dataclasses.replace(work, inputs=work.inputs.off_by_a_rounding(number, step))
+        return
+    with meanwhile_off_by_a_rounding(tables_of(call), number, step):
+        yield work
 
 
 def _finite(apart: float) -> float:

@@ -20,7 +20,7 @@ from . import machine
 from .data_sheets import data_sheet
 from .iteration import BOTH
 from .limit import Peaks
-from .pieces import Work, attention_work, copy_work, matmul_work
+from .pieces import Work, attention_work, copy_work, matmul_work, multiplies
 from .timing import clock_for, nothing
 
 SUSTAINED, BURST, DATA_SHEET = YARDSTICKS = ("sustained", "burst", "data sheet")
@@ -43,7 +43,7 @@ def measure_burst(workload: Workload, device: torch.device, known: Peaks | None 
     shapes = {*sorted(own, key=math.prod)[-LARGEST_SHAPES:], square(device)}
     rates = dict(known.flops) if known else {}
     for name in sorted(arithmetics(workload) - rates.keys()):
-        rates[name] = max(_matmul_rate(shape, name, device) for shape in sorted(shapes))
+        rates[name] = max(_matmul_rate(shape, name, device) for shape in sorted(shapes) if multiplies(shape, name))
     if known and known.bandwidth:
         return Peaks(rates, known.bandwidth)
     return Peaks(rates, _copy_rate(device))
@@ -149,6 +149,8 @@ def _work(workload: Workload, name: str, device: torch.device) -> Iterator[Work]
             yield from _attentions(filling(operation, device), device)
         elif not fused and operation.kind == MATMUL:
             filled = filling(operation, device)
+            if not multiplies(filled.shape, dtype):
+                continue
             m, k, n = filled.shape
             yield Work(f"{operation.name}: [{m}, {k}] x [{k}, {n}]",
                        matmul_work(operation.layout, m, k, n, dtype, device), filled.flops)

@@ -10,6 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..block.precision import multiplying_float32_in
 
+FP8_MULTIPLE = 16                          # of the sides that its matmuls take
+
 
 @dataclass(frozen=True)
 class Work:
@@ -23,6 +25,12 @@ def matmul_work(layout: str, m: int, k: int, n: int, dtype: str, device: torch.d
     """A matmul of `matmul_operands`."""
     left, right = matmul_operands(layout, m, k, n, dtype, device)
     return lambda: multiply(left, right, dtype)
+
+
+def multiplies(shape: tuple[int, ...], dtype: str) -> bool:
+    """Whether there is a matmul of [m, k] x [k, n] in that arithmetic: FP8 takes k and n in multiples of 16."""
+    _, k, n = shape
+    return dtype != "float8" or k % FP8_MULTIPLE == n % FP8_MULTIPLE == 0
 
 
 def matmul_operands(layout: str, m: int, k: int, n: int, dtype: str, device: torch.device

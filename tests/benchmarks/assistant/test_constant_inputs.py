@@ -6,6 +6,7 @@ from torch import nn
 from benchmarks.assistant import look, optimize, why
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.techniques import autocast, channels_last, compiled
+from benchmarks.measure.calls import Step
 from benchmarks.measure.names import Kind
 
 
@@ -37,7 +38,7 @@ def given():
 def test_inputs_are_constant_where_the_model_runs_on_such_alone(model, is_constant):
     task = Task(model, [given(), given()]).as_it_can_run()
     assert task.has_constant_inputs == is_constant
-    for inputs in (task.given, *task.others.values(), task.given.first(2), task.given.off_by_a_rounding(0)):
+    for inputs in (task.given, *task.others.values(), task.given.first(2), task.given.off_by_a_rounding(0, Step())):
         [x] = inputs.copies().named().values()
         assert x.requires_grad != is_constant
 

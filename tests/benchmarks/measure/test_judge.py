@@ -13,7 +13,7 @@ from benchmarks.examples import pairs
 from benchmarks.examples.pairs import LIBRARY, RIGHT, WRONG, Pair, fused, gelu, random, tensor
 from benchmarks.measure import hints, judge, referee
 from benchmarks.measure.bounds import Standard
-from benchmarks.measure.calls import Inputs
+from benchmarks.measure.calls import Inputs, Step, are_looked_up, meanwhile_off_by_a_rounding, tables_of
 from benchmarks.measure.checks import Check, Judgement
 from benchmarks.measure.judge import Judge, validate
 from benchmarks.measure.names import buffer, gradient_of, output
@@ -811,6 +811,19 @@ def test_fast_exponentials_are_off_one_way_by_several_roundings_of_fp32(factor, 
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("numerics, passes, fails", [
+    ("float8", 1 + 7e-3, 1 + 9e-3), ("bfloat16", 1 - 7e-3, 1 - 9e-3), ("tf32", 1 + 1.8e-3, 1 + 2.1e-3)])
+def test_a_factor_is_held_against_the_roundings_of_what_is_declared(numerics, passes, fails):
+    """A gradient that is one value all over, a bias's behind a head of zeros say, is rounded one way all over."""
+    truth = torch.full((1000,), 1 / 64000, dtype=torch.float64)
+    size = float(truth.norm())
+    standard = Standard("precision", torch.float32, size, size, numerics=numerics)
+    assert standard.tensor(gradient_of("head.bias"), [truth * passes], [truth], [truth]).passed
+    judged = standard.tensor(gradient_of("head.bias"), [truth * fails], [truth], [truth])
+    assert not judged.passed and "no rounding makes of it" in judged.reason
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("share, passes", [(1.1e-7, True), (1.3e-7, False)])
 @pytest.mark.parametrize("of", [output("output"), buffer("running_mean"), gradient_of("bias")], ids=lambda of: of.words)
 def test_what_is_zero_may_be_off_by_a_rounding_of_all(of, share, passes):
@@ -820,6 +833,76 @@ def test_what_is_zero_may_be_off_by_a_rounding_of_all(of, share, passes):
     seen = zero + share * norm_of_all / 8
     standard = Standard("precision", torch.float32, norm_of_all, norm_of_all)
     assert standard.tensor(of, [seen], [zero], [zero]).passed == passes
+
+
+# -------------------------------------------------------------------------- kinks beside what is computed in FP32
+
+
+class NearKinks(nn.Module):
+    """Computes in FP32 on its way, whatever dtype it is in, and then 32 ReLUs at their kinks."""
+
+    def __init__(self, takes_tokens: bool, divides: bool = False, wrong: float = 1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.divides, self.wrong = divides, wrong
+        self.first = nn.Embedding(32, 64) if takes_tokens else nn.Identity()
+        self.up, self.down = nn.Linear(64, 32), nn.Linear(32, 64)
+        with torch.no_grad():
+            self.up.bias -= self.up(self.normed(near_kinks(takes_tokens))).diagonal()
+
+    def normed(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        mean = x.float().pow(2).mean(-1, keepdim=True)
+        return (x.float() / mean.sqrt() if self.divides else x.float() * mean.rsqrt()).to(x.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(self.normed(x))
+        hidden = hidden.detach() + self.wrong * (hidden - hidden.detach())
+        return self.down(torch.relu(hidden))
+
+
+def near_kinks(takes_tokens: bool) -> Tensor:
+    return torch.arange(32) if takes_tokens else tensor(32, 64)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("wrong, passes", [(1.0, True), (1.6, False)])
+@pytest.mark.parametrize("takes_tokens", [True, False], ids=["tokens", "values"])
+def test_what_rounds_to_fp32_on_its_way_is_judged_beside_its_kinks(takes_tokens, wrong, passes):
+    """A rounding in FP32 moves a whole gradient of the FP64 copy. Whole numbers have none: their tables are rounded."""
+    candidate = NearKinks(takes_tokens, divides=True, wrong=wrong)
+    judgement = validate(candidate, NearKinks(takes_tokens), near_kinks(takes_tokens))
+    assert judgement.passed == passes and judgement.has_oracle, judgement
+
+
+@pytest.mark.unit
+def test_a_table_is_off_by_a_rounding_meanwhile():
+    model = NearKinks(True)
+    before = model.first.weight.detach().clone()
+    assert [t is model.first.weight for t in tables_of(model)] == [True]
+    assert len(tables_of(NearKinks(False))) == 4
+    with meanwhile_off_by_a_rounding(tables_of(model), 0, Step()):
+        moved = (model.first.weight.detach() / before - 1).abs()
+        assert 1e-7 < float(moved.max()) < 2.5e-7
+    assert torch.equal(model.first.weight, before)
+    assert not are_looked_up([tensor(2, 4)]) and are_looked_up([torch.arange(3)])
+    assert are_looked_up([torch.arange(3)[None], torch.tensor([[0.0, 1.0, 1.0]])])          # beside a floating mask
+
+
+@pytest.mark.unit
+def test_a_lower_precision_is_looked_at_once_for_all_tensors(monkeypatch):
+    """Also where the reference does not run in it: a large model takes seconds to say so."""
+    looked = []
+
+    def copied(self, kind):
+        looked.append(kind)
+        raise RuntimeError("not in this one")
+    monkeypatch.setattr(Truth, "_copied_in", copied)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    factor = torch.tensor(1.3)
+    judgement = validate(lambda x: model(x) * (factor if x.dtype == torch.float32 else 1), model, tensor(32, 16))
+    assert not judgement.passed and sum(not check.passed for check in judgement) > 3
+    assert looked == ["float16", "bfloat16"]
 
 
 # ------------------------------------------------------------------------------ zeros that hide what is behind them

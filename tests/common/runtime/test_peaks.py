@@ -35,9 +35,10 @@ from common.runtime.peaks import (
     filling,
     measure_burst,
     measure_sustained,
+    square,
     steady,
 )
-from common.runtime.pieces import Work, attention_work, matmul_work
+from common.runtime.pieces import Work, attention_work, matmul_work, multiplies
 from common.runtime.timing import Timing, calibration
 from tests.helpers.made_results import CPU as CPU_FACTS
 
@@ -337,6 +338,26 @@ def test_operands_lie_in_memory_as_in_the_block(layout, strides, dtype, precisio
     assert (a.shape, b.shape) == ((4, 5), (5, 6)) and (a.stride(), b.stride()) == strides
     assert a.dtype == b.dtype == getattr(torch, dtype.replace("tf32", "float32")) and used == precision
     assert a.float().std() > 0.3 and b.float().std() > 0.3 and torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize("shape, can", [((3, 16, 32), True), ((16, 24, 32), False), ((16, 32, 40), False)])
+def test_fp8_multiplies_sides_in_multiples_of_16(shape, can):
+    assert multiplies(shape, "float8") == can and multiplies(shape, "bfloat16")
+
+
+def test_the_peak_of_fp8_is_that_of_shapes_that_it_can_have(monkeypatch):
+    """A vocabulary of 30,522 stays in BF16 beside layers in FP8."""
+    layer, vocabulary = (Operation(name, MATMUL, 2.0 * 64 * 32 * n, 1.0, arithmetic, (64, 32, n))
+                         for name, n, arithmetic in (("layer", 48, "float8"), ("vocabulary", 30522, "bfloat16")))
+    asked = []
+    monkeypatch.setattr(peaks_module, "_matmul_rate", lambda shape, dtype, device: asked.append((dtype, shape)) or 1.0)
+    work = Workload("float8", (layer, vocabulary), ())
+    measure_burst(work, CPU, Peaks({}, 1.0))
+    assert [shape for dtype, shape in asked if dtype == "float8"] == [(64, 32, 48), square(CPU)]
+    assert ("bfloat16", (64, 32, 30522)) in asked
+    assert [each.what.partition(":")[0] for each in _work(work, "bfloat16", CPU)] == ["layer", "vocabulary"]
+    monkeypatch.setattr(peaks_module, "matmul_work", lambda *of: None)
+    assert [each.what.partition(":")[0] for each in _work(work, "float8", CPU)] == ["layer"]
 
 
 def test_float8_operands_fill_its_range_and_are_read_along_k(monkeypatch):
