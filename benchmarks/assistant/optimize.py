@@ -410,10 +410,10 @@ class _Assistant:
         least = 1 if self.task.by_hand else 2                  # one alone is measured already
         while len(order) >= least:
             self._climb_once(order)
-            clashing = self._clashing(order)
-            if clashing is None:
+            left_out = self._clashing(order) or self._dropped(order)
+            if left_out is None:
                 return
-            order.remove(clashing)
+            order.remove(left_out)
             self.result.ladder.clear()
         if self.task.by_hand:
             self._measure([Combination()], TOGETHER, self.result.together, self._by_hand())
@@ -455,6 +455,14 @@ class _Assistant:
             others = rung.without(clashing).words or "the model as it is"
             self.result.clashes[clashing.name] = f"on top of {others} it can't run: {why_not}"
             return clashing
+        return None
+
+    def _dropped(self, order: Sequence[Technique]) -> Technique | None:
+        """The first that slows the ladder down: all after it were measured on what nobody would write."""
+        for added in self.result.ladder[:-1]:
+            if len(order) > 2 and self.result.slows_down(added):
+                self.result.dropped.append(added)
+                return added.technique
         return None
 
     def _better_without(self, rung: Combination, technique: Technique) -> Technique | None:

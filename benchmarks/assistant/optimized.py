@@ -87,6 +87,7 @@ class Optimized(Shown):
     together: Measured = field(default_factory=Measured)
     ladder: list[Added] = field(default_factory=list)
     clashes: dict[str, str] = field(default_factory=dict)              # technique -> on top of which it fails, and why
+    dropped: list[Added] = field(default_factory=list)                 # what slowed a ladder down, which went on without
     proofs: dict[Advice, str] = field(default_factory=dict)            # code that was pasted -> what is wrong with it
     file_known: bool = False                           # what is to be written can be pasted into a copy of it
     pieces: Measured = field(default_factory=Measured)                 # the code for each technique, as it is written
@@ -209,6 +210,17 @@ class Optimized(Shown):
         """Whether the model is slower with it, in each way that this was measured."""
         gains = self.gains_measured(technique)
         return bool(gains) and all(gain[2] < SLOWER for gain in gains)
+
+    def slows_down(self, added: Added) -> bool:
+        """Whether those before it on the ladder are faster without it; launched one by one that decides nothing where
+        it gains captured."""
+        captured = self.gain_captured(added.technique) if added.combination.launch == "eager" else None
+        gains = [gain for gain in (added.gain, captured) if gain]
+        return added.gain is not None and all(gain[2] < SLOWER for gain in gains)
+
+    def added(self, technique: str) -> Added | None:
+        """How it stood on the ladder, or on one before from which it was dropped."""
+        return next((each for each in (*self.ladder, *self.dropped) if each.technique.name == technique), None)
 
     def _graph(self) -> Technique | None:
         """The technique that captures, where it was found possible."""

@@ -67,13 +67,17 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
     if gain is None:
         reason = result.why_not_timed(technique)
         return Opportunity(technique.name, found, "not here" if reason else "not reached", reason)
-    added = next((each for each in result.ladder if each.technique is technique), None)
+    added = result.added(technique.name)
     on_top = _on_top(result, technique.name) or _on_top_of_one(result, technique)
     verdict, why = _worth(judgement, gain, None if result.others else on_top)
     if result.others and verdict == "no gain" and added and added.gain and added.gain[1] >= WORTH_IT:
         why = f"in the ladder's rounds it is {ratio(added.gain)} {ON_THE_FIRST}, and was timed on no other"
     if verdict in TO_WRITE and (clash := result.clashes.get(technique.name)):
         return Opportunity(technique.name, found, "not here", clash, gain[0], gain[1:], _error(judgement))
+    if verdict == "take" and added in result.dropped and added.gain and not result.others:
+        before = added.combination.without(technique).words
+        why = f"alone it gains, but on top of {before} it is {ratio(added.gain)}"
+        return Opportunity(technique.name, found, "no gain", why, gain[0], gain[1:], _error(judgement))
     in_the_way = None if result.others else _in_the_way(result.ladder)         # which stands on the first of several
     if verdict in TO_WRITE and added and added.left_out and added is in_the_way:
         why = f"alone it gains, but all together are {number(added.left_out[0], '.2f')} times as fast with it"
@@ -177,7 +181,7 @@ def _on_top(result: Optimized, technique: str) -> Added | None:
             return added
         if added.gain and added.gain[2] < SLOWER:
             return None
-    return None
+    return next((each for each in result.dropped if each.technique.name == technique), None)
 
 
 def _on_top_of_one(result: Optimized, technique: Technique) -> Added | None:

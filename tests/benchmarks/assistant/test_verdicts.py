@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.assistant import optimize, verdicts
+from benchmarks.assistant import optimize, optimized, verdicts
 from benchmarks.assistant.combination import Combination, Measured
 from benchmarks.assistant.optimize import _Assistant
-from benchmarks.assistant.optimized import Added, Optimized
+from benchmarks.assistant.optimized import SLOWER, Added, Optimized
 from benchmarks.assistant.technique import Advice, Found, Technique
 from benchmarks.measure.checks import Check, Judgement
 from benchmarks.measure.names import gradient_of, output
@@ -144,9 +144,9 @@ def test_a_gain_on_top_of_what_slows_the_model_down_is_none(below, counts):
     techniques = [Technique(f"t{place}", "", lambda program: ()) for place in range(len(below) + 1)]
     ladder = [Added(each, Combination((each,)), gain) for each, gain in zip(techniques, [*below, (1.5, 1.4, 1.6)],
                                                                             strict=True)]
-    found = verdicts._on_top(SimpleNamespace(ladder=ladder), techniques[-1].name)
+    found = verdicts._on_top(SimpleNamespace(ladder=ladder, dropped=[]), techniques[-1].name)
     assert found is (ladder[-1] if counts else None)
-    assert verdicts._on_top(SimpleNamespace(ladder=ladder), "another") is None
+    assert verdicts._on_top(SimpleNamespace(ladder=ladder, dropped=[]), "another") is None
 
 
 def measured(ms_by_name: dict[str, float], as_graphs: dict[str, float] | None = None) -> Measured:
@@ -234,6 +234,50 @@ def test_what_is_needless_beside_another_is_neither_climbed_nor_written(studies_
     alone = optimize(Waiting(), (torch.randn(4, 8),), rounds=6, techniques=[tf32])
     assert [advice.code for advice in alone.to_write()] == ["model.seconds *= 0.6"]
     assert alone.opportunities[0].why == ""
+
+
+def waiting_on_top(alone, on_top):
+    """How long the model waits with it, as a share: alone, and where another has changed it."""
+    def change(model):
+        model.seconds *= on_top if vars(model).get("is_changed") else alone
+        vars(model)["is_changed"] = True
+    return lambda plan: plan.changes.append(change)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("numerics, verdict, why", [
+    (None, "no gain", "alone it gains, but on top of first it is 0.5"),
+    ("bfloat16", "different numerics", "on top of first it gains nothing, 0.5")])
+def test_the_ladder_goes_on_without_what_slows_it_down(studies_in_seconds, monkeypatch, numerics, verdict, why):
+    """What comes after it gains beside the others, and is written."""
+    monkeypatch.setattr(optimized, "SLOWER", SLOWER)
+
+    def technique(name, alone, on_top, numerics=None):
+        def apply(plan):
+            waiting_on_top(alone, on_top)(plan)
+            plan.numerics = numerics
+        return Technique(name, "", lambda program: [Found(None, "", 1, "it waits")], apply,
+                         lambda program, found: Advice(name))
+    techniques = [technique("first", 0.3, 0.3), technique("second", 0.4, 2.0, numerics), technique("third", 0.5, 0.5)]
+    result = optimize(Waiting(), (torch.randn(4, 8),), quick=True, techniques=techniques)
+    by_name = {one.technique: one for one in result.opportunities}
+    assert [added.technique.name for added in result.ladder] == ["first", "third"]
+    assert [added.technique.name for added in result.dropped] == ["second"]
+    assert by_name["second"].verdict == verdict and by_name["second"].why.startswith(why), by_name["second"]
+    assert {advice.code for advice in result.to_write()} == {"first", "third"}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("high, captured, launch, slows", [
+    (0.97, None, "eager", True), (0.99, None, "eager", False), (0.97, (1.2, 1.1, 1.3), "eager", False),
+    (0.97, (0.9, 0.8, 0.97), "eager", True), (0.97, (1.2, 1.1, 1.3), "graph", True)])
+def test_what_slows_a_ladder_down(monkeypatch, high, captured, launch, slows):
+    """Launched one by one that decides nothing where it gains captured: a graph may stand above it."""
+    monkeypatch.setattr(optimized, "SLOWER", SLOWER)
+    technique, graph = Technique("it", "", lambda program: ()), Technique("g", "", lambda program: (), launch="graph")
+    rung = Combination((technique, graph) if launch == "graph" else (technique,))
+    result = SimpleNamespace(gain_captured=lambda technique: captured)
+    assert Optimized.slows_down(result, Added(technique, rung, (0.9, 0.8, high))) == slows
 
 
 @pytest.mark.unit
