@@ -1,11 +1,12 @@
-"""Linear layers of a model in FP8 by Transformer Engine: which it could have so, which pay, and the model with these.
+"""Linear layers of a model in FP8, by Transformer Engine or torchao: which it could have so, which pay, and the model
+with these.
 
 Whether FP8 pays depends on a layer's size: casting grows with its sides, multiplying with their product. So each size
-is timed where the model runs, and no rule of thumb decides.
+is timed where the model runs, by each library that is there, and no rule of thumb decides.
 """
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.side_by_side import Ratio, gain_on_device, pays
 from benchmarks.assistant.trace import Call
+from common.outcome import in_a_line
 from common.runtime import engine, iteration
 from common.runtime.iteration import BOTH, FORWARD
 from common.runtime.pieces import FP8_MULTIPLE
@@ -73,21 +75,27 @@ def _layer(module: nn.Module, path: str, calls: Sequence[Call], is_last: bool) -
 # --------------------------------------------------------------------------------------------------------- what it buys
 
 
-def timed(size: Size, mode: str, device: torch.device) -> Ratio:
+def timed(size: Size, mode: str, device: torch.device, library: "Library") -> Ratio:
     """How many times as fast a layer of that size is in FP8 as in BF16, by the GPU's time."""
     tokens, inputs, outputs = size
     plain = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
     x, dy = (torch.randn(tokens, width, device=device, dtype=torch.bfloat16) for width in (inputs, outputs))
     before, after = (iteration.of_call(layer, [x.clone()], [dy], dict(layer.named_parameters()), mode)
-                     for layer in (plain, in_fp8(plain)))
+                     for layer in (plain, library.in_fp8(plain)))
     return gain_on_device(before, after, device)
 
 
-def gains(layers: Sequence[Layer], program: Program) -> dict[Size, Ratio]:
+def gains(layers: Sequence[Layer], program: Program, library: "Library") -> dict[Size, Ratio]:
     """Of each size that FP8 can have."""
     mode = FORWARD if program.is_inference or not program.trace.trains else BOTH
     sizes = dict.fromkeys(layer.size for layer in layers if not layer.why_not)
-    return {size: timed(size, mode, program.inputs.device) for size in sizes}
+    return {size: timed(size, mode, program.inputs.device, library) for size in sizes}
+
+
+def saved(layers: Sequence[Layer], gains: Mapping[Size, Ratio]) -> float:
+    """What the layers that pay save of the time of all, where time goes by FLOPs."""
+    paying = [layer for layer in layers if not layer.why_not and pays(gains[layer.size])]
+    return sum(layer.flops * (1 - 1 / gains[layer.size][0]) for layer in paying)
 
 
 # ------------------------------------------------------------------------------------------------ a model in FP8
@@ -128,12 +136,55 @@ def in_fp8(layer: nn.Linear) -> nn.Module:
     return _made(layer.weight, layer.bias, layer.training)
 
 
-def convert(paths: Sequence[str], model: nn.Module) -> None:
+@functools.cache
+def _linear_by_torchao() -> type[nn.Module]:
+    from torchao.float8.float8_linear import Float8Linear
+    base: type[nn.Module] = Float8Linear
+
+    class LinearInFP8(base):                                   # type: ignore[valid-type, misc]
+        """torchao's, in FP8 at each call. In FP64, which asks what a model means, it is a plain one."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.weight.dtype == torch.float64:
+                return F.linear(x, self.weight, self.bias)
+            return super().forward(x)
+    return LinearInFP8
+
+
+def by_torchao(layer: nn.Linear, config: object = None) -> nn.Module:
+    """The same layer in FP8 by torchao, with its parameters; compiled, since its casts are operations of their own."""
+    made = _linear_by_torchao().from_float(layer, config).train(layer.training)     # type: ignore[attr-defined]
+    made.compile()
+    return made
+
+
+def _torchao_does_not_import() -> str:
+    try:
+        import torchao.float8  # noqa: F401
+    except Exception as error:                                 # built for another torch, say
+        return in_a_line(error)
+    return ""
+
+
+@dataclass(frozen=True)
+class Library:
+    """What computes a linear layer in FP8."""
+    name: str
+    import_error: Callable[[], str]            # why it does not import, in a line; "" where it does
+    in_fp8: Callable[[nn.Linear], nn.Module]   # the same layer, with its parameters
+
+
+TRANSFORMER_ENGINE = Library("Transformer Engine", lambda: engine.import_error() or "", lambda layer: in_fp8(layer))
+TORCHAO = Library("torchao", functools.cache(_torchao_does_not_import), lambda layer: by_torchao(layer))
+LIBRARIES = {each.name: each for each in (TRANSFORMER_ENGINE, TORCHAO)}
+
+
+def convert(paths: Sequence[str], library: Library, model: nn.Module) -> None:
     """From here on these linear layers of the model are in FP8."""
     for path in paths:
         layer = model.get_submodule(path)
         assert isinstance(layer, nn.Linear)
-        model.set_submodule(path, in_fp8(layer))
+        model.set_submodule(path, library.in_fp8(layer))
 
 
 def patterns(paths: Sequence[str], model: nn.Module, kinds: tuple[type, ...] = (nn.Linear,)) -> list[str]:
@@ -155,16 +206,20 @@ def others_in_words(program: Program) -> str:
     return f"{listed} multiply by a matrix of their own: only a plain nn.Linear is replaced" if others else ""
 
 
-def in_words(layers: Sequence[Layer], gains: dict[Size, Ratio]) -> str:
-    """How many pay, what share of the FLOPs they have, and how much faster each size is."""
+def in_words(layers: Sequence[Layer], by: Mapping[str, Mapping[Size, Ratio]]) -> str:
+    """By the first library: how many pay, what share of the FLOPs they have, and how much faster each size is; then how
+    much faster by the others.
+    """
+    (library, gains), *others = by.items()
     paying = [layer for layer in layers if not layer.why_not and pays(gains[layer.size])]
     whole = sum(layer.flops for layer in layers)
     share = 100 * sum(layer.flops for layer in paying) / whole
     sizes = [f"{' x '.join(f'{each:,}' for each in size)} {gain[0]:.2f}{'' if pays(gain) else ' (left out)'}"
              for size, gain in gains.items()]
-    how_many = f"{len(paying)} of {len(layers)} linear layers, {share:.0f} % of their FLOPs"
+    how_many = f"{len(paying)} of {len(layers)} linear layers by {library}, {share:.0f} % of their FLOPs"
     faster = f"times as fast as in BF16, by tokens x inputs x outputs: {', '.join(sizes)}"
-    return "; ".join([how_many, faster, *left_out(layers)])
+    beside = [f"by {other}: {', '.join(f'{gain:.2f}' for gain, *_ in its.values())}" for other, its in others]
+    return "; ".join([how_many, faster, *beside, *left_out(layers)])
 
 
 def left_out(layers: Sequence[Layer]) -> list[str]:

@@ -19,6 +19,8 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "swapdims": ("input", "dim0", "dim1"),
     "scaled_dot_product_attention": ("query", "key", "value")}
 _OTHER_NAMES = {"train": "training", "axis": "dim"}
+VIEWS = frozenset({"view", "reshape", "transpose", "permute", "getitem", "unsqueeze", "squeeze", "expand", "chunk",
+                   "split", "flatten", "unflatten", "size", "select", "movedim", "mT", "t", "detach", "unbind"})
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.imatmul, operator.ipow)
 _SPELT = {"imul": "mul", "iadd": "add", "isub": "sub", "itruediv": "div", "imatmul": "matmul", "ipow": "pow",
           "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub"}
@@ -29,6 +31,16 @@ def name_of(node: fx.Node) -> str:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     name = name.rstrip("_") if not name.startswith("__") else name
     return _SPELT.get(name, name)
+
+
+def is_changed_later(node: fx.Node) -> bool:
+    """Whether what it gives, or a view of that, is changed in place."""
+    for user in node.users:
+        if is_in_place(user) and user.args[:1] == (node,):
+            return True
+        if user.op.startswith("call_") and name_of(user) in VIEWS and is_changed_later(user):
+            return True
+    return False
 
 
 def is_in_place(node: fx.Node) -> bool:

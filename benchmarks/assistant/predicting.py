@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from benchmarks.assistant.graph import Captured, Region
-from benchmarks.assistant.normal import name_of
+from benchmarks.assistant.normal import VIEWS, name_of
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.source import Place
 from benchmarks.assistant.spending import ATTENTION, CONVOLUTION, MATMUL, PASSES, Spending
@@ -21,8 +21,6 @@ from common.text import number
 # What a compiler can't fuse into its neighbours: it multiplies, or moves no number.
 PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d",
                       "conv_transpose2d", "scaled_dot_product_attention", "embedding"})
-VIEWS = frozenset({"view", "reshape", "transpose", "permute", "getitem", "unsqueeze", "squeeze", "expand", "chunk",
-                   "split", "flatten", "unflatten", "size", "select", "movedim", "mT", "t", "detach", "unbind"})
 
 
 Arithmetic = Callable[[Call], str]                     # what a call's operands are multiplied in

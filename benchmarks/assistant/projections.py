@@ -1,10 +1,11 @@
 """Linear layers on one input, as they stand in a graph."""
+import itertools
 from dataclasses import dataclass
 
 from torch import fx
 
 from benchmarks.assistant.graph import Captured, Region, args_of, argument, inner_module, settings_in, shape_of
-from benchmarks.assistant.normal import name_of
+from benchmarks.assistant.normal import is_changed_later, name_of
 
 
 @dataclass(eq=False)
@@ -22,6 +23,12 @@ class ProjectionGroup(Region):
         return [shape_of(node)[-1] for node in self.nodes]
 
     @property
+    def places(self) -> list[tuple[int, int]]:
+        """Where each begins and ends among their outputs side by side."""
+        ends = list(itertools.accumulate(self.widths))
+        return list(zip([0, *ends], ends, strict=False))
+
+    @property
     def weights(self) -> list[fx.Node]:
         return [argument(node, 1, "weight") for node in self.nodes]
 
@@ -34,6 +41,11 @@ class ProjectionGroup(Region):
     def biases(self) -> list[fx.Node]:
         """None of layers without."""
         return [bias for node in self.nodes if (bias := argument(node, 2, "bias")) is not None]
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether one of their outputs is changed in place later on: torch forbids that of what a split gives."""
+        return any(map(is_changed_later, self.nodes))
 
     @property
     def module(self) -> str:                                           # type: ignore[override]

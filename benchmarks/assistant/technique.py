@@ -30,6 +30,7 @@ class Found:
     modules: tuple[str, ...] = ()      # that it is about, by their paths, where it is about some
     dtype: torch.dtype | None = None   # that it is about
     by_hand: str = ""                  # why no rung has it and no code is tried: a person does it
+    library: str = ""                  # that does it, where several could
 
     @property
     def can_be_tried(self) -> bool:

@@ -320,6 +320,24 @@ class ThreeWithoutBias(Three):
     bias = False
 
 
+class ThreeOfWhichOneIsScaled(Three):
+    """In place, as in Longformer."""
+
+    def forward(self, x):
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        q /= 3.0
+        return q + torch.cat([k, v], -1).sin()
+
+
+class ThreeOfWhichAViewIsClamped(Three):
+    """In place, too."""
+
+    def forward(self, x):
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        k.unflatten(-1, (2, -1)).transpose(-2, -1).clamp_(max=0.25)
+        return q + torch.cat([k, v], -1).sin()
+
+
 class Gated(nn.Module):
     """As in Llama's MLP."""
 
@@ -332,7 +350,7 @@ class Gated(nn.Module):
         return F.silu(self.gate(x)) * self.up(x)
 
 
-SIBLINGS = (Three, ThreeWithoutBias, Gated)
+SIBLINGS = (Three, ThreeWithoutBias, ThreeOfWhichOneIsScaled, ThreeOfWhichAViewIsClamped, Gated)
 
 
 class OneWeightTwice(nn.Module):

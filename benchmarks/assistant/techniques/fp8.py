@@ -1,7 +1,7 @@
-"""Linear layers in FP8 by Transformer Engine: faster matmuls, for casts at each call.
+"""Linear layers in FP8 by Transformer Engine or torchao: faster matmuls, for casts at each call.
 
-Which of them is decided by the time of each size on this machine. Scales are of the tensor itself (current scaling): a
-call depends on no call before.
+Which of them, and by which library, is decided by the time of each size on this machine. Scales are of the tensor
+itself (current scaling): a call depends on no call before.
 """
 import functools
 
@@ -12,9 +12,8 @@ from benchmarks.assistant.program import Program
 from benchmarks.assistant.side_by_side import pays
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from common.block.evidence import Evidence
-from common.runtime import engine
 
-CODE = """\
+BY_TRANSFORMER_ENGINE = """\
 from fnmatch import fnmatch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
@@ -33,6 +32,18 @@ for name, layer in list(model.named_modules()):
         if has_bias:
             in_fp8.bias = layer.bias
         model.set_submodule(name, in_fp8)"""
+BY_TORCHAO = """\
+from fnmatch import fnmatch
+from torchao.float8 import convert_to_float8_training
+
+def is_in_fp8(layer, name):
+    return any(fnmatch(name, each) for each in {patterns})
+
+convert_to_float8_training(model, module_filter_fn=is_in_fp8)
+for name, layer in model.named_modules():
+    if isinstance(layer, torch.nn.Linear) and is_in_fp8(layer, name):
+        layer.compile()"""
+CODE = {fp8.TRANSFORMER_ENGINE.name: BY_TRANSFORMER_ENGINE, fp8.TORCHAO.name: BY_TORCHAO}
 
 
 def find(program: Program) -> list[Found]:
@@ -47,32 +58,35 @@ def find(program: Program) -> list[Found]:
         return [Found(None, "", 1, "; ".join([how_many, *fp8.left_out(layers)]), others)]
     if missing(program.inputs.device):
         return [Found(None, "", 1, "; ".join(filter(None, [how_many, others])))]
-    gains = fp8.gains(layers, program)
-    chosen = tuple(layer.path for layer in possible if pays(gains[layer.size]))
+    there = {name: library for name, library in fp8.LIBRARIES.items() if not library.import_error()}
+    by = {name: fp8.gains(layers, program, library) for name, library in there.items()}
+    best, *slower = sorted(by, key=lambda name: -fp8.saved(layers, by[name]))
+    chosen = tuple(layer.path for layer in possible if pays(by[best][layer.size]))
     why_not = "" if chosen else "no linear layer is faster in it"
-    reason = "; ".join(filter(None, [fp8.in_words(layers, gains), others]))
-    return [Found(None, "", 1, reason, why_not, modules=chosen)]
+    in_words = fp8.in_words(layers, {name: by[name] for name in (best, *slower)})
+    return [Found(None, "", 1, "; ".join(filter(None, [in_words, others])), why_not, modules=chosen, library=best)]
 
 
 def missing(device: torch.device) -> str:
     """Why it can't run there."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         return "FP8 matmuls need a GPU of compute capability 8.9 or later"
-    if error := engine.import_error():
-        return f"Transformer Engine does not import: {error}"
-    return ""
+    errors = {name: library.import_error() for name, library in fp8.LIBRARIES.items()}
+    return "; ".join(f"{name} does not import: {why}" for name, why in errors.items()) if all(errors.values()) else ""
 
 
 def apply(plan: Plan) -> None:
     """To the layers that were chosen; their backward is in FP8, too."""
-    plan.in_fp8 = tuple(path for found in plan.found.get(TECHNIQUE.name, ()) for path in found.modules)
-    plan.changes.append(functools.partial(fp8.convert, plan.in_fp8))
+    for found in plan.found.get(TECHNIQUE.name, ()):
+        if found.modules:
+            plan.in_fp8 = found.modules
+            plan.changes.append(functools.partial(fp8.convert, found.modules, fp8.LIBRARIES[found.library]))
     plan.numerics = "float8"
 
 
 def advice(program: Program, found: Found) -> Advice:
     """Once, before the model is compiled."""
-    return Advice(CODE.format(patterns=fp8.patterns(found.modules, program.model)))
+    return Advice(CODE[found.library].format(patterns=fp8.patterns(found.modules, program.model)))
 
 
 def fired(program: Program, before: Evidence, seen: Evidence) -> str:
@@ -80,5 +94,5 @@ def fired(program: Program, before: Evidence, seen: Evidence) -> str:
     return "" if seen.kinds["FP8 matmul"] or seen.kinds["FP8 matmul with GELU"] else "no FP8 matmul ran"
 
 
-TECHNIQUE = Technique("fp8", "linear layers -> FP8 by Transformer Engine", find, apply, advice, missing,
+TECHNIQUE = Technique("fp8", "linear layers -> FP8 by Transformer Engine or torchao", find, apply, advice, missing,
                       fired)

@@ -1,6 +1,8 @@
-"""FP8 by Transformer Engine, whose modules are made up here: which layers, by which times, and what is written."""
+"""FP8 by Transformer Engine, whose modules are made up here, and by torchao: which layers, by which times, and what is
+written."""
 import contextlib
 import copy
+import functools
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ from torch.nn import functional as F
 
 from benchmarks.assistant import fp8 as layers_in_fp8
 from benchmarks.assistant import optimize
-from benchmarks.assistant.fp8 import LAST, Layer, layers_of, patterns, pays
+from benchmarks.assistant.fp8 import LAST, TORCHAO, TRANSFORMER_ENGINE, Layer, layers_of, patterns, pays
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
 from benchmarks.assistant.technique import plan_of
@@ -68,7 +70,9 @@ def has_fp8(monkeypatch):
     """A machine with FP8, on which layers with more than WIDTH outputs are faster in it."""
     monkeypatch.setattr(engine, "transformer_engine", lambda: MODULES)
     monkeypatch.setattr(fp8, "missing", lambda device: "")
-    monkeypatch.setattr(layers_in_fp8, "timed", lambda size, mode, device: (
+    monkeypatch.setattr(engine, "import_error", lambda: None)
+    monkeypatch.setattr(layers_in_fp8, "LIBRARIES", {each.name: each for each in (TRANSFORMER_ENGINE,)})
+    monkeypatch.setattr(layers_in_fp8, "timed", lambda size, mode, device, library: (
         (1.5, 1.4, 1.6) if size[2] > WIDTH else (0.9, 0.8, 0.95)))
     layers_in_fp8._linear_in_fp8.cache_clear()
     yield
@@ -148,8 +152,9 @@ def test_what_pays_is_chosen_and_the_rest_is_said(has_fp8):
     [found] = fp8.find(program_of(model, x))
     assert found.modules == ("blocks.0.up", "blocks.1.up") and not found.why_not
     assert found.reason == (
-        "2 of 5 linear layers, 49 % of their FLOPs; times as fast as in BF16, by tokens x inputs x outputs: "
-        "32 x 64 x 256 1.50, 32 x 256 x 64 0.90 (left out); without head, the last: its errors are the output's")
+        "2 of 5 linear layers by Transformer Engine, 49 % of their FLOPs; times as fast as in BF16, by tokens x inputs "
+        "x outputs: 32 x 64 x 256 1.50, 32 x 256 x 64 0.90 (left out); without head, the last: its errors are the "
+        "output's")
 
 
 class Conv1D(nn.Module):
@@ -183,7 +188,7 @@ def test_a_size_pays_where_its_interval_does(gain, is_faster):
 
 @unit
 def test_where_none_pays_there_is_nothing_to_write(has_fp8, monkeypatch):
-    monkeypatch.setattr(layers_in_fp8, "timed", lambda size, mode, device: (0.9, 0.8, 0.95))
+    monkeypatch.setattr(layers_in_fp8, "timed", lambda size, mode, device, library: (0.9, 0.8, 0.95))
     model, x = made()
     [found] = fp8.find(program_of(model, x))
     assert found.why_not == "no linear layer is faster in it" and found.modules == ()
@@ -284,6 +289,94 @@ def test_what_is_written_is_what_was_tried(has_fp8, monkeypatch):
     assert torch.equal(written(x), rung(x))
 
 
+@pytest.fixture
+def has_torchao(has_fp8, monkeypatch):
+    """Beside Transformer Engine, faster where that is slower, and emulated: a CPU multiplies nothing in FP8. Dynamo
+    captures its layers, and no test waits for Inductor."""
+    torchao = pytest.importorskip("torchao.float8")
+    compile_by = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compile_by(module, backend="eager"))
+    right = layers_in_fp8.by_torchao
+    emulated_there = torchao.Float8LinearConfig(emulate=True)
+    monkeypatch.setattr(layers_in_fp8, "by_torchao", lambda layer: right(layer, emulated_there))
+    monkeypatch.setattr(layers_in_fp8, "LIBRARIES", {each.name: each for each in (TRANSFORMER_ENGINE, TORCHAO)})
+    of_the_other = layers_in_fp8.timed
+    monkeypatch.setattr(layers_in_fp8, "timed", lambda size, mode, device, library: (
+        (1.6, 1.5, 1.7) if library is TORCHAO else of_the_other(size, mode, device, library)))
+
+
+@unit
+@pytest.mark.parametrize("of_other, chosen, layers, beside", [
+    (1.3, "torchao", 4, "by Transformer Engine: 1.50, 0.90"), (1.1, "Transformer Engine", 2, "by torchao: 1.10, 1.10")])
+def test_the_library_that_saves_most_is_chosen(of_other, chosen, layers, beside, has_fp8, monkeypatch):
+    """One has half of the layers 1.5 times as fast, the other one all of them."""
+    other, of_the_engine = replace(TORCHAO, import_error=lambda: ""), layers_in_fp8.timed
+    monkeypatch.setattr(layers_in_fp8, "LIBRARIES", {each.name: each for each in (TRANSFORMER_ENGINE, other)})
+    monkeypatch.setattr(layers_in_fp8, "timed", lambda size, mode, device, library: (
+        (of_other, of_other - 0.02, of_other + 0.02) if library is other
+        else of_the_engine(size, mode, device, library)))
+    model, x = made()
+    [found] = fp8.find(program_of(model, x))
+    assert found.library == chosen and len(found.modules) == layers
+    assert f"linear layers by {chosen}, " in found.reason and beside in found.reason
+
+
+@unit
+@pytest.mark.parametrize("errors, said", [
+    (("gone", "none"), "Transformer Engine does not import: gone; torchao does not import: none"),
+    (("gone", ""), ""), (("", "none"), "")])
+def test_one_of_the_libraries_is_enough(errors, said, monkeypatch):
+    libraries = (replace(each, import_error=lambda error=error: error)
+                 for each, error in zip((TRANSFORMER_ENGINE, TORCHAO), errors, strict=True))
+    monkeypatch.setattr(layers_in_fp8, "LIBRARIES", {each.name: each for each in libraries})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    assert fp8.missing(torch.device("cuda")) == said
+
+
+@integration
+@pytest.mark.parametrize("others", [(), (autocast.TECHNIQUE,)])
+def test_it_is_the_same_model_by_torchao(others, has_torchao):
+    model, x = made()
+    rung = rung_of(model, x, (*others, fp8.TECHNIQUE))
+    assert rung.plan.numerics == "float8" and len(rung.plan.in_fp8) == 4
+    assert set(dict(rung.named_parameters())) == {f"module.{name}" for name, _ in model.named_parameters()}
+    judgement = validate(rung, model, (x,), numerics=rung.plan.numerics)
+    assert judgement.passed, judgement
+    asked = {check.question for check in judgement if check.of.kind is Kind.OUTPUT}
+    assert "meaning" in asked and all(check.proven for check in judgement if check.question == "meaning")
+    assert not validate(rung, model, (x,), numerics="bfloat16").passed
+
+
+@integration
+@pytest.mark.parametrize("wrong", ["scaled", "without gradients"])
+def test_a_wrong_one_by_torchao_is_unsafe(wrong, has_torchao, monkeypatch):
+    right = layers_in_fp8.by_torchao
+
+    def spoilt(layer):
+        made = right(layer)
+        WRONG[wrong](made)
+        return made
+    monkeypatch.setattr(layers_in_fp8, "by_torchao", spoilt)
+    model, x = made()
+    rung = rung_of(model, x)
+    assert not validate(rung, model, (x,), numerics=rung.plan.numerics).passed
+
+
+@integration
+def test_what_is_written_for_torchao_is_what_was_tried(has_torchao, monkeypatch):
+    torchao = sys.modules["torchao.float8"]
+    monkeypatch.setattr(torchao, "convert_to_float8_training", functools.partial(
+        torchao.convert_to_float8_training, config=torchao.Float8LinearConfig(emulate=True)))
+    model, x = made()
+    program = program_of(model, x)
+    [found] = fp8.find(program)
+    code = fp8.advice(program, found)
+    assert "['blocks.*.up', 'blocks.*.down']" in code.code and not code.wraps
+    written = AsWritten(made()[0], code.code, "output = model(*inputs)")
+    assert type(written.module.blocks[1].up).__name__ == "Float8Linear" and type(written.module.head) is nn.Linear
+    assert torch.equal(written(x), rung_of(model, x)(x))
+
+
 @integration
 def test_the_whole_assistant_with_it(has_fp8):
     """How fast the emulation is tells nothing: it was judged, timed and told."""
@@ -295,7 +388,7 @@ def test_the_whole_assistant_with_it(has_fp8):
 
 
 @integration
-def test_it_is_written_before_the_model_is_compiled():
+def test_it_is_written_before_the_model_is_compiled(has_fp8):
     model, x = made()
     program = program_of(model, x)
     [wrapping] = [compiled.advice(program, each) for each in compiled.find(program)]
