@@ -163,7 +163,8 @@ class Standard:
             passed, proven, reason = True, False, self.unreliable
         elif not counts_as_zero and not norm(seen):
             passed, reason = False, "it is all zero, the reference's is not"
-        elif not counts_as_zero and (factor := self._factor(seen, truth, own, error, size)):
+        elif (not counts_as_zero and (factor := self._factor(seen, truth, own, error, size))
+              and not self._explained_by(of, seen, truth, error, size, whole, by_layout_alone=True)):
             passed, reason = False, f"it is {factor:.4g} times the truth, which no rounding makes of it"
         elif not passed and (explained_by := self._explained_by(of, seen, truth, error, size, whole)):
             in_words = f"less accurate, within what {explained_by} rounds"
@@ -176,17 +177,18 @@ class Standard:
         return Check(of, self.question, passed, proven, error / unit, bound / unit, reason, explained_by)
 
     def _explained_by(self, of: Named, seen: Sequence[Tensor], truth: Sequence[Tensor], error: float, size: float,
-                      whole: float) -> str:
+                      whole: float, by_layout_alone: bool = False) -> str:
         """In what the reference is as far off, as a whole and at its worst element: channels-last, a precision; or "".
 
-        Only where the meaning is right: what is timed is then the function that its copy was found to be.
+        Only where the meaning is right: what is timed is then the function that its copy was found to be. A layout
+        explains a factor, too: a batch norm of few values divides a whole tensor by what is rounded otherwise.
         """
         if self.question != PRECISION or not self.meaning_is_known or not math.isfinite(error):
             return ""
         of_all = whole if of.kind.is_gradient else size
         largest_error = largest_difference(seen, truth)
         for kind, rough in self.others(of):
-            if rough[0].shape != truth[0].shape:
+            if rough[0].shape != truth[0].shape or (by_layout_alone and kind != CHANNELS_LAST):
                 continue
             as_far = Explained.by(kind, rough, truth, size, of_all)
             if error <= as_far.error and largest_error <= as_far.largest:

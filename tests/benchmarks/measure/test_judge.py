@@ -14,7 +14,7 @@ from benchmarks.examples.pairs import LIBRARY, RIGHT, WRONG, Pair, fused, gelu, 
 from benchmarks.measure import hints, judge, referee
 from benchmarks.measure.bounds import Standard
 from benchmarks.measure.calls import Inputs, Step, are_looked_up, meanwhile_off_by_a_rounding, tables_of
-from benchmarks.measure.checks import Check, Judgement
+from benchmarks.measure.checks import CHANNELS_LAST, Check, Judgement
 from benchmarks.measure.judge import Judge, validate
 from benchmarks.measure.names import buffer, gradient_of, output
 from benchmarks.measure.observing import Work, exact_in
@@ -833,6 +833,18 @@ def test_what_is_zero_may_be_off_by_a_rounding_of_all(of, share, passes):
     seen = zero + share * norm_of_all / 8
     standard = Standard("precision", torch.float32, norm_of_all, norm_of_all)
     assert standard.tensor(of, [seen], [zero], [zero]).passed == passes
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("kind, passes", [(CHANNELS_LAST, True), ("float16", False), (None, False)])
+def test_a_factor_that_the_reference_has_in_another_layout_is_rounding(kind, passes):
+    """A batch norm of few values. That a lower precision is as far off says nothing of a factor."""
+    truth = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    size = float(truth.norm())
+    others = [(kind, [0.9912 * truth])] if kind else []
+    standard = Standard("precision", torch.float32, size, size, meaning_is_known=True, others=lambda of: others)
+    judged = standard.tensor(gradient_of("fc1.weight"), [0.9909 * truth], [truth], [truth * (1 + 2e-4)])
+    assert judged.passed == passes and ("as the reference in channels-last" in judged.reason) == passes, judged
 
 
 # -------------------------------------------------------------------------- kinks beside what is computed in FP32
