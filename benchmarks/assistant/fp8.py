@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.side_by_side import Ratio, gain_on_device, pays
 from benchmarks.assistant.trace import Call
-from common.outcome import in_a_line
+from common.outcome import in_a_line, is_out_of_memory
 from common.runtime import engine, iteration
 from common.runtime.iteration import BOTH, FORWARD
 from common.runtime.pieces import FP8_MULTIPLE
@@ -177,6 +177,21 @@ class Library:
 TRANSFORMER_ENGINE = Library("Transformer Engine", lambda: engine.import_error() or "", lambda layer: in_fp8(layer))
 TORCHAO = Library("torchao", functools.cache(_torchao_does_not_import), lambda layer: by_torchao(layer))
 LIBRARIES = {each.name: each for each in (TRANSFORMER_ENGINE, TORCHAO)}
+
+
+def by_library(layers: Sequence[Layer], program: Program) -> tuple[dict[str, dict[Size, Ratio]], list[str]]:
+    """(library -> what each size gains by it, why others that import do not run)."""
+    by, failed = {}, []
+    for name, library in LIBRARIES.items():
+        if library.import_error():
+            continue
+        try:
+            by[name] = gains(layers, program, library)
+        except Exception as error:                             # built for another torch, or without a compiler
+            if is_out_of_memory(error):
+                raise
+            failed.append(f"{name}: {in_a_line(error)}")
+    return by, failed
 
 
 def convert(paths: Sequence[str], library: Library, model: nn.Module) -> None:

@@ -168,6 +168,7 @@ class _Assistant:
         self.inference, self.modes = inference, (FORWARD,) if inference else MODES
         self.judgements: dict[str, Judgement] = {}
         self.meanings: dict[Meaning, list[Check]] = {}         # of which rungs it was judged, and by which checks
+        self.left_out: list[Technique] = []                    # of the ladder, which was measured again without them
         self.seconds_a_rung: float | None = None               # in the rounds before
         self.source = source                                   # what is to be written is tried there, if it is known
         self.prover = Prover(source, task, session.device, session.seed, inference) if source else None
@@ -305,7 +306,10 @@ class _Assistant:
 
     def _case_of(self, name: str, prepare: Callable[[Setting, Result], Subject], phase: str) -> Case:
         work = work_in_words(self.task.model, self._work_in(phase).inputs)
-        return Case(name, prepare, parameter_dtype=self.truth.dtype, work=work, variant={"measured": phase})
+        variant = {"measured": phase}
+        if phase == TOGETHER and self.left_out:                # another ladder than the one before, in other rounds
+            variant["without"] = ", ".join(each.name for each in self.left_out)
+        return Case(name, prepare, parameter_dtype=self.truth.dtype, work=work, variant=variant)
 
     def _work_in(self, phase: str) -> Work:
         """On the inputs that are given first, or on those that a phase is about."""
@@ -414,6 +418,7 @@ class _Assistant:
             if left_out is None:
                 return
             order.remove(left_out)
+            self.left_out.append(left_out)
             self.result.ladder.clear()
         if self.task.by_hand:
             self._measure([Combination()], TOGETHER, self.result.together, self._by_hand())

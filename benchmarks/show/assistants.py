@@ -45,9 +45,10 @@ def _row(found: list[Run]) -> list[str] | None:
     as_it_is = [run for run in found if run.case["name"] == AS_IT_IS and any(map(run.best, MODES))]
     if not (verdicts and as_it_is):
         return None
-    before = next((run for run in as_it_is if run.variant["measured"] == "together"), as_it_is[0])
+    together = [run for run in as_it_is if run.variant["measured"] == "together"]
+    before = together[-1] if together else as_it_is[0]         # the last ladder: those before had what slows it
     mode = next(mode for mode in reversed(MODES) if before.best(mode))
-    in_the_same_rounds = [run for run in found if run.variant.get("measured") == before.variant["measured"]]
+    in_the_same_rounds = [run for run in found if run.variant == before.variant]
     version = next((run for run in in_the_same_rounds if run.case["name"] == BY_HAND and run.best(mode)), None)
     ms, after = min(((ms, run) for run in in_the_same_rounds if run is not version and (ms := run.best_ms(mode))),
                     key=lambda each: each[0])

@@ -58,13 +58,15 @@ def find(program: Program) -> list[Found]:
         return [Found(None, "", 1, "; ".join([how_many, *fp8.left_out(layers)]), others)]
     if missing(program.inputs.device):
         return [Found(None, "", 1, "; ".join(filter(None, [how_many, others])))]
-    there = {name: library for name, library in fp8.LIBRARIES.items() if not library.import_error()}
-    by = {name: fp8.gains(layers, program, library) for name, library in there.items()}
+    by, failed = fp8.by_library(layers, program)
+    if not by:
+        return [Found(None, "", 1, "; ".join(filter(None, [how_many, others])), "; ".join(failed))]
     best, *slower = sorted(by, key=lambda name: -fp8.saved(layers, by[name]))
     chosen = tuple(layer.path for layer in possible if pays(by[best][layer.size]))
     why_not = "" if chosen else "no linear layer is faster in it"
     in_words = fp8.in_words(layers, {name: by[name] for name in (best, *slower)})
-    return [Found(None, "", 1, "; ".join(filter(None, [in_words, others])), why_not, modules=chosen, library=best)]
+    said = "; ".join(filter(None, [in_words, *failed, others]))
+    return [Found(None, "", 1, said, why_not, modules=chosen, library=best)]
 
 
 def missing(device: torch.device) -> str:

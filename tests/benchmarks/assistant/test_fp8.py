@@ -322,6 +322,26 @@ def test_the_library_that_saves_most_is_chosen(of_other, chosen, layers, beside,
 
 
 @unit
+@pytest.mark.parametrize("failing", [["torchao"], ["Transformer Engine", "torchao"]], ids=["one", "both"])
+def test_a_library_that_does_not_run_leaves_the_other(failing, has_fp8, monkeypatch):
+    libraries = TRANSFORMER_ENGINE, replace(TORCHAO, import_error=lambda: "")
+    monkeypatch.setattr(layers_in_fp8, "LIBRARIES", {each.name: each for each in libraries})
+
+    def timed(size, mode, device, library):
+        if library.name in failing:
+            raise RuntimeError(f"{library.name} was built for another torch")
+        return 1.5, 1.4, 1.6
+    monkeypatch.setattr(layers_in_fp8, "timed", timed)
+    model, x = made()
+    [found] = fp8.find(program_of(model, x))
+    in_words = "torchao: RuntimeError: torchao was built for another torch"
+    if len(failing) == 1:
+        assert found.library == "Transformer Engine" and found.can_be_tried and in_words in found.reason
+    else:
+        assert not found.can_be_tried and found.why_not.endswith(in_words) and found.reason.startswith("4 of 5")
+
+
+@unit
 @pytest.mark.parametrize("errors, said", [
     (("gone", "none"), "Transformer Engine does not import: gone; torchao does not import: none"),
     (("gone", ""), ""), (("", "none"), "")])

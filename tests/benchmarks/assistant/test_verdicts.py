@@ -15,9 +15,12 @@ from benchmarks.assistant.technique import Advice, Found, Technique
 from benchmarks.measure.checks import Check, Judgement
 from benchmarks.measure.names import gradient_of, output
 from benchmarks.records import AS_IT_IS
+from benchmarks.show import assistants
+from common.report.record_file import RecordFile
 from common.report.result import Compilation, Result, Row
 from common.runtime.iteration import BOTH
 from common.runtime.timing import Timing
+from common.text import ratio
 
 RIGHT = Check(output("output"), "precision", True, True, 1e-7, 2e-6, "rounding of float32")
 ROUGH = Check(output("output"), "precision", True, True, 1e-3, 2e-6, "less accurate, as is float16", "float16")
@@ -248,9 +251,11 @@ def waiting_on_top(alone, on_top):
 @pytest.mark.parametrize("numerics, verdict, why", [
     (None, "no gain", "alone it gains, but on top of first it is 0.5"),
     ("bfloat16", "different numerics", "on top of first it gains nothing, 0.5")])
-def test_the_ladder_goes_on_without_what_slows_it_down(studies_in_seconds, monkeypatch, numerics, verdict, why):
-    """What comes after it gains beside the others, and is written."""
+def test_the_ladder_goes_on_without_what_slows_it(numerics, verdict, why, studies_in_seconds, monkeypatch, tmp_path):
+    """What comes after it gains beside the others, and is written. The page shows the last ladder."""
     monkeypatch.setattr(optimized, "SLOWER", SLOWER)
+    monkeypatch.setattr(assistants, "RESULTS", tmp_path)
+    (tmp_path / "cpu").mkdir()
 
     def technique(name, alone, on_top, numerics=None):
         def apply(plan):
@@ -259,12 +264,15 @@ def test_the_ladder_goes_on_without_what_slows_it_down(studies_in_seconds, monke
         return Technique(name, "", lambda program: [Found(None, "", 1, "it waits")], apply,
                          lambda program, found: Advice(name))
     techniques = [technique("first", 0.3, 0.3), technique("second", 0.4, 2.0, numerics), technique("third", 0.5, 0.5)]
-    result = optimize(Waiting(), (torch.randn(4, 8),), quick=True, techniques=techniques)
+    result = optimize(Waiting(), (torch.randn(4, 8),), quick=True, techniques=techniques,
+                      file=RecordFile(str(tmp_path / "cpu" / "assistant-waiting.jsonl")))
     by_name = {one.technique: one for one in result.opportunities}
     assert [added.technique.name for added in result.ladder] == ["first", "third"]
     assert [added.technique.name for added in result.dropped] == ["second"]
     assert by_name["second"].verdict == verdict and by_name["second"].why.startswith(why), by_name["second"]
     assert {advice.code for advice in result.to_write()} == {"first", "third"}
+    gain = result.together.gain(result.fastest_rung(), Combination(), BOTH)
+    assert gain and ratio(gain) in assistants.models()
 
 
 @pytest.mark.unit
