@@ -100,11 +100,22 @@ class State:
     def _keep_module(self, module: nn.Module) -> None:
         """Its hooks stay the same ones; what they refer to is not the module's."""
         self._keep_container(vars(module), visits=False)
+        hooks = [value for name, value in vars(module).items() if name.endswith("_hooks") and value is not None]
+        self._keep_hooks([(value, dict(value)) for value in hooks])
         for name, value in vars(module).items():
-            if name.endswith("_hooks"):
-                self._keep_container(value, visits=False)
-            else:
+            if not name.endswith("_hooks"):
                 self._visit(value)
+
+    def _keep_hooks(self, hooks: list[tuple[MutableMapping, dict]]) -> None:
+        """(those of one kind, what they are now): a module has a dozen, almost all of them empty."""
+        self._is_as_it_was.append(lambda: all(_same_items(value, before) for value, before in hooks))
+
+        def undo() -> None:
+            for value, before in hooks:
+                if not _same_items(value, before):
+                    value.clear()
+                    value.update(before)
+        self._undo.append(undo)
 
     def _keep_tensor(self, t: Tensor) -> None:
         if t.layout != torch.strided or t.is_meta or (t.requires_grad and t.is_leaf):
@@ -198,8 +209,8 @@ def _put_back(t: Tensor, value: Tensor) -> None:
         t.copy_(value)
 
 
-def _same_items(a: dict, b: dict) -> bool:
-    return list(a) == list(b) and all(a[key] is b[key] for key in b)
+def _same_items(a: Mapping, b: Mapping) -> bool:
+    return len(a) == len(b) and list(a) == list(b) and all(a[key] is b[key] for key in b)
 
 
 def _same_members(a: Any, b: list) -> bool:
