@@ -81,6 +81,8 @@ class Trace:
     """The calls of one forward, in their order."""
     calls: list[Call] = field(default_factory=list)
     device: str = ""                       # the kind of device of what the model is given
+    made_on_host: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, repr=False)
+    # tensors that would lie on the host wherever the model is: of numbers, without a device, and what follows from them
 
     @property
     def trains(self) -> bool:
@@ -166,7 +168,19 @@ class Functions(TorchFunctionMode):
             call.blind = _blind_rows(scores)
             call.is_batched = isinstance(scores, Tensor) and scores.ndim > 2
         self.recorded.calls.append(call)
-        return self.called(func, args, kwargs or {})
+        result = self.called(func, args, kwargs or {})
+        self._note_where(name, args, kwargs or {}, result)
+        return result
+
+    def _note_where(self, name: str, args: tuple, kwargs: dict, result: Any) -> None:
+        """What is made of numbers alone lies on the host, until it is brought to where a device or a tensor says."""
+        on_host, made = self.recorded.made_on_host, tensors_in(result)
+        given = [*args[1:], *kwargs.values()]
+        if name == "cuda" or (name == "to" and any(isinstance(each, (torch.device, str, Tensor)) for each in given)):
+            for t in made:
+                on_host.pop(t, None)
+        elif "device" not in kwargs and not tensors_in((args, kwargs)):
+            on_host.update(dict.fromkeys(made))
 
     def called(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Call it."""
@@ -222,11 +236,18 @@ class _Operators(TorchDispatchMode):
             self.taking.update({t: None for t in given_back if t.is_floating_point() or t.is_complex()})
         if self.recorded.calls:
             call = self.recorded.calls[-1]
-            call.operators.append(operator_name(func, given, self.recorded.device))
+            is_on_host = bool(given) and all(map(self.lies_on_host, given))
+            if is_on_host:
+                self.recorded.made_on_host.update(dict.fromkeys(given_back))
+            call.operators.append(operator_name(func, given, is_on_host))
             if flops := flops_of(func, args, kwargs, result):
                 call.products.append(_product(func, flops, given, self.takes_a_gradient))
             call.bytes += _bytes_moved(func, given, given_back)
         return result
+
+    def lies_on_host(self, t: Tensor) -> bool:
+        """Whether it does beside a model on a GPU: what is read there is no wait."""
+        return t in self.recorded.made_on_host or (self.recorded.device not in ("", "cpu") and t.device.type == "cpu")
 
     def takes_a_gradient(self, t: Tensor) -> bool:
         """It would, were the forward not run without gradients."""
@@ -257,11 +278,10 @@ def _product(func: Any, flops: float, given: Sequence[Tensor], takes: Callable[[
                    any(map(takes, operands[1:])))
 
 
-def operator_name(func: Any, given: Sequence[Tensor], device: str) -> str:
-    """Marked where it indexes by a mask, and where all tensors that it is given lie on the host of the model's device.
-    """
+def operator_name(func: Any, given: Sequence[Tensor], is_on_host: bool) -> str:
+    """Marked where it indexes by a mask, and where all tensors that it is given lie on the host."""
     name = str(func)
-    if given and device not in ("", "cpu") and all(t.device.type == "cpu" for t in given):
+    if is_on_host:
         return f"{ON_THE_HOST} {name}"
     by_mask = name.startswith("aten.index") and any(t.dtype == torch.bool for t in given[1:])
     return f"{INDEX_BY_MASK} {name}" if by_mask else name
