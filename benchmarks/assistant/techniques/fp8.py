@@ -86,8 +86,10 @@ def apply(plan: Plan) -> None:
     plan.numerics = "float8"
 
 
-def advice(program: Program, found: Found) -> Advice:
-    """Once, before the model is compiled."""
+def advice(program: Program, found: Found) -> Advice | None:
+    """Once, before the model is compiled; None where no layer was chosen."""
+    if not found.modules:
+        return None
     return Advice(CODE[found.library].format(patterns=fp8.patterns(found.modules, program.model)))
 
 

@@ -412,7 +412,9 @@ def test_it_is_written_before_the_model_is_compiled(has_fp8):
     model, x = made()
     program = program_of(model, x)
     [wrapping] = [compiled.advice(program, each) for each in compiled.find(program)]
-    assert wrapping.wraps and not fp8.advice(program, fp8.find(program)[0]).wraps
+    [found] = fp8.find(program)
+    assert wrapping.wraps and not fp8.advice(program, found).wraps
+    assert fp8.advice(program, replace(found, modules=())) is None
 
 
 @unit
