@@ -18,7 +18,7 @@ from benchmarks.records import AS_IT_IS
 from benchmarks.show import assistants
 from common.report.record_file import RecordFile
 from common.report.result import Compilation, Result, Row
-from common.runtime.iteration import BOTH
+from common.runtime.iteration import BOTH, FORWARD
 from common.runtime.timing import Timing
 from common.text import ratio
 
@@ -237,6 +237,18 @@ def test_what_is_needless_beside_another_is_neither_climbed_nor_written(studies_
     alone = optimize(Waiting(), (torch.randn(4, 8),), rounds=6, techniques=[tf32])
     assert [advice.code for advice in alone.to_write()] == ["model.seconds *= 0.6"]
     assert alone.opportunities[0].why == ""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("quick", [True, False])
+def test_in_a_hurry_a_rung_is_timed_in_the_pass_that_counts_alone(quick, studies_in_seconds):
+    """The model as it is in both."""
+    same = Technique("same", "", lambda program: [Found(None, "", 1, "it is so")], lambda plan: None)
+    result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=quick, rounds=2, techniques=[same])
+    rung = Combination((same,))
+    assert result.alone.ms(Combination(), FORWARD) and result.alone.ms(Combination(), BOTH)
+    assert result.alone.ms(rung, BOTH) and bool(result.alone.ms(rung, FORWARD)) != quick
+    assert any(check.of.alone for check in result.judgements["same"]) != quick
 
 
 def waiting_on_top(alone, on_top):
