@@ -67,7 +67,7 @@ def _each_once(breaks: Iterable[Break]) -> list[Break]:
 
 
 @contextlib.contextmanager
-def breaks_told() -> Iterator[list[Break]]:
+def breaks_reported() -> Iterator[list[Break]]:
     """Meanwhile the graph breaks, each place once. Those that only Dynamo's counters know come at the end."""
     listener = _Listener()
     found: list[Break] = []

@@ -100,9 +100,9 @@ def binary_losses_in(graph: Captured) -> list[Region]:
         if node.op.startswith("call_") and name_of(node) == "sigmoid":
             rest = [user for each in _kept_from_zero(node) for user in each.users
                     if name_of(user) in ("sub", "rsub") and 1 in args_of(user)]
-            of_it, of_the_rest = _logarithms_of([node]), _logarithms_of(rest)
-            if of_it and of_the_rest:
-                found.append(Region(graph, tuple(each for each in graph.nodes if each in of_it | of_the_rest)))
+            in_it, in_the_rest = _logarithms_of([node]), _logarithms_of(rest)
+            if in_it and in_the_rest:
+                found.append(Region(graph, tuple(each for each in graph.nodes if each in in_it | in_the_rest)))
     return found
 
 

@@ -130,7 +130,7 @@ def _task(model: nn.Module | Callable[[], Any], inputs: Any, loss: Callable | No
 
 @contextlib.contextmanager
 def _callable() -> Iterator[None]:
-    """What a model raises on its own inputs is told."""
+    """What a model raises on its own inputs is reported in a line."""
     try:
         with _fits():
             yield
@@ -205,7 +205,7 @@ class _Assistant:
         return self._concluded()
 
     def _unless_it_breaks(self, what: str, stage: Callable[[], None]) -> None:
-        """A part of the run; what was measured until then is told all the same."""
+        """A part of the run; what was measured until then is reported all the same."""
         try:
             stage()
         except Exception as error:

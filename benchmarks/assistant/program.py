@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from benchmarks.assistant.analysis import Analysis, analysed
 from benchmarks.assistant.branches import as_uncompiled, asking
-from benchmarks.assistant.breaks import Break, breaks_told
+from benchmarks.assistant.breaks import Break, breaks_reported
 from benchmarks.assistant.graph import Captured, given_to
 from benchmarks.assistant.normal import normalise
 from benchmarks.assistant.trace import Trace, trace
@@ -113,7 +113,7 @@ def read(model: nn.Module, inputs: Inputs, inference: bool = False) -> Program:
                 return in_a_line(error)
         return ""
 
-    with asking() as asks, breaks_told() as program.breaks:
+    with asking() as asks, breaks_reported() as program.breaks:
         program.not_captured = capture()
     program.graphs, program.has_branches = list(graphs), asks.asked
     if program.has_branches and not is_compiled and not compiler.holds_compiled(model):

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.assistant.graph import with_stars
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.source import Place
-from benchmarks.assistant.trace import Call, Functions, Trace, modules_told
+from benchmarks.assistant.trace import Call, Functions, Trace, modules_running
 from benchmarks.measure.calls import clean
 from common.measure.attribution import category
 from common.runtime import timing
@@ -77,7 +77,7 @@ class Spending:
 def spending(model: nn.Module, program: Program, iteration: Iteration, device: torch.device) -> Spending:
     """Run an iteration a few times by the clock, and once under the profiler.
 
-    Compiled code is no row of lines: there the time is told by kind alone. Where some runs, ranges are left out: Dynamo
+    Compiled code is no row of lines: its time is known by kind alone. Where some runs, ranges are left out: Dynamo
     would compile them, too.
     """
     iteration.between()
@@ -93,7 +93,7 @@ def spending(model: nn.Module, program: Program, iteration: Iteration, device: t
     iteration.between()
     with profile(activities=activities, acc_events=True) as profiler, contextlib.ExitStack() as stack:
         if not is_compiled:
-            inside = stack.enter_context(modules_told(paths))
+            inside = stack.enter_context(modules_running(paths))
             stack.enter_context(_Ranges(recorded, inside))
         iteration.run()
         if device.type == "cuda":

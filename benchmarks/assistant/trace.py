@@ -103,14 +103,14 @@ def trace(model: nn.Module, inputs: Inputs) -> Trace:
     recorded = Trace(device=inputs.device.type)
     paths = {id(module): clean(name) for name, module in model.named_modules()}
     given = inputs.as_trained()
-    with (kept(model), torch.no_grad(), torch.compiler.set_stance("force_eager"), modules_told(paths) as inside,
+    with (kept(model), torch.no_grad(), torch.compiler.set_stance("force_eager"), modules_running(paths) as inside,
           _Operators(recorded), Functions(recorded, inside, looks=True)):
         given.call(model)
     return recorded
 
 
 @contextlib.contextmanager
-def modules_told(paths: dict[int, str]) -> Iterator[list[str]]:
+def modules_running(paths: dict[int, str]) -> Iterator[list[str]]:
     """Meanwhile the paths of the modules that are being called, the innermost last."""
     inside = [""]
 

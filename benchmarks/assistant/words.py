@@ -103,7 +103,7 @@ def _parts(node: fx.Node, expression: ast.expr) -> Iterator[tuple[fx.Node, ast.e
 
 
 def _fits(node: fx.Node, expression: ast.expr) -> bool:
-    """Whether everything that can be told below an expression is what the node is computed from."""
+    """Whether everything that is known below an expression is what the node is computed from."""
     for inner, part in zip(node.args, operands_of(expression), strict=False):
         computed = isinstance(part, ast.BinOp)
         if isinstance(inner, fx.Node) and computed and not (_is(inner, part) and _fits(inner, part)):

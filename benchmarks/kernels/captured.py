@@ -175,11 +175,11 @@ def _eager_bytes(call: Callable, given: list[Tensor], mode: str) -> int:
 
 
 def explain(folder: Path, width: int | None = None) -> str:
-    """What `save` left in a folder, told. Raises ValueError where there is nothing, or it is not what `save` writes."""
+    """What `save` left in a folder, in words. Raises ValueError where there is nothing that `save` writes."""
     blocks = []
     for path in sorted([*folder.glob(METADATA), *folder.glob(f"*/{METADATA}")]):          # of one experiment, of many
         try:
-            blocks.append(_told(json.loads(path.read_text()), width))
+            blocks.append(_in_words(json.loads(path.read_text()), width))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is not what --capture writes: {type(error).__name__}: {error}") from None
     if not blocks:
@@ -187,7 +187,7 @@ def explain(folder: Path, width: int | None = None) -> str:
     return "\n\n".join(blocks)
 
 
-def _told(metadata: dict, width: int | None) -> str:
+def _in_words(metadata: dict, width: int | None) -> str:
     """One experiment: a table of its levels, what the compiler fused, and the Triton kernels."""
     elements = math.prod(metadata["shapes"][0])
     rows, fused = [], []

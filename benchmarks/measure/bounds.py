@@ -26,7 +26,7 @@ TIMES_ITS_LARGEST = 4                      # that of its worst element: rounding
 # and long sums are off one way by several.
 MULTIPLE_FROM, MULTIPLE_FROM_IN_FP32 = 4, 32
 ELEMENTS_OF_A_MULTIPLE = 256               # of fewer elements, roundings may happen to look like a factor
-NOTHING_TOLD = 0.5                         # a bound of so much of the tensor tells nothing
+PROVES_NOTHING = 0.5                       # a bound of so much of the tensor
 NUMERICS = {"tf32": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.bfloat16,
             "int8": torch.bfloat16}        # its activations: the weights are rounded in the reference, too
 FP8_OUTPUT, FP8_GRADIENT = 10 ** (-20 / 20), 10 ** (-17 / 20)          # 20 and 17 dB
@@ -140,7 +140,7 @@ class Standard:
         count = max(1, truth.numel())
         differ = int((seen.to(truth.device) != truth).sum())
         may = 0 if self.question in (MEANING, DRAWN) else 3 * int((own.to(truth.device) != truth).sum())
-        passed, proven, reason = differ <= may, may < NOTHING_TOLD * count, f"{differ} of {count} differ, {may} may"
+        passed, proven, reason = differ <= may, may < PROVES_NOTHING * count, f"{differ} of {count} differ, {may} may"
         if not passed and self.unreliable:
             passed, proven, reason = True, False, self.unreliable
         return Check(of, self.question, passed, proven, differ / count, may / count, reason)
@@ -156,7 +156,7 @@ class Standard:
         if counts_as_zero:
             reason += ", of the norm of all: its true value is zero"
         explained_by = ""
-        passed, proven = error <= bound, bound < NOTHING_TOLD * unit or not unit
+        passed, proven = error <= bound, bound < PROVES_NOTHING * unit or not unit
         if truth[0].numel() and not truth[0].isfinite().any():
             proven, reason = False, "the reference is finite nowhere"
         if self.unreliable and (not passed or self.unreliable == NOT_TWICE):

@@ -80,7 +80,7 @@ def loaded(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> It
 
 
 def materialised(inputs: Inputs, *calls: Callable) -> None:
-    """Give lazy layers their shapes, as any first call does. What that call raises is told by the next."""
+    """Give lazy layers their shapes, as any first call does. What that call raises, the next one reports."""
     for call in calls:
         lazy = [module for module in modules_of(call) if isinstance(module, LazyModuleMixin)]
         if any(module.has_uninitialized_params() for module in lazy):
@@ -111,7 +111,7 @@ def written_by(call: Callable, inputs: Inputs) -> list[tuple[Tensor, Tensor]]:
     aliases = [(t, t.detach()) for t in parameters if t.layout == torch.strided]
     watch, uncompiled = _BeforeItIsWritten(parameters), torch.compiler.set_stance("force_eager")
     with kept(call), torch.no_grad(), uncompiled, contextlib.suppress(Exception), watch:
-        inputs.copies().call(call)                     # what it raises, it raises again where that is told
+        inputs.copies().call(call)                     # what it raises, it raises again where that is reported
     seen = {id(t) for t, _ in watch.values}
     moved = [(t, alias.clone()) for t, alias in aliases if t.data_ptr() != alias.data_ptr() and id(t) not in seen]
     values = [*watch.values, *moved]                   # t.data = ... writes to no memory: it takes other

@@ -89,7 +89,7 @@ class PatternAttention:
         """Which way it takes at each shape that it has seen, with the times of all, or why they have none."""
         if not self.tried:
             return f"{self.pattern.name}: not called yet"
-        return "\n\n".join(_told(self.pattern, *key, tried) for key, tried in self.tried.items())
+        return "\n\n".join(_in_words(self.pattern, *key, tried) for key, tried in self.tried.items())
 
 
 def attention(name: str, *, way: str | None = None, **options) -> PatternAttention:
@@ -142,7 +142,7 @@ def _fastest(tried: Sequence[Tried]) -> Attend:
     return attend
 
 
-def _told(pattern: Pattern, shape: Shape, trains: bool, tried: Sequence[Tried]) -> str:
+def _in_words(pattern: Pattern, shape: Shape, trains: bool, tried: Sequence[Tried]) -> str:
     first = tried[0]
     passes = "forward and backward" if trains else "forward"
     head = (f"{pattern.name} at q {[shape.batch, shape.heads, shape.queries, shape.width]}, k "

@@ -1,6 +1,6 @@
 """The charts of all studies, drawn from records: PNG and SVG, legible at 800 pixels and with any colour vision.
 
-The digest of the records that a chart shows is in its file, so that a stale one can be told.
+The digest of the records that a chart shows is in its file, so that a stale one is recognised.
 """
 import hashlib
 import json

@@ -7,7 +7,7 @@ many bits toggle. So here the same block (step 3) and the same matmul (the first
 dtypes, on several kinds of data: random (normal numbers, as in every check of this suite), initial (weights of
 deviation 0.02, biases 0, gains 1, as GPT-2 begins) and zeros. Each is checked against FP64 on random data. Then all are
 timed in the same rounds, launched one by one, and metered by the GPU's energy counter. Where no row ran at the power
-cap, power decides nothing. A row on zeros may be told to be at the cap though it draws far less: it runs right behind
+cap, power decides nothing. A row on zeros may be reported as at the cap though it draws far less: it runs right behind
 rows that are there.
 Exit status: 0 ok, 1 failed, 2 usage, 130 interrupted.
 """
@@ -135,7 +135,7 @@ def groups(options: Options) -> list[Group]:
 
 
 def counted(timed: Sequence[tuple[Result, Subject]], mode: str) -> list[Record]:
-    """The FLOPs of an iteration: what joules are told by."""
+    """The FLOPs of an iteration: what joules are divided by."""
     lines = []
     for result, subject in timed:
         if subject.workload:

@@ -108,7 +108,7 @@ class BlockConfig:
 
     @property
     def dimensions(self) -> dict[str, int]:
-        """Letter -> size, in the order in which a shape is told."""
+        """Letter -> size, in the order in which a shape is written."""
         return {"B": self.batch_size, "S": self.seq_len, "E": self.hidden_size, "H": self.num_heads,
                 "D": self.head_dim, "F": self.ffn_hidden_size}
 

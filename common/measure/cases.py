@@ -23,7 +23,7 @@ class Setting:
     """Where and how a case is built: the session's."""
     device: torch.device
     seed: int
-    say: Callable[..., None]               # is told the phase, and what of it
+    say: Callable[..., None]               # gets the phase, and what of it
     time_compiler: bool                    # nothing has been compiled yet: the first block is timed cold
 
 

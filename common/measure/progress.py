@@ -1,4 +1,4 @@
-"""Where the wall time of a process goes, shown while it goes on and told at its end."""
+"""Where the wall time of a process goes, shown while it goes on and reported at its end."""
 import sys
 import time
 

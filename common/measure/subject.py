@@ -66,7 +66,7 @@ class Subject:
         return True
 
     def calls(self, mode: str) -> int:
-        """How many there are in one iteration; times are told of one call."""
+        """How many there are in one iteration; times are per call."""
         return 1
 
     @property
@@ -93,7 +93,7 @@ def prepare(build: Build, parameter_dtype: torch.dtype, device: torch.device, se
             say: Callable[..., None], time_compiler: bool = True) -> BlockSubject:
     """Build a block by `build(config, values, device)`, compile, calibrate and check it; fills `result` as it goes.
 
-    `result` holds its config and traits. `say` is told the phase, and what of it. Call `compiler.use_private_caches`
+    `result` holds its config and traits. `say` gets the phase, and what of it. Call `compiler.use_private_caches`
     first; the compiler's time is cold for the first block of a process alone. A block whose y is not in the dtype of
     its parameters names it in `output_dtype`. Raises Failed where the check fails, NotImplementedError with the reason
     where this machine can't run it.

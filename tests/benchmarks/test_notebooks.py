@@ -60,7 +60,7 @@ def test_one_that_there_is_not_is_a_line(capsys):
 
 
 @pytest.mark.unit
-def test_what_it_needs_is_told(capsys, monkeypatch):
+def test_what_it_needs_is_reported(capsys, monkeypatch):
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as ended:
         command.main([])

@@ -701,7 +701,7 @@ def test_a_script_runs(runs):
     assert len(values) == 2 and all(float(value) > 0 for value in values)
 
 
-def test_of_an_emulation_no_rate_is_told(runs):
+def test_of_an_emulation_no_rate_is_reported(runs):
     _, out, _ = runs[0][TO_ITS_END]
     assert "means nothing" in card_value(out, "timing") and "emulated" in card_value(out, "engine")
     for label in ("tokens/s", "TFLOP/s", "sustained limit", "burst limit", "% of sustained", "% of burst"):

@@ -1,4 +1,4 @@
-"""Ranks as processes: who starts them, what a rank knows of itself, and how a rank that fails is told in one line."""
+"""Ranks as processes: who starts them, what a rank knows of itself, and the line that reports one that fails."""
 import contextlib
 import logging
 import os
@@ -125,7 +125,7 @@ def _end_quietly(number: int, _: object) -> None:
 def start(ranks: int, words: Sequence[str]) -> int:
     """Run `python -m benchmarks distributed` with these words on so many ranks of this machine; the exit status.
 
-    It is that of the rank that failed first, which is told in a line.
+    It is that of the rank that failed first, which is reported in a line.
     """
     with tempfile.TemporaryDirectory(prefix="distributed-") as folder:
         quiet = {rank: Std.ALL for rank in range(1, ranks)}        # rank 0 speaks for all
@@ -162,6 +162,6 @@ def in_words(rank: int, failure: ProcessFailure) -> str:
         return f"rank {rank} ended with status {failure.exitcode}"
     if (said := Path(failure.error_file + SAID)).exists():
         return said.read_text()
-    told_by_it: Any = failure.message
-    message = (told_by_it["message"] if isinstance(told_by_it, dict) else told_by_it).strip().splitlines()[0]
+    raised: Any = failure.message
+    message = (raised["message"] if isinstance(raised, dict) else raised).strip().splitlines()[0]
     return f"rank {rank} failed: {message}"

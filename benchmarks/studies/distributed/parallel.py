@@ -36,7 +36,7 @@ Make = Callable[[int], nn.Module]                          # the number of a lay
 
 @dataclass(frozen=True)
 class Sharding:
-    """What FSDP is told. All of it is set explicitly: some defaults differ from version to version of torch."""
+    """The settings of FSDP. Each is set explicitly: some defaults differ from version to version of torch."""
     precision: str = AUTOCAST
     reshard: bool = True                   # free the gathered parameters behind a layer's forward
     prefetch: int = 1                      # layers whose parameters are gathered ahead, either way
@@ -60,7 +60,7 @@ class Sharding:
 
     @classmethod
     def of_variant(cls, variant: dict[str, Any]) -> "Sharding":
-        """What was told so."""
+        """The settings that a record names."""
         reduced_in = variant.get("reduced in", dtype_name(cls.reduce_dtype))
         return cls(variant["precision"], "gathered" not in variant, variant.get("prefetch", cls.prefetch),
                    DTYPES[reduced_in], variant.get("divided by"))

@@ -84,7 +84,7 @@ def group(name: str, size: Size, options: Options) -> Group:
     calls = levels(experiment, options.device)             # anew for each size: TorchScript specializes for what it saw
     if experiment.shape != "heads":
         calls[COPY] = copying()
-    is_first = size == sizes(name, options)[0]             # what is missing is told once
+    is_first = size == sizes(name, options)[0]             # what is missing is reported once
     cases = [case(name, level, call, size, options) for level, call in calls.items()
              if is_first or not isinstance(call, str)]
     return Group(cases, tables.PASSES, calibrated=False, watched=False, timed=finish,

@@ -20,7 +20,7 @@ from common.outcome import in_a_line
 from common.runtime.iteration import BOTH
 
 ATOL = 1e-2                                # of the common check, absolute and relative
-ROUNDS = 2                                 # of an honest module: its timed calls are looked at, its time is not told
+ROUNDS = 2                                 # of an honest module, for its timed calls to be looked at
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -86,7 +86,7 @@ class LaunchedSubject(BlockSubject):
 
     def replay(self, mode: str, captured: Callable[[], None] = lambda: None) -> tuple[Callable | None, str]:
         if self.way in OF_ITS_OWN:
-            return None, ""                            # there is nothing to be told: one row is all there is of it
+            return None, ""                            # nothing to report: one row is all there is of it
         before = held_by_graphs(self.inputs[0].device)
         replayed = super().replay(mode, captured)
         self.kept[mode] = held_by_graphs(self.inputs[0].device) - before

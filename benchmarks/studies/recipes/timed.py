@@ -78,7 +78,7 @@ def case(shape: Shape, recipe: Recipe, way: str, device: torch.device, data: str
     def prepare(setting: Setting, result: Result) -> Subject:
         setting.say(Phase.BUILDING)
         x, weight, dy = operands(shape, layers.dtype_of(recipe), setting.seed, setting.device)
-        with _sizes_told():
+        with _sizes_recorded():
             layer = layers.WAYS[way](weight, recipe)
             setting.say(Phase.COMPILING)
             for _ in range(CALLS_TO_CALIBRATE):
@@ -98,7 +98,7 @@ def case(shape: Shape, recipe: Recipe, way: str, device: torch.device, data: str
 
 
 @contextlib.contextmanager
-def _sizes_told() -> Iterator[None]:
+def _sizes_recorded() -> Iterator[None]:
     """Raises NotImplementedError for sizes that a layer does not take, with the reason."""
     try:
         yield

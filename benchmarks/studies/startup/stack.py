@@ -80,7 +80,7 @@ def sample(config: BlockConfig, seed: int, device: torch.device) -> tuple[Tensor
 def errors(stack: Stack, x: Tensor, dy: Tensor, y: Tensor, with_gradients: bool) -> dict[str, float]:
     """Relative L2 errors against FP64 of the last sequence: branch, and where there are some of the gradients.
 
-    Gradients are those in .grad of x and of the parameters; of the latter the worst is told.
+    Gradients are those in .grad of x and of the parameters; of the latter the worst is reported.
     """
     exact_x = x[-1:].detach().double().requires_grad_()
     layers, h = [], exact_x

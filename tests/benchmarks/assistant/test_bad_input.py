@@ -46,7 +46,7 @@ def build():
     ("import torch\ndef build():\n    x = torch.eye(2).to_sparse()\n    return torch.nn.Linear(2, 2), (x,)",
      ["input 0 is of layout torch.sparse_coo: give dense inputs, and that one as a buffer"]),
 ])
-def test_what_build_gets_wrong_is_told(assistant, source, said):
+def test_what_build_gets_wrong_is_reported(assistant, source, said):
     status, out, err = assistant(source)
     assert status == 1 and not out
     assert all(words in err for words in said), err

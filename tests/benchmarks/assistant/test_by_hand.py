@@ -113,7 +113,7 @@ def test_the_page_shows_it_beside_the_fastest_rung(studies_in_seconds, tmp_path,
 
 @pytest.mark.unit
 @pytest.mark.parametrize("version", [lambda x: x, ByHand(lambda x: x)])
-def test_one_that_is_no_module_is_told(version):
+def test_one_that_is_no_module_is_reported(version):
     with pytest.raises(UserError, match=r"by_hand is a \w+: give a torch\.nn\.Module, or ByHand"):
         Task.of(Task(nn.Linear(6, 6), (torch.randn(2, 6),), by_hand=version))
 
@@ -126,7 +126,7 @@ def test_a_module_alone_multiplies_in_its_dtype():
 
 
 @pytest.mark.unit
-def test_numerics_that_are_none_are_told():
+def test_numerics_that_are_none_are_reported():
     model = nn.Linear(6, 6)
     with pytest.raises(UserError, match="by_hand: numerics 'bf16': give one of tf32"):
         Task.of(Task(model, (torch.randn(2, 6),), by_hand=ByHand(model, "bf16")))

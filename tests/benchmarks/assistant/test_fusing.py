@@ -34,7 +34,7 @@ def seen(**kernels) -> Evidence:
 @pytest.mark.parametrize("before, left, why_not", [
     (2, 0, ""), (2, 1, ""), (1, 1, "1 softmax kernels ran, and no more before"),
     (0, 0, "")])                                           # beside compiled code, whose kernels have other names
-def test_a_softmax_that_still_runs_is_told(technique, before, left, why_not):
+def test_a_softmax_that_still_runs_is_reported(technique, before, left, why_not):
     program = SimpleNamespace(analysis=SimpleNamespace(attentions=[]))
     kernels = [seen(**{"aten::softmax": count, FUSED: 1}) for count in (before, left)]
     assert technique.TECHNIQUE.fired(program, *kernels) == why_not

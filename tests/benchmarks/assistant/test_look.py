@@ -103,7 +103,7 @@ def test_what_is_said_names_model_work_lines_and_what_could_be_done(looked):
 
 
 @pytest.mark.unit
-def test_a_model_that_raises_is_told():
+def test_a_model_that_raises_is_reported():
     with pytest.raises(UserError, match="can't be called on these inputs"):
         look(nn.Linear(3, 3), (torch.ones(2, 2),))
 

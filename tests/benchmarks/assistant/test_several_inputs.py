@@ -147,6 +147,6 @@ def test_code_is_judged_on_all_of_them(tmp_path):
 @pytest.mark.parametrize("second, said", [((torch.randn(2, 5, 7),), "can't be called on these inputs"),
                                           ((3,), "hold no tensor"),
                                           ((SHORT.int().float().to(torch.float8_e4m3fn),), "inputs in float8")])
-def test_a_second_that_is_no_input_is_told(second, said):
+def test_a_second_that_is_no_input_is_reported(second, said):
     with pytest.raises(UserError, match=said):
         optimize(nn.Linear(6, 6), [(SHORT,), second], quick=True)

@@ -176,7 +176,7 @@ def test_a_copy_that_is_not_imported_is_left_out(project):
 
 
 @pytest.mark.integration
-def test_code_that_does_not_run_is_told(project):
+def test_code_that_does_not_run_is_reported(project):
     source = load(f"{project}/my_model.py:build")
     with pytest.raises(UserError, match=r"my_model.py can't be imported: SyntaxError"), \
             written_out(source, [Advice("return (", Place(f"{project}/norms.py", 11))], CPU):

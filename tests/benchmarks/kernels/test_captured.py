@@ -124,7 +124,7 @@ def test_everything_of_an_experiment_is_saved(sources, tmp_path):
 
 
 @unit
-def test_what_was_saved_is_told(sources, tmp_path):
+def test_what_was_saved_is_reported(sources, tmp_path):
     saved(tmp_path)
     told = captured.explain(tmp_path)
     assert told.startswith("SwiGLU of 4 x 8 and 4 x 8, float32, a GPU\n")

@@ -124,7 +124,7 @@ def test_each_mutant_is_caught(wrong, monkeypatch):
     ("v", torch.zeros(1, 2, 9, 16), "v is"), ("g", torch.zeros(1, 2, 9), "g is"),
     ("b", torch.zeros(1, 2, 8, 1), "b is"),
     ("k", torch.zeros(1, 2, 8, 16).double(), "k is")])
-def test_what_it_does_not_take_is_told(name, value, said):
+def test_what_it_does_not_take_is_reported(name, value, said):
     tensors = {each: t.detach() for each, t in given(8, 16, 16).items()}
     with pytest.raises((ValueError, TypeError)) as error:
         delta_rule(**tensors | {name: value.to(DEVICE)})

@@ -115,7 +115,7 @@ def test_equal_draws_are_told_apart_by_chance_no_more_often_than_is_said():
 
 
 @pytest.mark.parametrize("factor, passes", [(1.0, True), (1.5, False)])
-def test_a_spread_on_either_side_of_what_is_told(factor, passes):
+def test_a_spread_on_either_side_of_what_is_reported(factor, passes):
     generator = torch.Generator().manual_seed(1)
     ours, theirs = (torch.randn(48, 200, generator=generator, dtype=torch.float64) for _ in range(2))
     assert all(check.passed for check in chance.of_draws(output("output"), factor * theirs, ours)) == passes

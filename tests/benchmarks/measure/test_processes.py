@@ -95,7 +95,7 @@ def test_who_is_interrupted_keeps_what_the_last_process_finished(of_each, tmp_pa
 
 
 @unit
-def test_who_runs_processes_ends_as_an_exception_does_when_told(of_each, monkeypatch):
+def test_who_runs_processes_ends_as_an_exception_does_when_reported(of_each, monkeypatch):
     """Without it SIGTERM would end this one at once, and leave the other measuring."""
     told = []
     monkeypatch.setattr(signals, "end_in_order", lambda: told.append(True))

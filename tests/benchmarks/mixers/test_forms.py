@@ -159,7 +159,7 @@ def test_each_wrong_form_is_caught(wrong):
     ("k", (2, 3, 13, 4), "k is [2, 3, 13, 4] beside q [2, 3, 13, 5]: give [2, 3, 13, 5]"),
     ("v", (2, 3, 12, 4), "v is [2, 3, 12, 4]"), ("g", (2, 3, 13, 5), "g is [2, 3, 13, 5]"),
     ("b", (2, 13), "b is [2, 13]")])
-def test_shapes_that_do_not_go_together_are_told(name, shape, said):
+def test_shapes_that_do_not_go_together_are_reported(name, shape, said):
     with pytest.raises(ValueError) as error:
         replace(made(True), **{name: torch.zeros(shape)})
     assert said in str(error.value)

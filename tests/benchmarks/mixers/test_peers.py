@@ -79,7 +79,7 @@ def test_its_inputs_lie_as_it_takes_them():
 
 @unit
 @pytest.mark.parametrize("library, module", [(FLA, "fla"), (MAMBA, "mamba_ssm")])
-def test_what_is_not_installed_is_told(library, module, monkeypatch):
+def test_what_is_not_installed_is_reported(library, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(NotImplementedError, match=f"^{library} can't be imported: "):
         peer(library, MIXERS["SSD"])

@@ -211,7 +211,7 @@ def test_which_recipes_torch_multiplies_in(monkeypatch):
 
 
 @unit
-def test_a_torch_without_it_is_told(monkeypatch):
+def test_a_torch_without_it_is_reported(monkeypatch):
     monkeypatch.setattr(scaled, "on_a_cpu", lambda: False)
     assert why_not(RECIPES["FP8 row"], CPU) == f"torch {torch.__version__} multiplies FP8 on a GPU alone"
 

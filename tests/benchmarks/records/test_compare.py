@@ -338,7 +338,7 @@ def test_raw_milliseconds_stand_beside_the_verdict():
     assert abs(float(row["percent (by cal)"].removesuffix(" %"))) < 2          # the clock's doubling is made up for
 
 
-def test_the_table_has_a_column_for_each_thing_that_is_told():
+def test_the_table_has_a_column_for_each_thing_that_is_reported():
     text = compare.text(seen_of(process(1), process(2)))
     headers = re.split(r"\s{2,}", text.splitlines()[0].strip())
     assert headers == ["step", "pass", "launch", "old ms", "noise", "new ms", "noise", "difference ms",
@@ -346,7 +346,7 @@ def test_the_table_has_a_column_for_each_thing_that_is_told():
     assert text.split("\n\n")[1] == "8 SAME"
 
 
-def test_how_many_rows_got_which_verdict_is_told():
+def test_how_many_rows_got_which_verdict_is_reported():
     words = compare.summary(seen_of(process(1), process(2, slower={"0_baseline": 1.2, "2_sdpa": 0.8})))
     assert words == "2 FASTER, 2 SLOWER, 4 SAME"
 

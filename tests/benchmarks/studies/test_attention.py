@@ -211,6 +211,6 @@ def test_without_records_there_is_no_answer():
     (["--pass", "backward", "--way", "10 causal"], "--pass backward: no --way has it; give 1 tiles, 2 tensor cores"),
     (["--width", "128", "--hidden-size", "192", "--num-heads", "1"], "the hidden size 192 is no multiple of it"),
     (["--hidden-size", "96", "--num-heads", "1"], "--width 64: the hidden size 96 is no multiple of it")])
-def test_wrong_options_are_told(wrong, said, study_main):
+def test_wrong_options_are_reported(wrong, said, study_main):
     status, _, out = study_main("attention", *wrong)
     assert status == 2 and said in out

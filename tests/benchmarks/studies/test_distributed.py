@@ -66,7 +66,7 @@ LAYERS = 2
     ("tp:4+sp", 4, Layout(1, 1, 4, True), "tp:4+sp"), ("fsdp, tp:2", 8, Layout(1, 4, 2), "fsdp:4,tp:2"),
     ("tp:2+sp,fsdp:2", 4, Layout(1, 2, 2, True), "fsdp:2,tp:2+sp"), ("hsdp:4", 8, Layout(2, 4, 1), "hsdp:2x4"),
     ("hsdp:2,tp:2", 8, Layout(2, 2, 2), "hsdp:2x2,tp:2")])
-def test_a_layout_is_read_and_told(text, ranks, layout, told):
+def test_a_layout_is_read_and_reported(text, ranks, layout, told):
     assert parsed(text, ranks) == layout and str(layout) == told and parsed(told, ranks) == layout
 
 
@@ -140,9 +140,9 @@ def in_fp8(rank):
     config, found = CONFIG.replace(amp_dtype=torch.bfloat16), {}
     for words in ("fsdp", "tp:2"):
         layout = parsed(words, 2)
-        of_it = found_at(layout, USUAL, torch.float32, 4, config, calibrated=True)
+        found_there = found_at(layout, USUAL, torch.float32, 4, config, calibrated=True)
         expected = account.expected(config, LAYERS, layout, USUAL, torch.float32, fp8=True)
-        found[words] = of_it.errors, of_it.moved == expected
+        found[words] = found_there.errors, found_there.moved == expected
     return found
 
 
@@ -152,10 +152,10 @@ def every_right_one(rank):
 
     def try_it(name, words, sharding=USUAL, number=2):
         layout = parsed(words, 2)
-        of_it = found_at(layout, sharding, number=number, divided=sharding.divided(layout))
+        found_there = found_at(layout, sharding, number=number, divided=sharding.divided(layout))
         fp8 = bool(steps.load(number).traits.fp8)
         expected = account.expected(CONFIG, LAYERS, layout, sharding, torch.float64, fp8)
-        found[name] = of_it.errors, of_it.moved == expected
+        found[name] = found_there.errors, found_there.moved == expected
     for words in ("fsdp", "hsdp:2x1", "tp:2", "tp:2+sp"):
         try_it(words, words)
     try_it("by the engine", "tp:2", number=4)
@@ -639,7 +639,7 @@ def test_a_foreign_checkpoint_is_a_line(study_main, monkeypatch, tmp_path, name,
 
 
 @unit
-def test_how_a_rank_ended_is_told(tmp_path):
+def test_how_a_rank_ended_is_reported(tmp_path):
     def failure(exitcode, message="", error_file="error.json"):
         return SimpleNamespace(exitcode=exitcode, message=message, error_file=error_file)
     assert launching.in_words(2, failure(-9)) == "rank 2 was ended by SIGKILL"
@@ -682,7 +682,7 @@ def test_a_port_in_use_is_a_line(study_main, monkeypatch):
 
 
 @unit
-def test_what_is_not_usual_is_told():
+def test_what_is_not_usual_is_reported():
     sharding = parallel.Sharding(parallel.POLICY, False, 2, torch.bfloat16, 1.0)
     assert sharding.variant == {"precision": "policy", "gathered": "kept", "prefetch": 2, "reduced in": "bfloat16",
                              "divided by": 1.0}
@@ -793,17 +793,17 @@ def _counts_of(rank, fits):
         return parallel.Stack([parallel.Layer(make(number)) for number in range(LAYERS)])
     x, dy = proof.global_batch(CONFIG, Layout(), 0)
     with mock.patch.object(timed, "clock_for", lambda device: clock):
-        of_it = timed.timed(stack, alone, x, dy, 6, 0, lambda phase: None)
+        found_there = timed.timed(stack, alone, x, dy, 6, 0, lambda phase: None)
     every = [None, None]
     torch.distributed.all_gather_object(every, clock.counts)
-    return every, of_it
+    return every, found_there
 
 
 @integration
 def test_all_ranks_run_as_often_as_the_first_one_says():
-    for (every, of_it), fits in zip(on_ranks(2, counts_of), (True, False), strict=True):
+    for (every, found_there), fits in zip(on_ranks(2, counts_of), (True, False), strict=True):
         assert every[0] == every[1] and (100, 100) in every[0]
-        assert of_it.spread == [1.0] * 6 and of_it.alone == [1.0] * 6 * fits
+        assert found_there.spread == [1.0] * 6 and found_there.alone == [1.0] * 6 * fits
 
 
 def of_times(layout, **figures_of_it):

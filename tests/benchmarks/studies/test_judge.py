@@ -50,7 +50,7 @@ def test_every_pair_was_recorded_and_the_judge_was_right_about_all():
 
 
 @unit
-def test_the_tables_name_what_can_not_be_told():
+def test_the_tables_name_what_can_not_be_reported():
     said = judge.text(cpu_records("judge"), 120)
     row = next(line.split() for line in said.splitlines() if line.startswith("GELU without tanh"))
     assert row.count("passes") == 2 and "FP64" in said

@@ -182,7 +182,7 @@ def test_a_quick_run_takes_the_way_that_is_asked_for():
 
 
 @unit
-def test_a_block_by_a_library_is_told(study_main):
+def test_a_block_by_a_library_is_reported(study_main):
     status, _, said = study_main("mixers", "--part", "block", "--way", "mamba-ssm")
     assert status == 2 and "--way: a block is built by a loop, at once," in said
 
@@ -349,7 +349,7 @@ def test_without_records_there_is_no_answer():
 @unit
 @pytest.mark.parametrize("wrong", [["--mixer", "RWKV"], ["--way", "by magic"], ["--part", "model"],
                                    ["--lengths", "0"], ["--lengths", "long"], ["--lengths", "16777217"]])
-def test_wrong_options_are_told(wrong, study_main):
+def test_wrong_options_are_reported(wrong, study_main):
     status, _, said = study_main("mixers", *wrong)
     assert status == 2 and wrong[0] in said
 

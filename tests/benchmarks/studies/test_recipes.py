@@ -298,7 +298,7 @@ def test_the_layers_of_a_block_and_their_work():
 @pytest.mark.parametrize("wrong", [
     ["--recipe", "FP7"], ["--steps", "0"], ["--seeds", "none"], ["--shapes", "16,16"], ["--part", "speed"],
     ["--shapes", "16,16,16", "--part", "accuracy"]])
-def test_wrong_options_are_told(wrong, study_main):
+def test_wrong_options_are_reported(wrong, study_main):
     status, _, said = study_main("recipes", *wrong)
     assert status == 2 and wrong[0] in said
 

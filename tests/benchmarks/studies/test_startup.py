@@ -107,7 +107,7 @@ def test_what_was_made_for_something_else_is_refused(name, other, tmp_path):
 
 
 @unit
-def test_an_empty_folder_is_told(tmp_path):
+def test_an_empty_folder_is_reported(tmp_path):
     answer = done(work(keeping.PACKAGE, mode=FORWARD, folder=tmp_path))
     assert answer.status == "failed" and "nothing was kept there" in answer.reason
 

@@ -169,7 +169,7 @@ def test_a_run_is_throttled_by_what_throttled_any_of_its_rows(on_gpu):
     assert [state["sm_mhz"] for state in rows] == [1980, 1425, 1500]
 
 
-def test_where_throttling_is_not_known_none_is_told(on_gpu):
+def test_where_throttling_is_not_known_none_is_reported(on_gpu):
     """No NVML: the card says n/a, and not that there was none."""
     on_gpu.time()
     assert on_gpu.row.state == on_gpu.result.state == {"load_average": 0.5}

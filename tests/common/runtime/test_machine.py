@@ -63,7 +63,7 @@ def test_facts_of_a_gpu_are_its_own_and_its_hosts(an_h200, nvml, monkeypatch):
     assert (facts["compute_capability"], facts["multiprocessors"], facts["memory_gib"]) == ("9.0", 132, 128.0)
 
 
-def test_two_versions_of_cudnn_are_told(an_h200, monkeypatch):
+def test_two_versions_of_cudnn_are_reported(an_h200, monkeypatch):
     def mixed():
         raise RuntimeError("cuDNN version incompatibility")
     monkeypatch.setattr(torch.backends.cudnn, "version", mixed)
