@@ -358,6 +358,7 @@ class _Assistant:
                 self._judge_on_others(judge_by, judgement, meaning)
         record_checks(judgement, result, GRADIENTS)
         referee = judge.referee()                              # it sees what its next calls change
+        truth.forget_others()
         self.values.enter_context(judge.with_the_references_values())
         subject = subject_of(module, self._work_in(phase), self._gates(plan), referee)
         subject.passes = self._modes_of_rungs(phase)

@@ -343,6 +343,13 @@ class Truth:
                 seen = self.own_on(off, numerics)
             yield seen
 
+    def forget_others(self) -> None:
+        """Let go of what it gives in other precisions than its own: of a large model each has gradients as large as its
+        parameters, and what is timed next needs the memory. Asked again, it is looked at again."""
+        self._own = {kind: seen for kind, seen in self._own.items() if kind is None}
+        self._lower.clear()
+        vars(self).pop("_channels_last", None)
+
     def others(self) -> Iterator[tuple[str, Observation]]:
         """What it gives in channels-last and in each precision below its own, best first: autocast, a copy in it."""
         if self._channels_last is not None:

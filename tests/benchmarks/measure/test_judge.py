@@ -902,6 +902,17 @@ def test_a_table_is_off_by_a_rounding_meanwhile():
 
 
 @pytest.mark.unit
+def test_what_a_reference_gives_in_other_precisions_is_let_go_of_and_asked_again():
+    truth = Truth(nn.Conv2d(2, 4, 3), Work(Inputs.of(tensor(2, 2, 8, 8)), None, 1, 0))
+    before = dict(truth.others()) | {"own": truth.own(None), "declared": truth.own("bfloat16")}
+    truth.forget_others()
+    assert truth.own(None) is before["own"] and truth.own("bfloat16") is not before["declared"]
+    again = dict(truth.others())
+    assert list(again) == [CHANNELS_LAST, "float16", "bfloat16"] and again["float16"] is not before["float16"]
+    assert torch.equal(again["bfloat16"].outputs["output"], before["bfloat16"].outputs["output"])
+
+
+@pytest.mark.unit
 def test_a_lower_precision_is_looked_at_once_for_all_tensors(monkeypatch):
     """Also where the reference does not run in it: a large model takes seconds to say so."""
     looked = []
