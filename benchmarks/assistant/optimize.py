@@ -52,6 +52,7 @@ from common.runtime.iteration import BOTH, FORWARD, MODES
 ALONE, TOGETHER, PIECES, WRITTEN = "alone", "together", "each as written", "written out"
 ITERATIONS = 30                        # a guess: compiling, judging and warming up a rung takes as long as so many
 GRADIENTS = 3                          # recorded of each rung, those nearest to their bounds
+LONG_MS = 100.0                        # an iteration that fills a sample by itself: each pass of a rung takes seconds
 QUICK_ROUNDS, ROUNDS = 6, {"cuda": 20, "cpu": 12}
 
 
@@ -268,8 +269,9 @@ class _Assistant:
         return self.modes if phase == ALONE else (self.result.mode,)
 
     def _modes_of_rungs(self, phase: str) -> tuple[str, ...]:
-        """Those of a rung: where it must be quick, the one that verdicts go by."""
-        return (self.result.mode,) if self.quick else self._modes_of(phase)
+        """Those of a rung: of a large model that must be quick, the one that verdicts go by."""
+        is_long = self.result.looked.spending.total_ms > LONG_MS
+        return (self.result.mode,) if self.quick and is_long else self._modes_of(phase)
 
     def _estimate(self, rungs: int) -> str:
         """How long measuring them takes, in words."""

@@ -136,7 +136,8 @@ def said(proofs, gain=None, status="", added=None, timed=True, alone=None):
     pieces = SimpleNamespace(results=results, why_not=lambda of, mode: status,
                              gain=lambda of, over, mode: gain if of.name == name else alone)
     ladder = [SimpleNamespace(technique=technique, gain=added)] if added else []
-    result = SimpleNamespace(proofs=proofs, pieces=pieces, mode="forward", ladder=ladder, file_known=True, others={})
+    result = SimpleNamespace(proofs=proofs, pieces=pieces, mode="forward", ladder=ladder, dropped=[], file_known=True,
+                             others={})
     one = Opportunity("sdpa", Found(ADVICE.place, "", 1, ""), "take", speedup=1.5, advice=ADVICE)
     return verdicts._as_written(result, one)
 

@@ -1,5 +1,6 @@
 """Which verdict a gain and a judgement lead to."""
 import math
+import sys
 import time
 from types import SimpleNamespace
 
@@ -240,15 +241,17 @@ def test_what_is_needless_beside_another_is_neither_climbed_nor_written(studies_
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("quick", [True, False])
-def test_in_a_hurry_a_rung_is_timed_in_the_pass_that_counts_alone(quick, studies_in_seconds):
-    """The model as it is in both."""
+@pytest.mark.parametrize("quick, long_ms, alone", [(True, 0.0, True), (False, 0.0, False), (True, 1e6, False)])
+def test_in_a_hurry_a_large_model_is_tried_in_the_pass_that_counts_alone(quick, long_ms, alone, studies_in_seconds,
+                                                                         monkeypatch):
+    """The model as it is, and a small one, in both."""
+    monkeypatch.setattr(sys.modules["benchmarks.assistant.optimize"], "LONG_MS", long_ms)
     same = Technique("same", "", lambda program: [Found(None, "", 1, "it is so")], lambda plan: None)
     result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=quick, rounds=2, techniques=[same])
     rung = Combination((same,))
     assert result.alone.ms(Combination(), FORWARD) and result.alone.ms(Combination(), BOTH)
-    assert result.alone.ms(rung, BOTH) and bool(result.alone.ms(rung, FORWARD)) != quick
-    assert any(check.of.alone for check in result.judgements["same"]) != quick
+    assert result.alone.ms(rung, BOTH) and bool(result.alone.ms(rung, FORWARD)) != alone
+    assert any(check.of.alone for check in result.judgements["same"]) != alone
 
 
 def waiting_on_top(alone, on_top):
