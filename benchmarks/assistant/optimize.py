@@ -358,9 +358,11 @@ class _Assistant:
             self.judgements[result.name] = judgement
             if phase != ALONE:                                 # each of them has its own rounds
                 self._judge_on_others(judge_by, judgement, meaning)
-        record_checks(judgement, result, GRADIENTS)
-        referee = judge.referee()                              # it sees what its next calls change
-        truth.forget_others()
+        try:
+            record_checks(judgement, result, GRADIENTS)
+            referee = judge.referee()                          # it sees what its next calls change
+        finally:
+            truth.forget_others()
         self.values.enter_context(judge.with_the_references_values())
         subject = subject_of(module, self._work_in(phase), self._gates(plan), referee)
         subject.passes = self._modes_of_rungs(phase)

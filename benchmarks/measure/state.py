@@ -100,13 +100,17 @@ class State:
     def _keep_module(self, module: nn.Module) -> None:
         """Its hooks stay the same ones; what they refer to is not the module's."""
         self._keep_container(vars(module), visits=False)
-        hooks = [value for name, value in vars(module).items() if name.endswith("_hooks") and value is not None]
-        self._keep_hooks([(value, dict(value)) for value in hooks])
+        hooks: list[tuple[dict, dict]] = []
         for name, value in vars(module).items():
             if not name.endswith("_hooks"):
                 self._visit(value)
+            elif isinstance(value, dict):
+                hooks.append((value, dict(value)))
+            elif isinstance(value, (MutableMapping, MutableSequence, MutableSet)):         # of a person's own
+                self._keep_container(value, visits=False)
+        self._keep_hooks(hooks)
 
-    def _keep_hooks(self, hooks: list[tuple[MutableMapping, dict]]) -> None:
+    def _keep_hooks(self, hooks: list[tuple[dict, dict]]) -> None:
         """(those of one kind, what they are now): a module has a dozen, almost all of them empty."""
         self._is_as_it_was.append(lambda: all(_same_items(value, before) for value, before in hooks))
 

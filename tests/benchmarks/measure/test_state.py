@@ -387,3 +387,17 @@ def test_the_start_of_what_keeps_no_state_copies_its_buffers_alone():
     """All else would be copied at each look."""
     module = Drawing()
     assert Start(module)._state is None and list(Start(module).before) == ["noise"]
+
+
+@pytest.mark.parametrize("kept, change", [
+    ([1], lambda hooks: hooks.append(2)), ({1}, lambda hooks: hooks.add(2)), ({"a": 1}, lambda hooks: hooks.clear())])
+def test_attributes_that_are_called_hooks_may_hold_anything(kept, change):
+    """Those of torch are dicts."""
+    module = nn.Linear(2, 2)
+    module.layer_hooks, module.no_hooks, before = kept, None, kept.copy()
+    state = State(module)
+    change(module.layer_hooks)
+    handle = module.register_forward_hook(lambda *_: None)
+    assert state.has_changed() and handle.id in module._forward_hooks
+    state.restore()
+    assert module.layer_hooks == before and not module._forward_hooks and not state.has_changed()
