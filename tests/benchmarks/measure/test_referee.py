@@ -214,7 +214,7 @@ def test_ones_beside_data_are_padded_at_the_end(shape, most):
     tensors = [tensor(3, 4), torch.ones(shape)]
     refresher = referee.Refresher(tensors)
     counts = set()
-    for _ in range(64):
+    for _ in range(400):                                   # one of ten counts is missing once in 10**17 times
         refresher.refresh()
         zeros = (tensors[1] == 0).sum(-1)
         count = int(zeros.flatten()[0])
