@@ -201,6 +201,21 @@ def test_layers_of_several_modules_are_no_group():
     assert judgement.passed, judgement
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("reads_memory", [True, False])
+def test_what_reads_memory_by_strides_needs_separate_products(reads_memory):
+    """As Longformer's overlapping chunks do: Dynamo writes the strides of each product into its graph."""
+    class Overlapping(spellings.Three):
+        def forward(self, x):
+            q, k, v = self.q(x), self.k(x), self.v(x)
+            if reads_memory:
+                q = q.as_strided((*q.shape[:-1], 4), q.stride())
+            return q.sum(-1, keepdim=True) + torch.cat([k, v], -1).sin()
+    model = made(Overlapping)
+    assert len(fused_qkv.find(read(model, Inputs.of(X)))) == (not reads_memory)
+    is_same(Rung(model, [fused_qkv.TECHNIQUE]), model)
+
+
 @pytest.mark.unit
 def test_layers_under_other_settings_are_no_group():
     """One without gradients, one in BF16, and the two that are alike."""
