@@ -72,37 +72,11 @@ def _layer(module: nn.Module, path: str, calls: Sequence[Call], is_last: bool) -
     return Layer(path, size, sum(call.flops for call in calls), why_not)
 
 
-# --------------------------------------------------------------------------------------------------------- what it buys
-
-
-def timed(size: Size, mode: str, device: torch.device, library: "Library") -> Ratio:
-    """How many times as fast a layer of that size is in FP8 as in BF16, by the GPU's time."""
-    tokens, inputs, outputs = size
-    plain = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
-    x, dy = (torch.randn(tokens, width, device=device, dtype=torch.bfloat16) for width in (inputs, outputs))
-    before, after = (iteration.of_call(layer, [x.clone()], [dy], dict(layer.named_parameters()), mode)
-                     for layer in (plain, library.in_fp8(plain)))
-    return gain_on_device(before, after, device)
-
-
-def gains(layers: Sequence[Layer], program: Program, library: "Library") -> dict[Size, Ratio]:
-    """Of each size that FP8 can have."""
-    mode = FORWARD if program.is_inference or not program.trace.trains else BOTH
-    sizes = dict.fromkeys(layer.size for layer in layers if not layer.why_not)
-    return {size: timed(size, mode, program.inputs.device, library) for size in sizes}
-
-
-def saved(layers: Sequence[Layer], gains: Mapping[Size, Ratio]) -> float:
-    """What the layers that pay save of the time of all, where time goes by FLOPs."""
-    paying = [layer for layer in layers if not layer.why_not and pays(gains[layer.size])]
-    return sum(layer.flops * (1 - 1 / gains[layer.size][0]) for layer in paying)
-
-
-# ------------------------------------------------------------------------------------------------ a model in FP8
+# ------------------------------------------------------------------------------------------------ a layer in FP8
 
 
 @functools.cache
-def _linear_in_fp8() -> type[nn.Module]:
+def _linear_by_transformer_engine() -> type[nn.Module]:
     te = engine.transformer_engine()
     base: type[nn.Module] = te.Linear
 
@@ -123,16 +97,17 @@ def _linear_in_fp8() -> type[nn.Module]:
 
 
 def _made(weight: Tensor, bias: Tensor | None, is_training: bool) -> nn.Module:
-    made = _linear_in_fp8()(weight.size(1), weight.size(0), bias=bias is not None, params_dtype=weight.dtype,
-                            device=weight.device)
+    outputs, inputs = weight.shape
+    made = _linear_by_transformer_engine()(inputs, outputs, bias=bias is not None, params_dtype=weight.dtype,
+                                           device=weight.device)
     made.weight = weight
     if bias is not None:
         made.bias = bias
     return made.train(is_training)
 
 
-def in_fp8(layer: nn.Linear) -> nn.Module:
-    """The same layer in FP8, with its parameters."""
+def by_transformer_engine(layer: nn.Linear) -> nn.Module:
+    """The same layer in FP8 by Transformer Engine, with its parameters."""
     return _made(layer.weight, layer.bias, layer.training)
 
 
@@ -158,7 +133,7 @@ def by_torchao(layer: nn.Linear, config: object = None) -> nn.Module:
     return made
 
 
-def _torchao_does_not_import() -> str:
+def _why_torchao_does_not_import() -> str:
     try:
         import torchao.float8  # noqa: F401
     except Exception as error:                                 # built for another torch, say
@@ -174,9 +149,40 @@ class Library:
     in_fp8: Callable[[nn.Linear], nn.Module]   # the same layer, with its parameters
 
 
-TRANSFORMER_ENGINE = Library("Transformer Engine", lambda: engine.import_error() or "", lambda layer: in_fp8(layer))
-TORCHAO = Library("torchao", functools.cache(_torchao_does_not_import), lambda layer: by_torchao(layer))
+TRANSFORMER_ENGINE = Library("Transformer Engine", lambda: engine.import_error() or "",
+                             lambda layer: by_transformer_engine(layer))
+TORCHAO = Library("torchao", functools.cache(_why_torchao_does_not_import), lambda layer: by_torchao(layer))
 LIBRARIES = {each.name: each for each in (TRANSFORMER_ENGINE, TORCHAO)}
+
+
+# --------------------------------------------------------------------------------------------------------- what it buys
+
+
+def timed(size: Size, mode: str, device: torch.device, library: Library) -> Ratio:
+    """How many times as fast a layer of that size is in FP8 as in BF16, by the GPU's time."""
+    tokens, inputs, outputs = size
+    plain = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
+    x, dy = (torch.randn(tokens, width, device=device, dtype=torch.bfloat16) for width in (inputs, outputs))
+    before, after = (iteration.of_call(layer, [x.clone()], [dy], dict(layer.named_parameters()), mode)
+                     for layer in (plain, library.in_fp8(plain)))
+    return gain_on_device(before, after, device)
+
+
+def gains(layers: Sequence[Layer], program: Program, library: Library) -> dict[Size, Ratio]:
+    """Of each size that FP8 can have."""
+    mode = FORWARD if program.is_inference or not program.trace.trains else BOTH
+    sizes = dict.fromkeys(layer.size for layer in layers if not layer.why_not)
+    return {size: timed(size, mode, program.inputs.device, library) for size in sizes}
+
+
+def paying(layers: Sequence[Layer], gains: Mapping[Size, Ratio]) -> list[Layer]:
+    """Those that FP8 makes faster."""
+    return [layer for layer in layers if not layer.why_not and pays(gains[layer.size])]
+
+
+def saved(layers: Sequence[Layer], gains: Mapping[Size, Ratio]) -> float:
+    """What the layers that pay save of the time of all, where time goes by FLOPs."""
+    return sum(layer.flops * (1 - 1 / gains[layer.size][0]) for layer in paying(layers, gains))
 
 
 def by_library(layers: Sequence[Layer], program: Program) -> tuple[dict[str, dict[Size, Ratio]], list[str]]:
@@ -192,6 +198,9 @@ def by_library(layers: Sequence[Layer], program: Program) -> tuple[dict[str, dic
                 raise
             failed.append(f"{name}: {in_a_line(error)}")
     return by, failed
+
+
+# ------------------------------------------------------------------------------------------------ a model in FP8
 
 
 def convert(paths: Sequence[str], library: Library, model: nn.Module) -> None:
@@ -226,12 +235,11 @@ def in_words(layers: Sequence[Layer], by: Mapping[str, Mapping[Size, Ratio]]) ->
     much faster by the others.
     """
     (library, gains), *others = by.items()
-    paying = [layer for layer in layers if not layer.why_not and pays(gains[layer.size])]
-    whole = sum(layer.flops for layer in layers)
-    share = 100 * sum(layer.flops for layer in paying) / whole
+    faster_ones = paying(layers, gains)
+    share = 100 * sum(layer.flops for layer in faster_ones) / sum(layer.flops for layer in layers)
     sizes = [f"{' x '.join(f'{each:,}' for each in size)} {gain[0]:.2f}{'' if pays(gain) else ' (left out)'}"
              for size, gain in gains.items()]
-    how_many = f"{len(paying)} of {len(layers)} linear layers by {library}, {share:.0f} % of their FLOPs"
+    how_many = f"{len(faster_ones)} of {len(layers)} linear layers by {library}, {share:.0f} % of their FLOPs"
     faster = f"times as fast as in BF16, by tokens x inputs x outputs: {', '.join(sizes)}"
     beside = [f"by {other}: {', '.join(f'{gain:.2f}' for gain, *_ in its.values())}" for other, its in others]
     return "; ".join([how_many, faster, *beside, *left_out(layers)])

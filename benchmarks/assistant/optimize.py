@@ -47,12 +47,13 @@ from common.report.record import PREDICTED, PREDICTED_MEMORY, VERDICT, Record, r
 from common.report.record_file import RecordFile
 from common.report.result import Compilation, Result
 from common.runtime.iteration import BOTH, FORWARD, MODES
+from common.runtime.timing import EventClock
 
 # The groups of rungs that share their rounds.
 ALONE, TOGETHER, PIECES, WRITTEN = "alone", "together", "each as written", "written out"
 ITERATIONS = 30                        # a guess: compiling, judging and warming up a rung takes as long as so many
 GRADIENTS = 3                          # recorded of each rung, those nearest to their bounds
-LONG_MS = 100.0                        # an iteration that fills a sample by itself: each pass of a rung takes seconds
+LONG_MS = EventClock.burst_ms          # an iteration that fills a sample by itself: each pass of a rung takes seconds
 QUICK_ROUNDS, ROUNDS = 6, {"cuda": 20, "cpu": 12}
 
 
@@ -169,7 +170,6 @@ class _Assistant:
         self.inference, self.modes = inference, (FORWARD,) if inference else MODES
         self.judgements: dict[str, Judgement] = {}
         self.meanings: dict[Meaning, list[Check]] = {}         # of which rungs it was judged, and by which checks
-        self.left_out: list[Technique] = []                    # of the ladder, which was measured again without them
         self.seconds_a_rung: float | None = None               # in the rounds before
         self.source = source                                   # what is to be written is tried there, if it is known
         self.prover = Prover(source, task, session.device, session.seed, inference) if source else None
@@ -309,8 +309,9 @@ class _Assistant:
     def _case_of(self, name: str, prepare: Callable[[Setting, Result], Subject], phase: str) -> Case:
         work = work_in_words(self.task.model, self._work_in(phase).inputs)
         variant = {"measured": phase}
-        if phase == TOGETHER and self.left_out:                # another ladder than the one before, in other rounds
-            variant["without"] = ", ".join(each.name for each in self.left_out)
+        left_out = [*self.result.clashes, *(each.technique.name for each in self.result.dropped)]
+        if phase == TOGETHER and left_out:                     # another ladder than the one before, in other rounds
+            variant["without"] = ", ".join(left_out)
         return Case(name, prepare, parameter_dtype=self.truth.dtype, work=work, variant=variant)
 
     def _work_in(self, phase: str) -> Work:
@@ -423,7 +424,6 @@ class _Assistant:
             if left_out is None:
                 return
             order.remove(left_out)
-            self.left_out.append(left_out)
             self.result.ladder.clear()
         if self.task.by_hand:
             self._measure([Combination()], TOGETHER, self.result.together, self._by_hand())
@@ -468,12 +468,12 @@ class _Assistant:
         return None
 
     def _dropped(self, order: Sequence[Technique]) -> Technique | None:
-        """The first that slows the ladder down: all after it were measured on what nobody would write."""
-        for added in self.result.ladder[:-1]:
-            if len(order) > 2 and self.result.slows_down(added):
-                self.result.dropped.append(added)
-                return added.technique
-        return None
+        """The first that slows the ladder down, if others follow: those were measured on what nobody would write."""
+        slowing = next(filter(self.result.slows_down, self.result.ladder[:-1]), None)
+        if slowing is None or len(order) == 2:                 # without it there would be no ladder
+            return None
+        self.result.dropped.append(slowing)
+        return slowing.technique
 
     def _better_without(self, rung: Combination, technique: Technique) -> Technique | None:
         """What captures this rung, where it runs launched one by one, and its last technique gains more so."""

@@ -54,13 +54,7 @@ class ProjectionGroup(Region):
 
 
 def projections_in(graph: Captured) -> list[ProjectionGroup]:
-    """Those whose weights a module owns: others would be computed anew at each call.
-
-    None where `as_strided` reads memory: Dynamo has written the strides of separate tensors into the graph, and the
-    parts of one product have others.
-    """
-    if any(name_of(node) == "as_strided" for node in graph.nodes):
-        return []
+    """Those whose weights a module owns: others would be computed anew at each call."""
     groups: dict[tuple, list[fx.Node]] = {}
     settings = settings_in(graph)
     for node in graph.nodes:

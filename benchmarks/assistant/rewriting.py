@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 from torch._inductor.compile_fx import compile_fx
 
 from benchmarks.assistant.graph import Captured, ancestors, given_to
-from benchmarks.assistant.normal import normalise
+from benchmarks.assistant.normal import name_of, normalise
 from benchmarks.assistant.program import constants_of
 from common.runtime.compiler import allow_many_graphs
 
@@ -75,6 +75,27 @@ def put_in_place(output: fx.Node, nodes: fx.Graph, function: Callable, args: tup
     erase_unused(output, nodes)
 
 
+def keep_strides(nodes: fx.Graph) -> None:
+    """Dynamo has written strides into the graph: what `as_strided` reads by them is to lie in memory as it did then,
+    whatever a pass puts in its place."""
+    reads = [node for node in nodes.nodes if node.op.startswith("call_") and name_of(node) == "as_strided"]
+    for node in reads:
+        x: Any = node.args[0]
+        value = x.meta.get("example_value")
+        if isinstance(value, Tensor) and all(isinstance(each, int) for each in value.stride()):
+            with nodes.inserting_before(node):
+                kept = nodes.call_function(with_strides, (x, value.stride()))
+            kept.meta = dict(x.meta)
+            node.replace_input_with(x, kept)
+
+
+def with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A tensor that lies so in memory: itself, or a copy."""
+    if x.stride() == strides:
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
 class Rewritten:
     """A backend of torch.compile: every graph goes through the passes, and then to Inductor where that is asked for."""
 
@@ -90,6 +111,7 @@ class Rewritten:
         as_it_was.graph.output(as_it_was.graph.graph_copy(module.graph, {}))
         as_it_was.recompile()
         captured = Captured(module, given_to(module, self.constant))
+        keep_strides(module.graph)
         assumed = [one for edit in self.passes for one in edit(captured)]
         run: Any = self._compiled(module, example_inputs) if self.compiles else module.forward
         return _guarded(run, as_it_was, assumed) if assumed else run

@@ -115,11 +115,6 @@ class Inputs:
                                             (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
-    @property
-    def are_looked_up(self) -> bool:
-        """Whether none is floating, but for masks: what a rounding would move are the tables."""
-        return are_looked_up(list(self.named().values()))
-
     def rolled(self) -> "Inputs":
         """Others of the same kind: each tensor is rolled by one along its last dimension, but for masks."""
         tensors = list(self.named().values())

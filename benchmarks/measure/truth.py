@@ -16,6 +16,7 @@ from benchmarks.measure.calls import (
     PERTURBATIONS,
     Inputs,
     Step,
+    are_looked_up,
     meanwhile_off_by_a_rounding,
     named_buffers,
     named_parameters,
@@ -399,7 +400,7 @@ class Truth:
 @contextlib.contextmanager
 def _off_by_a_rounding(call: Callable, work: Work, number: int, step: Step) -> Iterator[Work]:
     """Its inputs are; where they are whole numbers, meanwhile what these are looked up in."""
-    if not work.inputs.are_looked_up:
+    if not are_looked_up(list(work.inputs.named().values())):
         yield dataclasses.replace(work, inputs=work.inputs.off_by_a_rounding(number, step))
         return
     with meanwhile_off_by_a_rounding(tables_of(call), number, step):

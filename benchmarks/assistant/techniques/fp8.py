@@ -9,7 +9,6 @@ import torch
 
 from benchmarks.assistant import fp8
 from benchmarks.assistant.program import Program
-from benchmarks.assistant.side_by_side import pays
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from common.block.evidence import Evidence
 
@@ -62,7 +61,7 @@ def find(program: Program) -> list[Found]:
     if not by:
         return [Found(None, "", 1, "; ".join(filter(None, [how_many, others])), "; ".join(failed))]
     best, *slower = sorted(by, key=lambda name: -fp8.saved(layers, by[name]))
-    chosen = tuple(layer.path for layer in possible if pays(by[best][layer.size]))
+    chosen = tuple(layer.path for layer in fp8.paying(layers, by[best]))
     why_not = "" if chosen else "no linear layer is faster in it"
     in_words = fp8.in_words(layers, {name: by[name] for name in (best, *slower)})
     said = "; ".join(filter(None, [in_words, *failed, others]))

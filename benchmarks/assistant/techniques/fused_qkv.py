@@ -59,14 +59,15 @@ def advice(program: Program, found: Found) -> Advice | None:
     names = [f"{layer.rpartition('.')[2]}_out" for layer in layers]
     kinds = ["weight", "bias"] if group.biases else ["weight"]
     together = [f"torch.cat([{', '.join(f'{layer}.{kind}' for layer in layers)}])" for kind in kinds]
-    is_even = len(set(group.widths)) == 1
-    split = f"chunk({len(group.nodes)}, dim=-1)" if is_even else f"split({group.widths}, dim=-1)"
     fused = f"F.linear({', '.join([ast.unparse(calls[0].args[0]), *together])})"       # type: ignore[attr-defined]
-    lines = [f"{', '.join(names)} = {fused}.{split}"]
     if group.is_changed:
-        lines = [f"fused_out = {fused}"]
-        for name, (begin, end) in zip(names, group.places, strict=True):
-            lines.append(f"{name} = fused_out[..., {begin}:{end}]")
+        slices = [f"{name} = fused_out[..., {begin}:{end}]"
+                  for name, (begin, end) in zip(names, group.places, strict=True)]
+        lines = [f"fused_out = {fused}", *slices]
+    else:
+        is_even = len(set(group.widths)) == 1
+        split = f"chunk({len(group.nodes)}, dim=-1)" if is_even else f"split({group.widths}, dim=-1)"
+        lines = [f"{', '.join(names)} = {fused}.{split}"]
     code = {ast.dump(call): name for call, name in zip(calls, names, strict=True)}
     lines += [ast.unparse(Replaced(code).visit(copy.deepcopy(statement))) for statement in statements]
     last = max(statement.end_lineno or statement.lineno for statement in statements)
@@ -92,12 +93,13 @@ def _rewrite(group: ProjectionGroup, nodes: fx.Graph) -> None:
         weight = nodes.call_function(torch.cat, (group.weights,))
         bias = nodes.call_function(torch.cat, (biases,)) if biases else None
         fused = nodes.call_function(F.linear, (group.x, weight, bias))
+        made = [weight, fused]
         if group.is_changed:
             parts = [nodes.call_method("narrow", (fused, -1, begin, end - begin)) for begin, end in group.places]
         else:
-            split = nodes.call_method("split", (fused, group.widths), {"dim": -1})
-            parts = [nodes.call_function(_item, (split, place)) for place in range(len(group.nodes))]
-        for node in (weight, fused, *parts[0].all_input_nodes):
+            made.append(nodes.call_method("split", (fused, group.widths), {"dim": -1}))
+            parts = [nodes.call_function(_item, (made[-1], place)) for place in range(len(group.nodes))]
+        for node in made:
             node.meta = {key: value for key, value in first.meta.items() if key != "example_value"}
         for part, node in zip(parts, group.nodes, strict=True):
             part.meta = dict(node.meta)

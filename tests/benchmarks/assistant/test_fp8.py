@@ -74,9 +74,9 @@ def has_fp8(monkeypatch):
     monkeypatch.setattr(layers_in_fp8, "LIBRARIES", {each.name: each for each in (TRANSFORMER_ENGINE,)})
     monkeypatch.setattr(layers_in_fp8, "timed", lambda size, mode, device, library: (
         (1.5, 1.4, 1.6) if size[2] > WIDTH else (0.9, 0.8, 0.95)))
-    layers_in_fp8._linear_in_fp8.cache_clear()
+    layers_in_fp8._linear_by_transformer_engine.cache_clear()
     yield
-    layers_in_fp8._linear_in_fp8.cache_clear()
+    layers_in_fp8._linear_by_transformer_engine.cache_clear()
 
 
 class Block(nn.Module):
@@ -208,15 +208,10 @@ def rung_of(model, x, techniques=(fp8.TECHNIQUE,)):
     return Rung(model, techniques, found=found)
 
 
-@integration
-@pytest.mark.parametrize("others", [(), (autocast.TECHNIQUE,)])
-@pytest.mark.parametrize("first", [False, True])
-def test_it_is_the_same_model_in_fp8(others, first, has_fp8):
-    model, x = made()
-    rung = rung_of(model, x, (fp8.TECHNIQUE, *others) if first else (*others, fp8.TECHNIQUE))
-    assert rung.plan.numerics == "float8" and rung.plan.in_fp8 == ("blocks.0.up", "blocks.1.up")
+def is_the_model_in_fp8(rung, model, x):
+    """With its parameters, of the same meaning, and further off than BF16 explains."""
+    assert rung.plan.numerics == "float8"
     assert set(dict(rung.named_parameters())) == {f"module.{name}" for name, _ in model.named_parameters()}
-    assert type(rung.module.blocks[0].up).__name__ == "LinearInFP8" and type(model.blocks[0].up) is nn.Linear
     judgement = validate(rung, model, (x,), numerics=rung.plan.numerics)
     assert judgement.passed, judgement
     asked = {check.question for check in judgement if check.of.kind is Kind.OUTPUT}
@@ -224,10 +219,21 @@ def test_it_is_the_same_model_in_fp8(others, first, has_fp8):
     assert not validate(rung, model, (x,), numerics="bfloat16").passed
 
 
+@integration
+@pytest.mark.parametrize("others", [(), (autocast.TECHNIQUE,)])
+@pytest.mark.parametrize("first", [False, True])
+def test_it_is_the_same_model_in_fp8(others, first, has_fp8):
+    model, x = made()
+    rung = rung_of(model, x, (fp8.TECHNIQUE, *others) if first else (*others, fp8.TECHNIQUE))
+    assert rung.plan.in_fp8 == ("blocks.0.up", "blocks.1.up")
+    assert type(rung.module.blocks[0].up).__name__ == "LinearInFP8" and type(model.blocks[0].up) is nn.Linear
+    is_the_model_in_fp8(rung, model, x)
+
+
 @unit
 def test_a_copy_has_parameters_of_its_own(has_fp8):
     for layer in (nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH, bias=False).eval()):
-        made = layers_in_fp8.in_fp8(layer)
+        made = layers_in_fp8.by_transformer_engine(layer)
         other, x = copy.deepcopy(made), torch.randn(16, WIDTH)
         assert made.weight is layer.weight and other.weight is not layer.weight and other.training == layer.training
         assert torch.equal(other(x), made(x)) and other.use_bias == (layer.bias is not None)
@@ -245,21 +251,6 @@ def without_its_weights_gradient(layer):
 
 WRONG = {"without its bias": lambda layer: setattr(layer, "use_bias", False),
          "scaled": times_one_and_a_half, "without gradients": without_its_weights_gradient}
-
-
-@integration
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_one_is_unsafe(wrong, has_fp8, monkeypatch):
-    right = layers_in_fp8.in_fp8
-
-    def spoilt(layer):
-        made = right(layer)
-        WRONG[wrong](made)
-        return made
-    monkeypatch.setattr(layers_in_fp8, "in_fp8", spoilt)
-    model, x = made()
-    rung = rung_of(model, x)
-    assert not validate(rung, model, (x,), numerics=rung.plan.numerics).passed
 
 
 @unit
@@ -358,25 +349,23 @@ def test_one_of_the_libraries_is_enough(errors, said, monkeypatch):
 def test_it_is_the_same_model_by_torchao(others, has_torchao):
     model, x = made()
     rung = rung_of(model, x, (*others, fp8.TECHNIQUE))
-    assert rung.plan.numerics == "float8" and len(rung.plan.in_fp8) == 4
-    assert set(dict(rung.named_parameters())) == {f"module.{name}" for name, _ in model.named_parameters()}
-    judgement = validate(rung, model, (x,), numerics=rung.plan.numerics)
-    assert judgement.passed, judgement
-    asked = {check.question for check in judgement if check.of.kind is Kind.OUTPUT}
-    assert "meaning" in asked and all(check.proven for check in judgement if check.question == "meaning")
-    assert not validate(rung, model, (x,), numerics="bfloat16").passed
+    assert len(rung.plan.in_fp8) == 4
+    is_the_model_in_fp8(rung, model, x)
 
 
 @integration
-@pytest.mark.parametrize("wrong", ["scaled", "without gradients"])
-def test_a_wrong_one_by_torchao_is_unsafe(wrong, has_torchao, monkeypatch):
-    right = layers_in_fp8.by_torchao
+@pytest.mark.parametrize("library, wrong", [
+    *(("by_transformer_engine", wrong) for wrong in WRONG),
+    ("by_torchao", "scaled"), ("by_torchao", "without gradients")])
+def test_a_wrong_one_is_unsafe(library, wrong, request, monkeypatch):
+    request.getfixturevalue("has_torchao" if library == "by_torchao" else "has_fp8")
+    right = getattr(layers_in_fp8, library)
 
     def spoilt(layer):
         made = right(layer)
         WRONG[wrong](made)
         return made
-    monkeypatch.setattr(layers_in_fp8, "by_torchao", spoilt)
+    monkeypatch.setattr(layers_in_fp8, library, spoilt)
     model, x = made()
     rung = rung_of(model, x)
     assert not validate(rung, model, (x,), numerics=rung.plan.numerics).passed

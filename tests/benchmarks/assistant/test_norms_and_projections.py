@@ -4,12 +4,13 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F  # noqa: F401 - what is pasted in here calls it
 
 from benchmarks.assistant import optimize, source
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
-from benchmarks.assistant.techniques import fused_qkv, library_norm
+from benchmarks.assistant.techniques import compiled, fused_qkv, library_norm, sdpa
 from benchmarks.measure.calls import Inputs
 from benchmarks.study import validate
 from common.block.evidence import observe
@@ -201,19 +202,39 @@ def test_layers_of_several_modules_are_no_group():
     assert judgement.passed, judgement
 
 
+def every_other(y):
+    """Of the last dimension, read by the strides that it has: Dynamo writes them into its graph."""
+    return y.as_strided((*y.shape[:-1], y.size(-1) // 2), (*y.stride()[:-1], 2 * y.stride(-1)))
+
+
+class OneIsReadByStrides(spellings.Three):
+    """As Longformer's overlapping chunks are."""
+
+    def forward(self, x):
+        return torch.cat([every_other(self.q(x)), self.k(x), self.v(x)], -1).sin()
+
+
+class NormReadByStrides(nn.Module):
+    def forward(self, x):
+        x = x.transpose(0, 1)
+        return every_other(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).sin()
+
+
+class AttentionReadByStrides(nn.Module):
+    def forward(self, x):
+        q = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        return every_other((q @ q.transpose(-1, -2) / q.size(-1)**0.5).softmax(-1) @ q).sin()
+
+
 @pytest.mark.integration
-@pytest.mark.parametrize("reads_memory", [True, False])
-def test_what_reads_memory_by_strides_needs_separate_products(reads_memory):
-    """As Longformer's overlapping chunks do: Dynamo writes the strides of each product into its graph."""
-    class Overlapping(spellings.Three):
-        def forward(self, x):
-            q, k, v = self.q(x), self.k(x), self.v(x)
-            if reads_memory:
-                q = q.as_strided((*q.shape[:-1], 4), q.stride())
-            return q.sum(-1, keepdim=True) + torch.cat([k, v], -1).sin()
-    model = made(Overlapping)
-    assert len(fused_qkv.find(read(model, Inputs.of(X)))) == (not reads_memory)
-    is_same(Rung(model, [fused_qkv.TECHNIQUE]), model)
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("kind, technique", [
+    (OneIsReadByStrides, fused_qkv.TECHNIQUE), (NormReadByStrides, library_norm.TECHNIQUE),
+    (AttentionReadByStrides, sdpa.TECHNIQUE)], ids=lambda value: getattr(value, "__name__", ""))
+def test_what_is_read_by_strides_lies_as_it_did(kind, technique, compiles, fresh_dynamo):
+    model = made(kind)
+    assert any(each.can_be_tried for each in technique.find(read(model, Inputs.of(X))))
+    is_same(Rung(model, [technique, *[compiled.TECHNIQUE] * compiles]), model)
 
 
 @pytest.mark.unit
