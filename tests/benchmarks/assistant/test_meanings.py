@@ -29,7 +29,7 @@ def with_another_slope(slope: float) -> Technique:
 
 
 TF32, BFLOAT16 = technique("settings", in_tf32), technique("autocast", in_bfloat16)
-SAME, OTHER = with_another_slope(0.01), with_another_slope(0.01 + 1e-9)
+SAME, OTHER = with_another_slope(0.01), with_another_slope(0.01 + 1e-8)
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_another_function_under_autocast_is_found(studies_in_seconds):
 @pytest.mark.integration
 def test_a_wrong_meaning_is_never_taken_for_judged(studies_in_seconds, asked):
     result = run(a_model(), TF32, OTHER)
-    assert asked == ["settings", "slope 0.010000001"]
+    assert asked == ["settings", "slope 0.01000001"]
     assert [one.verdict for one in result.opportunities if one.technique == OTHER.name] == ["unsafe"]
 
 
