@@ -212,11 +212,13 @@ class Optimized(Shown):
         return bool(gains) and all(gain[2] < SLOWER for gain in gains)
 
     def slows_down(self, added: Added) -> bool:
-        """Whether those before it on the ladder are faster without it; launched one by one that decides nothing where
-        it gains captured."""
+        """Whether those before it on the ladder are faster without it."""
+        return added.gain is not None and added.gain[2] < SLOWER
+
+    def gains_captured_alone(self, added: Added) -> bool:
+        """Whether it is launched one by one on the ladder, and captured it makes the model no slower."""
         captured = self.gain_captured(added.technique) if added.combination.launch == "eager" else None
-        gains = [gain for gain in (added.gain, captured) if gain]
-        return added.gain is not None and all(gain[2] < SLOWER for gain in gains)
+        return captured is not None and captured[2] >= SLOWER
 
     def added(self, technique: str) -> Added | None:
         """How it stood on the ladder, or on one before from which it was dropped."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from benchmarks.measure import bounds, chance, hints, names
 from benchmarks.measure.bounds import DRAWS_OTHERS, FP32, FP64, NOT_TWICE, NUMERICS, Standard
 from benchmarks.measure.calls import (
+    PERTURBATIONS,
     Inputs,
     first_names,
     named_buffers,
@@ -42,7 +43,7 @@ from benchmarks.measure.keeping import (
     without_dropout,
 )
 from benchmarks.measure.names import THE_CALL, Kind, Named
-from benchmarks.measure.observing import Loss, Observation, Work, norm, observe, rounding_in
+from benchmarks.measure.observing import Loss, Observation, RoundedAnew, Work, norm, observe, rounding_in
 from benchmarks.measure.referee import (
     NOT_PLAIN,
     TIMES_ROUNDING,
@@ -59,6 +60,7 @@ from benchmarks.measure.truth import (
     CONTRADICTS,
     Truth,
     free_memory,
+    further_in_all,
     furthest_output,
     multiplying_in,
     norms_of_all,
@@ -142,6 +144,11 @@ class Judge:
                               f"against the reference in {dtype_name(self.truth.dtype)}")
         return Judgement(self.checks, self._truth_in_words(), self.notes, self.numerics, hint,
                          has_oracle=self.truth.has_meaning, truth_in_short=self.truth.in_short)
+
+    def again(self, before: Judgement) -> Judgement:
+        """What was found of the same code before, without another look; timed calls are held against it."""
+        self.checks = before.checks
+        return before
 
     @property
     def meaning(self) -> list[Check] | None:
@@ -340,11 +347,12 @@ class Judge:
     def _compare_beside_kinks(self, seen: Observation, standard: Standard, before: list[Check],
                               further: Iterator[Observation]) -> None:
         """Where nothing but gradients is far off, as where a rounding moves what is near a kink to its other side:
-        compared again with the reference's own, further and further off, as long as one is too far."""
+        compared again with the reference's own, further and further off, as long as one is too far. In FP64 an output
+        may be far off as well, where many roundings to FP32 on the way add up."""
         while True:
             beyond = [check for check in self.checks if not check.passed or check.is_less_accurate]
-            only_gradients = beyond and all(check.of.kind.is_gradient for check in beyond)
-            own = next(further, None) if only_gradients else None
+            may_be = standard.dtype == FP64 or all(check.of.kind.is_gradient for check in beyond)
+            own = next(further, None) if beyond and may_be else None
             if own is None:
                 return
             self.checks = list(before)
@@ -469,6 +477,8 @@ class Judge:
             return
         if fp32_inside:
             self._compare_beside_kinks(seen, standard, before, self.truth.further_in_fp64())
+            if self._failed():
+                self._compare_beside_kinks(seen, standard, before, self._further_in_fp64(seen))
             if not self._failed():
                 return
         if self._is_contradicted(seen):
@@ -485,6 +495,20 @@ class Judge:
             self.checks.clear()
             self.meaning_is_known = False
             self._no_fp64(f"parameters without a partner are rounded to {dtype_name(self.dtype)}")
+
+    def _further_in_fp64(self, seen: Observation) -> Iterator[Observation]:
+        """The truth, and what the candidate itself makes of a rounding of its FP32, further and further off."""
+        exact = found = self.truth.exact
+        names_of_both = self._gradient_names(exact)
+        for number in range(PERTURBATIONS):
+            with RoundedAnew(number):
+                _, other = self._seen_in(FP64)
+            gradients = {our: _moved(exact.gradients[our], seen.gradients.get(their), other.gradients.get(their))
+                         for our, their in names_of_both.items()}
+            moved = replace(exact, outputs=_all_moved(exact.outputs, seen.outputs, other.outputs), gradients=gradients,
+                            forward_alone=_all_moved(exact.forward_alone, seen.forward_alone, other.forward_alone))
+            found = further_in_all(found, moved, exact)
+            yield found
 
     def _is_contradicted(self, in_fp64: Observation) -> bool:
         """Whether the candidate itself gives what the reference gives, and its FP64 copy something else.
@@ -657,6 +681,20 @@ def validate(candidate: Callable, reference: Callable, inputs: Any, loss: Loss |
     with parameters_kept(reference, given), quick_collections():
         return _validated(candidate, Truth(reference, Work(given, loss, cotangents, seed)), numerics, parameters or {},
                           overwrites_output)
+
+
+def _all_moved(truths: dict[str, Tensor], before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same of outputs, by their names."""
+    found = {name: _moved([truth], [before[name]], [after[name]]) or [truth]
+             for name, truth in truths.items() if name in before and name in after}
+    return truths | {name: moved for name, (moved,) in found.items()}
+
+
+def _moved(truth: list[Tensor] | None, before: list[Tensor] | None, after: list[Tensor] | None) -> list[Tensor] | None:
+    """The truth, as far off as one of a candidate's tensors has moved."""
+    if not (truth and before and after) or [t.shape for t in truth] != [t.shape for t in before]:
+        return truth
+    return [exact + (moved - t) for exact, t, moved in zip(truth, before, after, strict=False)]
 
 
 def _validated(candidate: Callable, truth: Truth, numerics: str | None, parameters: Mapping[str, str],

@@ -28,7 +28,7 @@ from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.int8 import WithInt8Weights
 from benchmarks.measure.keeping import kept, parameters_kept, uncompiled_meanwhile, without_dropout
 from benchmarks.measure.names import Kind, Named
-from benchmarks.measure.observing import Observation, Work, distance, norm, observe, rounding_in
+from benchmarks.measure.observing import Observation, RoundedAnew, Work, distance, norm, observe, rounding_in
 from benchmarks.measure.state import State, only_written
 from common.block.config import dtype_name
 from common.block.precision import multiplying_float32_in, without_tf32
@@ -40,6 +40,7 @@ OBJECTS_A_COLLECTION = 10_000          # made before Python collects by itself; 
 DRAWN_SCALE = 0.1                      # of values that are drawn in place of zeros
 # Of an output's norm, what no rounding of a dtype explains.
 CONTRADICTS = {FP64: 1e-6, FP32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.3}
+MOST_OF_FP32 = 1e-3                    # of an output's norm in FP64, what roundings to FP32 on the way explain
 
 
 @dataclass(frozen=True)
@@ -326,9 +327,9 @@ class Truth:
         step = Step(torch.finfo(FP32).eps, FP64)
         work = dataclasses.replace(self.few, inputs=self.few.inputs.copies(FP64))
         for number in range(PERTURBATIONS):
-            with _off_by_a_rounding(copy, work, number, step) as off:
-                other = observe(copy, off, FP64, overwrites_output=True, alone=False, draws=self.has_dropout)
-            found = _further(found, other, self.exact)
+            with _off_by_a_rounding(copy, work, number, step) as off, RoundedAnew(number):
+                other = observe(copy, off, FP64, overwrites_output=True, draws=self.has_dropout)
+            found = further_in_all(found, other, self.exact)
             yield found
 
     def off_by_a_rounding(self, work: Work, numerics: str | None) -> Iterator[Observation]:
@@ -419,6 +420,20 @@ def _further(a: Observation, b: Observation, exact: Observation) -> Observation:
         if truth and mine and other and distance(other, truth) > distance(mine, truth):
             gradients[name] = other
     return dataclasses.replace(a, gradients=gradients)
+
+
+def further_in_all(a: Observation, b: Observation, exact: Observation) -> Observation:
+    """The same, and with each output that is further, but for what no rounding explains."""
+    a, further = _further(a, b, exact), []
+    for mine, others, truths in ((a.outputs, b.outputs, exact.outputs),
+                                 (a.forward_alone, b.forward_alone, exact.forward_alone)):
+        further.append(dict(mine))
+        for name, truth in truths.items():
+            if takes_gradient(truth) and name in others and others[name].shape == truth.shape:
+                apart = distance([others[name]], [truth])
+                if distance([mine[name]], [truth]) < apart <= MOST_OF_FP32 * norm([truth]):
+                    further[-1][name] = others[name]
+    return dataclasses.replace(a, outputs=further[0], forward_alone=further[1])
 
 
 def furthest_output(a: Observation, b: Observation) -> float:

@@ -435,7 +435,7 @@ class Session:
         return works
 
     def _warm_up(self, mode: str, works: dict[Key, Work], clock: timing.Clock) -> dict[Key, float]:
-        """A few rounds of all; what each took in ms.
+        """A few rounds, and one of what fills a sample by a single iteration; what each took in ms.
 
         A captured graph keeps its memory. Where they do not fit together, the graph of the case that needs most when
         launched eagerly is left out, and so on.
@@ -443,8 +443,12 @@ class Session:
         while True:
             runs, between = _calls(works)
             try:
-                samples = rounds.interleaved(runs, clock, WARM_UP_ROUNDS, between, self.seed)
-                return {key: statistics.median(taken) for key, (taken, _) in samples.items()}
+                taken = {key: ms for key, (ms, _) in rounds.interleaved(runs, clock, 1, between, self.seed).items()}
+                short = {key: run for key, run in runs.items() if not clock.burst_ms or taken[key][0] < clock.burst_ms}
+                more = rounds.interleaved(short, clock, WARM_UP_ROUNDS - 1, between, self.seed)
+                for key, (ms, _) in more.items():
+                    taken[key] += ms
+                return {key: statistics.median(ms) for key, ms in taken.items()}
             except torch.OutOfMemoryError:                    # tried again below: here its tensors are still held
                 graphs = [key.entry for key in works if isinstance(key, RowKey) and key.launch == "graph"]
                 if not graphs:

@@ -273,17 +273,17 @@ def median_interval(samples: list[float]) -> tuple[float, float]:
     return ordered[max(0, low)], ordered[min(n - 1, high)]
 
 
-def enqueue_ms(iteration: Callable, between: Callable, budget_s: float = 0.5) -> float:
+def enqueue_ms(iteration: Callable, between: Callable, budget_s: float = 1.0) -> float:
     """Median host time to enqueue one iteration on an idle GPU, in ms: what the GPU waits for where it is faster.
 
-    One runs before. Then ten are timed, or as many, at least three, as begin within `budget_s`.
+    One runs before. Then ten are timed, or as many as begin within `budget_s`.
     """
     between()
     iteration()
     torch.cuda.synchronize()
     times: list[float] = []
     began = time.perf_counter()
-    while len(times) < 3 or (len(times) < 10 and time.perf_counter() - began < budget_s):
+    while len(times) < 10 and time.perf_counter() - began < budget_s:
         between()
         torch.cuda.synchronize()
         start = time.perf_counter_ns()

@@ -5,9 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.assistant import optimize, optimized, verdicts
+from benchmarks.assistant import ladder, optimize, optimized, verdicts
 from benchmarks.assistant.combination import Combination
-from benchmarks.assistant.optimize import _Assistant
 from benchmarks.assistant.optimized import SLOWER, Optimized
 from benchmarks.assistant.technique import Found, Technique
 from benchmarks.assistant.techniques import compiled, cuda_graph
@@ -58,17 +57,16 @@ def test_what_can_not_be_captured_is_ranked_by_its_launches(graph, studies_in_se
 @pytest.mark.parametrize("first, stays, clashing", [(2.6, "graph", "first"), (2.4, "first", "graph")])
 def test_where_one_can_not_be_captured_what_gains_more_stays(first, stays, clashing, studies_in_seconds):
     """Alone it makes the model 10 / first times as fast, and capturing makes the other one 4 times as fast."""
-    assistant = _Assistant.__new__(_Assistant)
-    assistant.result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=True, inference=True,
-                                techniques=[GRAPH, FIRST, SECOND])
-    timed(assistant.result, {"as it is": 10.0, "first": first, "second": 8.0}, {"as it is": 9.0, "second": 2.0})
-    together, mode = assistant.result.together, assistant.result.mode
-    together.results = {each.name: assistant.result.alone.results[each.name]
+    result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=True, inference=True,
+                      techniques=[GRAPH, FIRST, SECOND])
+    timed(result, {"as it is": 10.0, "first": first, "second": 8.0}, {"as it is": 9.0, "second": 2.0})
+    together, mode = result.together, result.mode
+    together.results = {each.name: result.alone.results[each.name]
                         for each in (Combination(), Combination((FIRST,)), Combination((SECOND,)))}
     failed = together.results["first"].rows[mode, "eager"]
     together.results["first"].rows[mode, "graph"] = replace(failed, timing=None, reason="graph: it waits")
-    assert assistant._clashing([GRAPH, FIRST]).name == clashing
-    assert assistant.result.clashes == {clashing: f"on top of {stays} it can't run: graph: it waits"}
+    assert [each.name for each in ladder._without_a_clash(result, [GRAPH, FIRST])] == [stays]
+    assert result.clashes == {clashing: f"on top of {stays} it can't run: graph: it waits"}
 
 
 @pytest.mark.integration

@@ -76,6 +76,26 @@ def test_what_is_another_function_when_computed_again_is_refused():
     assert found.why_not == "computed again, it gives other gradients"
 
 
+class Noisy(Layer):
+    """A bias gets a gradient that is another one in each call, as a GPU's sums in no fixed order make of zero."""
+
+    def __init__(self, size: float):
+        super().__init__()
+        self.noise, self.bias = torch.Generator().manual_seed(0), nn.Parameter(torch.zeros(()))
+        self.size = size
+
+    def forward(self, x):
+        moved = self.bias * self.size * torch.randn((), generator=self.noise)
+        return super().forward(x) + (moved - moved.detach())
+
+
+@unit
+@pytest.mark.parametrize("size, same", [(1e-5, True), (0.1, False)])
+def test_what_is_rounding_of_all_gradients_may_differ_from_call_to_call(size, same):
+    [found] = checkpointing.find(program_of(stack(Noisy, 2, size=size)))
+    assert ("of the speed here" in found.reason) == same and ("other gradients" in found.why_not) != same, found
+
+
 @unit
 @pytest.mark.parametrize("share, worth_it", [(0.49, False), (0.51, True)])
 def test_it_is_worth_time_where_memory_is_short(share, worth_it, monkeypatch):

@@ -72,8 +72,7 @@ def test_a_part_of_the_report_that_breaks_leaves_the_others(studies_in_seconds, 
 
 
 def test_a_stage_that_breaks_leaves_those_before(studies_in_seconds, monkeypatch):
-    module = importlib.import_module("benchmarks.assistant.optimize")
-    monkeypatch.setattr(module._Assistant, "_climb", breaks)
+    monkeypatch.setattr(importlib.import_module("benchmarks.assistant.optimize"), "climb", breaks)
     result = optimized(fused_qkv.TECHNIQUE)
     [one] = result.opportunities
     assert one.speedup and result.failures == ["the rungs: KeyError: 'nowhere'"]

@@ -1,6 +1,5 @@
 """Which verdict a gain and a judgement lead to."""
 import math
-import sys
 import time
 from types import SimpleNamespace
 
@@ -8,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.assistant import optimize, optimized, verdicts
+from benchmarks.assistant import ladder as ladders
+from benchmarks.assistant import optimize, optimized, rungs, verdicts
 from benchmarks.assistant.combination import Combination, Measured
-from benchmarks.assistant.optimize import _Assistant
 from benchmarks.assistant.optimized import SLOWER, Added, Optimized
+from benchmarks.assistant.payback import pays_after
 from benchmarks.assistant.technique import Advice, Found, Technique
 from benchmarks.measure.checks import Check, Judgement
 from benchmarks.measure.names import gradient_of, output
@@ -245,7 +245,7 @@ def test_what_is_needless_beside_another_is_neither_climbed_nor_written(studies_
 def test_in_a_hurry_a_large_model_is_tried_in_the_pass_that_counts_alone(quick, long_ms, alone, studies_in_seconds,
                                                                          monkeypatch):
     """The model as it is, and a small one, in both."""
-    monkeypatch.setattr(sys.modules["benchmarks.assistant.optimize"], "LONG_MS", long_ms)
+    monkeypatch.setattr(rungs, "LONG_MS", long_ms)
     same = Technique("same", "", lambda program: [Found(None, "", 1, "it is so")], lambda plan: None)
     result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=quick, rounds=2, techniques=[same])
     rung = Combination((same,))
@@ -291,16 +291,27 @@ def test_the_ladder_goes_on_without_what_slows_it(numerics, verdict, why, studie
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("high, captured, launch, slows", [
-    (0.97, None, "eager", True), (0.99, None, "eager", False), (0.97, (1.2, 1.1, 1.3), "eager", False),
-    (0.97, (0.9, 0.8, 0.97), "eager", True), (0.97, (1.2, 1.1, 1.3), "graph", True)])
-def test_what_slows_a_ladder_down(monkeypatch, high, captured, launch, slows):
-    """Launched one by one that decides nothing where it gains captured: a graph may stand above it."""
+@pytest.mark.parametrize("high, captured, order, better", [
+    (0.97, None, "it other", None), (0.97, None, "first it other", "first other"),
+    (0.99, None, "first it other", None),
+    (0.97, (1.2, 1.1, 1.3), "first it other", "first other"), (0.97, None, "first it graph", "first graph"),
+    (0.97, (1.2, 1.1, 1.3), "first it graph", "first graph it"), (0.97, (1.2, 0.9, 0.98), "it graph", "graph it"),
+    (0.97, (0.9, 0.8, 0.97), "first it graph", "first graph"),
+    (0.97, (1.2, 1.1, 1.3), "graph it other", "graph other")])
+def test_what_slows_a_ladder_down(monkeypatch, high, captured, order, better):
+    """It is left out; what gains captured is tried behind what captures before. Two at least are a ladder."""
     monkeypatch.setattr(optimized, "SLOWER", SLOWER)
-    technique, graph = Technique("it", "", lambda program: ()), Technique("g", "", lambda program: (), launch="graph")
-    rung = Combination((technique, graph) if launch == "graph" else (technique,))
-    result = SimpleNamespace(gain_captured=lambda technique: captured)
-    assert Optimized.slows_down(result, Added(technique, rung, (0.9, 0.8, high))) == slows
+    order = [Technique(name, "", lambda program: (), launch="graph" if name == "graph" else "eager")
+             for name in order.split()]
+    result = Optimized(None, "")
+    monkeypatch.setattr(result, "gain_captured", lambda technique: captured)
+    for count, technique in enumerate(order, start=1):
+        gain = (0.9, 0.8, high) if technique.name == "it" else (1.2, 1.1, 1.3)
+        result.ladder.append(Added(technique, Combination(tuple(order[:count])), gain))
+    found = ladders._faster(result, order)
+    assert (found and " ".join(each.name for each in found)) == better
+    is_left_out = better is not None and "it" not in better.split()
+    assert [added.technique.name for added in result.dropped] == ["it"] * is_left_out
 
 
 @pytest.mark.unit
@@ -311,14 +322,13 @@ def test_what_compiling_took_is_won_back_alone_and_on_top_of_others():
     alone.results["compile"].compilation = Compilation(10.0, None)
     together = measured({AS_IT_IS: 100.0, "autocast": 60.0, "autocast + compile": 10.0})
     added = Added(compiled, Combination((autocast, compiled)), (6.0, 6.0, 6.0))
-    assistant = _Assistant.__new__(_Assistant)
-    assistant.techniques = (autocast, compiled)
-    assistant.result = SimpleNamespace(alone=alone, together=together, ladder=[])
-    assert assistant._payback() == "10,000 forward+backward calls"
-    assistant.result.ladder = [added]
-    assert assistant._payback() == ("alone 10,000 forward+backward calls, "
-                                    "on top of autocast 200 forward+backward calls")
+    looked = SimpleNamespace(found={autocast: (), compiled: ()})
+    result = SimpleNamespace(looked=looked, alone=alone, together=together, ladder=[])
+    assert pays_after(result) == "10,000 forward+backward calls"
+    result.ladder = [added]
+    assert pays_after(result) == ("alone 10,000 forward+backward calls, "
+                                  "on top of autocast 200 forward+backward calls")
     del together.results["autocast + compile"]
-    assert assistant._payback() == "10,000 forward+backward calls"
-    assistant.techniques = (autocast,)
-    assert assistant._payback() == ""
+    assert pays_after(result) == "10,000 forward+backward calls"
+    looked.found = {autocast: ()}
+    assert pays_after(result) == ""

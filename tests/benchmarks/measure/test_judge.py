@@ -17,7 +17,7 @@ from benchmarks.measure.calls import Inputs, Step, are_looked_up, meanwhile_off_
 from benchmarks.measure.checks import CHANNELS_LAST, Check, Judgement
 from benchmarks.measure.judge import Judge, validate
 from benchmarks.measure.names import buffer, gradient_of, output
-from benchmarks.measure.observing import Work, exact_in
+from benchmarks.measure.observing import RoundedAnew, Work, exact_in
 from benchmarks.measure.truth import CONTRADICTS, Truth
 from common import BlockConfig, parameters, steps
 from tests.helpers.deep_network import Deep
@@ -1223,3 +1223,52 @@ def test_a_compiled_module_whose_rate_of_dropout_no_attribute_shows_passes():
     assert judgement.passed and judgement.outputs_proven, judgement
     candidate.p = 0.4
     assert not validate(candidate, reference, tensor(32, 16)).passed
+
+
+# ------------------------------------------------------------------------ what adds roundings to FP32 up, in FP64
+
+
+class Rotary(nn.Module):
+    """Attention with rotary positions, whose angles are computed in FP32 or in the dtype of what it gets."""
+
+    def __init__(self, in_fp32: bool, factor: float = 1.0):
+        super().__init__()
+        self.in_fp32, self.factor = in_fp32, factor
+        self.projection = nn.Linear(16, 16)
+        self.register_buffer("frequencies", 10_000 ** -(torch.arange(0, 16, 2) / 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = torch.float32 if self.in_fp32 else x.dtype
+        positions = torch.arange(x.size(1), device=x.device, dtype=dtype)
+        angles = positions[:, None] * (self.frequencies.to(dtype) * self.factor)
+        cosine, sine = (t.repeat(1, 2).to(x.dtype) for t in (angles.cos(), angles.sin()))
+        y = 3 * self.projection(x)
+        first, second = y.chunk(2, -1)
+        y = y * cosine + torch.cat([-second, first], -1) * sine
+        return F.scaled_dot_product_attention(y, y, x, is_causal=True)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("reference, candidate, factor, passes", [
+    (True, False, 1.0, True), (False, True, 1.0, True), (True, True, 1 + 4e-6, False), (False, True, 1 + 4e-6, False)])
+def test_angles_of_far_positions_are_held_against_what_fp32_makes_of_them(reference, candidate, factor, passes):
+    """Those of position 2,000 are off by 1e-4 in FP32: outputs by 6e-6, more than a single rounding explains."""
+    torch.manual_seed(0)
+    rotary, other = Rotary(reference), Rotary(candidate, factor)
+    other.load_state_dict(rotary.state_dict())
+    judgement = validate(other, rotary, torch.randn(1, 2048, 16))
+    assert judgement.passed == passes, judgement.failure
+
+
+@pytest.mark.unit
+def test_what_is_exact_in_fp32_is_not_rounded_anew():
+    positions, table = torch.arange(3000), (1 / torch.arange(1.0, 3001.0)).double()
+    with RoundedAnew(0):
+        as_floats, cast, mask = positions.float(), table.float(), (1 - torch.ones(8, 8).tril()) * torch.finfo().min
+        products = as_floats * cast
+        halves = as_floats * 0.5
+    assert torch.equal(as_floats, positions.to(torch.float32)) and torch.equal(cast.double(), table)
+    assert torch.equal(mask, (1 - torch.ones(8, 8).tril()) * torch.finfo().min)
+    off = (products - positions * table).abs() / (positions * table).clamp_min(1)
+    assert 0 < off.max() < 4 * torch.finfo().eps
+    assert torch.equal(halves[:256], positions[:256] * 0.5)

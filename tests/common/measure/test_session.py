@@ -117,7 +117,7 @@ def test_records_are_written_as_they_become_final(studies_in_seconds, tmp_path, 
         return interleaved(*arguments)
     monkeypatch.setattr(rounds, "interleaved", counted)
     some.measure(group_of(0))
-    warm_up, forward, _, both = held
+    warm_up, _, forward, _, _, both = held                             # two rounds of warm-up
     assert set(warm_up) == set(forward) == {"check"} and set(both) == {"check", FORWARD}
     assert some.file.count == len(some.lines) > len(both)
 
@@ -402,7 +402,7 @@ def test_graphs_that_do_not_fit_beside_the_others_are_left_out(some):
         works[RowKey(entry, "eager")] = Work(eager, timing.nothing)
         works[RowKey(entry, "graph")] = Work(lambda: None, timing.nothing)
         entry.subject.forget_replay = lambda mode, name=entry.case.name: forgotten.append((name, mode))
-    expected = some._warm_up(FORWARD, works, timing.HostClock())
+    expected = some._warm_up(FORWARD, works, timing.HostClock())           # without bursts nothing is long
     assert expected.keys() == works.keys() == {*(RowKey(entry, "eager") for entry in entries),
                                                RowKey(entries[2], "graph")}
     assert all(ms > 0 for ms in expected.values())

@@ -463,9 +463,9 @@ def test_enqueueing_is_timed_on_an_idle_gpu(host, waits):
     assert host.calls == [*warm, "wait", *10 * timed, "wait"]
 
 
-@pytest.mark.parametrize("run_ms, times", [(2, 10), (100, 5), (400, 3), (9000, 3)])
+@pytest.mark.parametrize("run_ms, times", [(2, 10), (100, 9), (400, 3), (9000, 1)])
 def test_slow_enqueueing_is_timed_fewer_times(run_ms, times, host, waits):
-    """As often as begins within half a second, three times at the least."""
+    """As often as begins within a second."""
     assert timing.enqueue_ms(host.does("run", run_ms), timing.nothing) == run_ms
     assert host.calls.count("run") == 1 + times
 

@@ -1,0 +1,110 @@
+"""The ladder: one technique on top of the other, in an order in which each gains."""
+from collections.abc import Sequence
+
+from benchmarks.assistant.combination import Combination
+from benchmarks.assistant.optimized import Added, Optimized
+from benchmarks.assistant.rungs import TOGETHER, Rungs
+from benchmarks.assistant.technique import Technique, plan_of
+
+
+def climb(rungs: Rungs, tried: Sequence[Technique]) -> None:
+    """Measure the ladder: one technique after the other, the one that gains most first.
+
+    Where one fails or slows down what is below it, it is measured again, without it or in another order.
+    """
+    order = _in_order(rungs, tried)
+    by_hand = rungs.by_hand()
+    least = 1 if by_hand else 2                            # one alone is measured already
+    while len(order) >= least:
+        _climb_once(rungs, order)
+        better = _without_a_clash(rungs.result, order) or _faster(rungs.result, order)
+        if better is None:
+            return
+        order = better
+        rungs.result.ladder.clear()
+        rungs.ladders += 1
+    if by_hand:
+        rungs.measure([Combination()], TOGETHER, rungs.result.together, by_hand)
+
+
+def _in_order(rungs: Rungs, tried: Sequence[Technique]) -> list[Technique]:
+    """Those that can be on it, the one that gains most first."""
+    result = rungs.result
+    gains = {each: gain for each in tried if (gain := result.most_gained(each))}
+    order = sorted(gains, key=lambda each: -gains[each])
+    if rungs.quick:                                        # each rung on top of what compiles is compiled anew
+        order = [each for each in order if not result.is_slower(each)]
+        order.sort(key=lambda each: plan_of((each,), found=result.found).compiles)
+    needless = {each.instead_of for each in order}
+    return [each for each in order if each.name not in needless]
+
+
+def _climb_once(rungs: Rungs, order: Sequence[Technique]) -> None:
+    """Measure one ladder, whatever fails on it."""
+    result, combinations = rungs.result, _combinations(order)
+    every = combinations[-1]
+    others = [] if rungs.quick else [every.without(each) for each in order]
+    measured, mode = result.together, result.mode
+    rungs.measure([*combinations, *others], TOGETHER, measured, rungs.by_hand())
+    for before, rung, technique in zip(combinations, combinations[1:], order, strict=False):
+        left_out = None if rungs.quick else measured.gain(every, every.without(technique), mode)
+        result.ladder.append(Added(technique, rung, measured.gain(rung, before, mode), left_out))
+
+
+def _combinations(order: Sequence[Technique]) -> list[Combination]:
+    """The model as it is, and one technique more in each."""
+    return [Combination(tuple(order[:count])) for count in range(len(order) + 1)]
+
+
+def _without(order: Sequence[Technique], technique: Technique) -> list[Technique]:
+    return [each for each in order if each is not technique]
+
+
+def _without_a_clash(result: Optimized, order: Sequence[Technique]) -> list[Technique] | None:
+    """The order without the first that fails on top of those before it, which do not: all after it would fail by it,
+    too. None where none does."""
+    measured, mode, combinations = result.together, result.mode, _combinations(order)
+    for before, rung, technique in zip(combinations, combinations[1:], order, strict=False):
+        why_not = measured.why_not(rung, mode)
+        if not why_not or measured.why_not(before, mode):
+            continue
+        clashing = _better_without(result, rung, technique) or technique
+        others = rung.without(clashing).words or "the model as it is"
+        result.clashes[clashing.name] = f"on top of {others} it can't run: {why_not}"
+        return _without(order, clashing)
+    return None
+
+
+def _better_without(result: Optimized, rung: Combination, technique: Technique) -> Technique | None:
+    """What captures this rung, where it runs launched one by one, and its last technique gains more so."""
+    graph = _graph_in(rung.techniques)
+    if graph is None or graph is technique or not result.together.ms(rung.without(graph), result.mode):
+        return None
+    alone, captured = result.gain_alone(technique), result.most_gained(graph)
+    return graph if alone and captured and alone[0] > captured else None
+
+
+def _faster(result: Optimized, order: Sequence[Technique]) -> list[Technique] | None:
+    """Another order, where one slows down what is below it and others follow: they were measured on what nobody would
+    write. None where none does.
+
+    Launching hides what a technique gains: what gains captured comes behind what captures, and is left out only where
+    it is slower there, too.
+    """
+    slowing = next(filter(result.slows_down, result.ladder[:-1]), None)
+    if slowing is None:
+        return None
+    technique, graph = slowing.technique, _graph_in(order)
+    if graph and result.gains_captured_alone(slowing):
+        others = _without(order, graph)
+        place = others.index(technique)
+        return [*others[:place], graph, *others[place:]]
+    if len(order) == 2:                                    # without it there would be no ladder
+        return None
+    result.dropped.append(slowing)
+    return _without(order, technique)
+
+
+def _graph_in(techniques: Sequence[Technique]) -> Technique | None:
+    """The one that captures."""
+    return next((each for each in techniques if each.launch == "graph"), None)
