@@ -7,6 +7,7 @@ from benchmarks.assistant.combination import Combination, Interval, Measured, ga
 from benchmarks.assistant.look import Looked, shapes_in_words, times
 from benchmarks.assistant.predicting import Prediction
 from benchmarks.assistant.sections import Code, Said, Section, Shown, Table
+from benchmarks.assistant.side_by_side import WORTH_IT
 from benchmarks.assistant.source import Place
 from benchmarks.assistant.technique import Advice, Found, Technique, plan_of
 from benchmarks.assistant.techniques import compiled
@@ -212,8 +213,13 @@ class Optimized(Shown):
         return bool(gains) and all(gain[2] < SLOWER for gain in gains)
 
     def slows_down(self, added: Added) -> bool:
-        """Whether those before it on the ladder are faster without it."""
-        return added.gain is not None and added.gain[2] < SLOWER
+        """Whether those before it on the ladder are faster without it; or as fast, where it rounds more than they do."""
+        if added.gain is None:
+            return False
+        judgement = self.judgements.get(Combination((added.technique,)).name)
+        is_first = len(added.combination.techniques) == 1
+        rounds_for_nothing = added.gain[1] < WORTH_IT and not is_first and judgement and judgement.rounds_more
+        return added.gain[2] < SLOWER or bool(rounds_for_nothing)
 
     def gains_captured_alone(self, added: Added) -> bool:
         """Whether it is launched one by one on the ladder, and captured it makes the model no slower."""

@@ -208,8 +208,7 @@ def _rounds_for_nothing(added: Added | None) -> str:
 
 def _worth(judgement: Judgement | None, alone: Interval, added: Added | None) -> tuple[str, str]:
     """(the verdict on what passed, why where that needs a word)."""
-    rounds_otherwise = judgement and (judgement.numerics or judgement.less_accurate)
-    kind = "different numerics" if rounds_otherwise else "take"
+    kind = "different numerics" if judgement and judgement.rounds_more else "take"
     if alone[1] >= WORTH_IT:
         return kind, ""
     if added and added.gain and added.gain[1] >= WORTH_IT:

@@ -78,6 +78,11 @@ class Judgement:
         return self.passed and all(outputs) and (any(gradients) or not gradients)
 
     @property
+    def rounds_more(self) -> bool:
+        """Whether it rounds more than the reference does, as was declared or as was seen."""
+        return bool(self.numerics or self.less_accurate)
+
+    @property
     def less_accurate(self) -> list[Check]:
         """Those that passed beyond their bound, as the meaning is right and a lower precision explains it."""
         return [check for check in self.checks if check.is_less_accurate]

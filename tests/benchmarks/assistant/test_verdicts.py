@@ -12,6 +12,7 @@ from benchmarks.assistant import optimize, optimized, rungs, verdicts
 from benchmarks.assistant.combination import Combination, Measured
 from benchmarks.assistant.optimized import SLOWER, Added, Optimized
 from benchmarks.assistant.payback import pays_after
+from benchmarks.assistant.side_by_side import WORTH_IT
 from benchmarks.assistant.technique import Advice, Found, Technique
 from benchmarks.measure.checks import Check, Judgement
 from benchmarks.measure.names import gradient_of, output
@@ -312,6 +313,20 @@ def test_what_slows_a_ladder_down(monkeypatch, high, captured, order, better):
     assert (found and " ".join(each.name for each in found)) == better
     is_left_out = better is not None and "it" not in better.split()
     assert [added.technique.name for added in result.dropped] == ["it"] * is_left_out
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("numerics, low, place, slows", [
+    ("bfloat16", 1.01, 1, True), ("bfloat16", 1.03, 1, False), (None, 1.01, 1, False), ("bfloat16", 1.01, 0, False)])
+def test_what_rounds_more_and_gains_nothing_is_left_out(numerics, low, place, slows, monkeypatch):
+    """It would not be written, and what stands on top of it would not be what was measured. The first stays."""
+    monkeypatch.setattr(optimized, "SLOWER", SLOWER)
+    monkeypatch.setattr(optimized, "WORTH_IT", WORTH_IT)
+    techniques = [Technique(name, "", lambda program: ()) for name in ("first", "second")]
+    judgements = {each.name: Judgement([RIGHT], "FP64", numerics=numerics) for each in techniques}
+    result = Optimized(None, "", judgements=judgements)
+    added = Added(techniques[place], Combination(tuple(techniques[:place + 1])), (1.1, low, 1.2))
+    assert result.slows_down(added) == slows
 
 
 @pytest.mark.unit
