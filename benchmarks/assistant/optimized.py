@@ -213,7 +213,7 @@ class Optimized(Shown):
         return bool(gains) and all(gain[2] < SLOWER for gain in gains)
 
     def slows_down(self, added: Added) -> bool:
-        """Whether those before it on the ladder are faster without it; or as fast, where it rounds more than they do."""
+        """Whether those before it on the ladder are faster without it, or as fast where it rounds more."""
         if added.gain is None:
             return False
         judgement = self.judgements.get(Combination((added.technique,)).name)

@@ -195,7 +195,7 @@ def checked(options: Options, config: BlockConfig, dtype: torch.dtype, mesh: Dev
         step = steps.load(options.step)
         make = seeded(step, config, layout, options.seed, dtype, options.device, mesh)
         stack = build(make, config, layers, layout, mesh, sharding, dtype)
-        divided, calibrated = sharding.divided(layout), step.traits.needs_calibration(config)
+        divided, calibrated = sharding.divided(layout.batches), step.traits.needs_calibration(config)
         found = proof.found_by(stack, config, layout, options.seed, dtype, options.device, truth, watch.reached,
                                divided, calibrated)
         if not session:

@@ -8,7 +8,7 @@ from benchmarks.measure.options import count, numbers
 from benchmarks.show.study import Options
 from benchmarks.studies.distributed import checkpoints, launching
 from benchmarks.studies.distributed.layout import EXAMPLES, parsed
-from benchmarks.studies.distributed.parallel import AUTOCAST, POLICY, Sharding
+from benchmarks.studies.distributed.sharding import AUTOCAST, POLICY, Sharding
 from common import steps
 from common.block.config import DTYPES
 from common.block.traits import amp_default

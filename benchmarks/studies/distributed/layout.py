@@ -1,9 +1,15 @@
-"""How blocks are spread over ranks: the words of --parallel, the mesh they mean, and which of them can't be."""
+"""How blocks are spread over ranks: the words of --parallel, the mesh that they mean, what each of its dimensions deals
+out and moves, and which layouts can't be.
+"""
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from benchmarks.studies.distributed.sharding import Sharding
+from common import parameters
 from common.block.config import BlockConfig
 from common.block.steps import Step
 
@@ -12,6 +18,30 @@ EXAMPLES = "fsdp, hsdp:2x2, tp:2, tp:2+sp, or fsdp:2,tp:2"
 # A plain fsdp shards over all ranks that are left, a plain hsdp:8 replicates over them.
 _DATA = re.compile(r"fsdp(?::(\d+))?|hsdp:(?:(\d+)x)?(\d+)")
 _TENSOR = re.compile(r"tp:(\d+)(\+sp)?")
+
+
+# How tensor parallelism deals out a layer's parameters.
+BY_ROWS = "attn.qkv.weight", "attn.qkv.bias", "mlp.fc.weight", "mlp.fc.bias"
+BY_COLUMNS = "attn.proj.weight", "mlp.proj.weight"
+GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Of one kind over one dimension of the mesh: how often in a forward and backward, and the bytes of each.
+
+    These are those of the whole tensor: what an all-gather gives, what a reduce-scatter takes. On a ring of N each rank
+    sends (N - 1) / N of them, and twice that for an all-reduce.
+    """
+    kind: str
+    over: str
+    calls: int
+    bytes: int
+
+
+def dealt_along(name: str) -> int | None:
+    """Along which tensor parallelism deals out a parameter; None where each rank has the whole."""
+    return 0 if name in BY_ROWS else 1 if name in BY_COLUMNS else None
 
 
 @dataclass(frozen=True)
@@ -55,12 +85,62 @@ class Layout:
         is_split = self.ranks_of_a_batch > 1
         return self.replicate > 1, is_split, is_split and self.batches > 1, self.sequence
 
-    def elements_of(self, shape: Sequence[int], dealt_along: int | None) -> int:
+    def apart(self, dimension: str) -> int:
+        """How many ranks lie between neighbours along it: the mesh's inner dimensions."""
+        names = list(self.mesh)
+        return math.prod(self.mesh[inner] for inner in names[names.index(dimension) + 1:])
+
+    def elements_of(self, name: str, shape: Sequence[int]) -> int:
         """How many of a parameter's elements one rank has, padding included: rows are dealt out over the shards."""
-        sizes = list(shape)
-        if dealt_along is not None:
-            sizes[dealt_along] //= self.tensor
+        sizes, along = list(shape), dealt_along(name)
+        if along is not None:
+            sizes[along] //= self.tensor
         return math.ceil(sizes[0] / self.shard) * math.prod(sizes[1:])
+
+    def elements_of_layer(self, config: BlockConfig) -> int:
+        """How many elements of a layer's parameters one rank has, padding included."""
+        return sum(self.elements_of(name, shape) for name, shape in parameters.shapes(config).items())
+
+    def collectives(self, config: BlockConfig, layers: int, sharding: Sharding, dtype: torch.dtype, fp8: bool = False
+                    ) -> list[Collective]:
+        """What so many layers with parameters of that dtype move in a forward and backward, on one rank."""
+        of_tensor = self._of_tensor(config, layers, sharding, dtype, fp8)
+        moved = [*self._of_data(config, layers, sharding, dtype), *of_tensor]
+        return [each for each in moved if self.mesh[each.over] > 1]
+
+    def _of_data(self, config: BlockConfig, layers: int, sharding: Sharding, dtype: torch.dtype) -> list[Collective]:
+        """FSDP gathers each layer's parameters for the forward, and once more for the backward where they were freed
+        between. It reduces its gradients once. Shards are equal: rows are padded to a multiple of the ranks.
+        """
+        padded, policy = self.elements_of_layer(config) * self.shard, sharding.policy(config, dtype)
+        gathered = padded * (policy.param_dtype or dtype).itemsize
+        reduced = padded * (policy.reduce_dtype or dtype).itemsize
+        return [Collective(GATHER, SHARD, layers * (2 if sharding.reshard else 1), gathered),
+                Collective(SCATTER, SHARD, layers, reduced),
+                Collective(REDUCE, REPLICATE, layers, reduced // self.shard)]
+
+    def _of_tensor(self, config: BlockConfig, layers: int, sharding: Sharding, dtype: torch.dtype, fp8: bool
+                   ) -> Iterator[Collective]:
+        """Both halves of a block begin and end with a collective, forward and backward.
+
+        What goes in is LayerNorm's output, what comes out a matmul's. Under autocast the latter is in 16 bits; in FP8
+        so is the gradient of the former.
+        """
+        cast_to = sharding.policy(config, dtype).param_dtype or dtype
+        multiplied_in = config.amp_dtype if config.amp_dtype and dtype == torch.float32 else dtype
+        elements = config.tokens * config.hidden_size
+        into, out_of = elements * (multiplied_in if fp8 else cast_to).itemsize, elements * multiplied_in.itemsize
+        if not self.sequence:
+            yield Collective(REDUCE, TENSOR, 2 * layers, out_of)           # forward: partial sums behind each half
+            yield Collective(REDUCE, TENSOR, 2 * layers, into)             # backward: partial gradients before it
+            return
+        for kind, size in ((GATHER, into), (SCATTER, out_of), (GATHER, out_of), (SCATTER, into)):
+            yield Collective(kind, TENSOR, 2 * layers, size)
+        yield Collective(GATHER, TENSOR, 1, elements * cast_to.itemsize)   # the stack's output,
+        yield Collective(GATHER, TENSOR, 1, elements * dtype.itemsize)     # and the gradient of its input
+        for name, shape in parameters.shapes(config).items():
+            if parameters.is_of_layer_norm(name):                          # each rank has seen a part of S
+                yield Collective(REDUCE, TENSOR, layers, math.prod(shape) * cast_to.itemsize)
 
     def __str__(self) -> str:
         words = []

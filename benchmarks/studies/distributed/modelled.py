@@ -6,9 +6,9 @@ import torch
 from benchmarks.records import RESULTS
 from benchmarks.records.files import files
 from benchmarks.records.read import read, runs
-from benchmarks.studies.distributed import account, ring
-from benchmarks.studies.distributed.layout import Layout
-from benchmarks.studies.distributed.parallel import Sharding
+from benchmarks.studies.distributed import ring
+from benchmarks.studies.distributed.layout import GATHER, REDUCE, TENSOR, Layout
+from benchmarks.studies.distributed.sharding import Sharding
 from common.block.config import BlockConfig
 from common.runtime.iteration import BOTH, FORWARD
 
@@ -30,17 +30,18 @@ def of_stack(config: BlockConfig, layers: int, layout: Layout, sharding: Shardin
     What FSDP moves hides behind the neighbouring layers. What tensor parallelism moves hides behind nothing: the next
     matmul needs it. Its ranks split the compute evenly.
     """
-    gathered, reduced = account.bytes_of_layer(config, layout, sharding, torch.float32)
+    gather = reduce = waits = 0.0
+    for each in layout.collectives(config, layers, sharding, torch.float32, fp8):
+        seconds = ring.seconds(each.bytes, layout.mesh[each.over], layout.apart(each.over))
+        seconds *= 2 if each.kind == REDUCE else 1
+        if each.over == TENSOR:
+            waits += each.calls * seconds
+        elif each.kind == GATHER:
+            gather += seconds
+        else:
+            reduce += seconds
     split = layout.ranks_of_a_batch
-    gather = ring.seconds(gathered, layout.shard, split)
-    reduce = ring.seconds(reduced, layout.shard, split)
-    reduce += 2 * ring.seconds(reduced / layout.shard, layout.replicate, layout.shard * split)
     layer = ring.Layer(forward / split, backward / split, gather, reduce, sharding.reshard)
-    of_tensor = Layout(tensor=layout.tensor, sequence=layout.sequence)
-    waits = 0.0
-    for kind, moved in account.expected(config, layers, of_tensor, sharding, torch.float32, fp8).items():
-        once = moved.calls * ring.seconds(moved.bytes / moved.calls, layout.tensor)
-        waits += 2 * once if kind == account.REDUCE else once
     compute = layers * (layer.forward + layer.backward)
     return Modelled(ring.total(layer, layers) + waits, compute, waits, gather, reduce)
 

@@ -3,7 +3,6 @@
 What tensor parallelism is in step 4 is its engine's: Transformer Engine makes modules that are parts of whole ones.
 """
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,60 +20,15 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.studies.distributed.layout import REPLICATE, SHARD, TENSOR, Layout
+from benchmarks.studies.distributed.layout import REPLICATE, SHARD, TENSOR, Layout, dealt_along
+from benchmarks.studies.distributed.sharding import Sharding
 from common import parameters
-from common.block.config import DTYPES, BlockConfig, dtype_name
+from common.block.config import BlockConfig
 from common.block.steps import Step
 from common.runtime import engine
 
-BY_ROWS = ("attn.qkv.weight", "attn.qkv.bias", "mlp.fc.weight", "mlp.fc.bias")       # how tensor parallelism deals out
-BY_COLUMNS = ("attn.proj.weight", "mlp.proj.weight")
 FUSED = ("attn.qkv.weight", "attn.qkv.bias")
-AUTOCAST, POLICY = "autocast", "policy"                    # who casts to 16 bits: the block itself, or FSDP
 Make = Callable[[int], nn.Module]                          # the number of a layer -> its block
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """The settings of FSDP. Each is set explicitly: some defaults differ from version to version of torch."""
-    precision: str = AUTOCAST
-    reshard: bool = True                   # free the gathered parameters behind a layer's forward
-    prefetch: int = 1                      # layers whose parameters are gathered ahead, either way
-    reduce_dtype: torch.dtype = torch.float32              # that gradients are summed in
-    divide_by: float | None = None         # gradients are; None: by the number of batches, which gives their mean
-
-    @property
-    def variant(self) -> dict[str, Any]:
-        """Of a record's variant: who casts, and what is not as it is by default."""
-        usual = Sharding()
-        words: dict[str, Any] = {"precision": self.precision}
-        if self.reshard != usual.reshard:
-            words["gathered"] = "kept"
-        if self.prefetch != usual.prefetch:
-            words["prefetch"] = self.prefetch
-        if self.reduce_dtype != usual.reduce_dtype:
-            words["reduced in"] = dtype_name(self.reduce_dtype)
-        if self.divide_by:
-            words["divided by"] = self.divide_by
-        return words
-
-    @classmethod
-    def of_variant(cls, variant: dict[str, Any]) -> "Sharding":
-        """The settings that a record names."""
-        reduced_in = variant.get("reduced in", dtype_name(cls.reduce_dtype))
-        return cls(variant["precision"], "gathered" not in variant, variant.get("prefetch", cls.prefetch),
-                   DTYPES[reduced_in], variant.get("divided by"))
-
-    def divided(self, layout: Layout) -> float:
-        """How many times smaller than the mean over the batches gradients are."""
-        return (self.divide_by or layout.batches) / layout.batches
-
-    def policy(self, config: BlockConfig, dtype: torch.dtype) -> MixedPrecisionPolicy:
-        """Of a layer with parameters of that dtype."""
-        cast_to = config.amp_dtype if self.precision == POLICY and dtype == torch.float32 else None
-        reduce_in = torch.float64 if dtype == torch.float64 else self.reduce_dtype
-        return MixedPrecisionPolicy(param_dtype=cast_to, reduce_dtype=reduce_in, output_dtype=None,
-                                    cast_forward_inputs=True)
 
 
 class Layer(nn.Module):
@@ -120,11 +74,6 @@ def dealt(values: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
     """
     return {name: value.unflatten(0, (3, ranks, -1)).transpose(0, 1).flatten(0, 2) if name in FUSED else value
             for name, value in values.items()}
-
-
-def dealt_along(name: str) -> int | None:
-    """Along which tensor parallelism deals out a parameter; None where each rank has the whole."""
-    return 0 if name in BY_ROWS else 1 if name in BY_COLUMNS else None
 
 
 def part_of(values: dict[str, Tensor], ranks: int, rank: int) -> dict[str, Tensor]:

@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.studies.distributed import account, timed
 from benchmarks.studies.distributed.account import Counting, Moved
 from benchmarks.studies.distributed.layout import Layout
-from benchmarks.studies.distributed.parallel import Sharding, build, mesh_of, seeded
+from benchmarks.studies.distributed.parallel import build, mesh_of, seeded
 from benchmarks.studies.distributed.proof import adamw
+from benchmarks.studies.distributed.sharding import Sharding
 from common.block.config import BlockConfig
 from common.block.steps import Step
 

@@ -12,8 +12,8 @@ from benchmarks.show.charts import Charts
 from benchmarks.show.tables import NO_ANSWER, framed
 from benchmarks.studies.distributed import account, modelled, published, ring
 from benchmarks.studies.distributed.layout import Layout, parsed
-from benchmarks.studies.distributed.parallel import AUTOCAST, Sharding
 from benchmarks.studies.distributed.proof import BRANCH, GRADIENT, INPUT, LOSS, UPDATE
+from benchmarks.studies.distributed.sharding import AUTOCAST, Sharding
 from benchmarks.studies.distributed.timed import Timed
 from common.block import block_work
 from common.report.record import OF_AN_ERROR, Record, record

@@ -37,7 +37,8 @@ from benchmarks.studies.distributed import (
     timed,
     watch,
 )
-from benchmarks.studies.distributed.layout import Layout, parsed
+from benchmarks.studies.distributed.layout import GATHER, REDUCE, SCATTER, Layout, parsed
+from benchmarks.studies.distributed.sharding import POLICY, Sharding
 from common import BlockConfig, parameters, steps
 from common.block import oracle, traits
 from common.block.config import PRESETS
@@ -52,7 +53,7 @@ unit, integration, gpu = pytest.mark.unit, pytest.mark.integration, pytest.mark.
 STUDY = studies.load("distributed")
 CPU = torch.device("cpu")
 CONFIG = BlockConfig(2, 16, 32, 4, amp_dtype=None)
-USUAL = parallel.Sharding()
+USUAL = Sharding()
 LAYERS = 2
 
 
@@ -119,6 +120,7 @@ def test_scales_are_of_all_ranks_or_of_one():
 def test_who_shares_a_batch():
     layout = Layout(2, 2, 2)
     assert [layout.batch_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3] and layout.batches == 4
+    assert {name: layout.apart(name) for name in layout.mesh} == {"replicate": 4, "shard": 2, "tensor": 1}
     x, _ = proof.global_batch(CONFIG, layout, 0)
     assert torch.equal(proof.own_part(x, CONFIG, layout, 5), x[4:6])
 
@@ -152,15 +154,15 @@ def every_right_one(rank):
 
     def try_it(name, words, sharding=USUAL, number=2):
         layout = parsed(words, 2)
-        found_there = found_at(layout, sharding, number=number, divided=sharding.divided(layout))
+        found_there = found_at(layout, sharding, number=number, divided=sharding.divided(layout.batches))
         fp8 = bool(steps.load(number).traits.fp8)
         expected = account.expected(CONFIG, LAYERS, layout, sharding, torch.float64, fp8)
         found[name] = found_there.errors, found_there.moved == expected
     for words in ("fsdp", "hsdp:2x1", "tp:2", "tp:2+sp"):
         try_it(words, words)
     try_it("by the engine", "tp:2", number=4)
-    settings = {"kept": parallel.Sharding(reshard=False), "not ahead": parallel.Sharding(prefetch=0),
-                "summed": parallel.Sharding(divide_by=1.0)}
+    settings = {"kept": Sharding(reshard=False), "not ahead": Sharding(prefetch=0),
+                "summed": Sharding(divide_by=1.0)}
     for name, sharding in settings.items():
         try_it(name, "fsdp", sharding)
     compile_it = torch.nn.Module.compile
@@ -200,7 +202,7 @@ def fails_on_one_rank(rank: int) -> str:
             raise Failed("an FP8 scale is still 1")
     with mock.patch.object(proof, "check_scales", never):
         try:
-            found_at(parsed("fsdp", 2), parallel.Sharding(), calibrated=True)
+            found_at(parsed("fsdp", 2), Sharding(), calibrated=True)
         except Failed as error:
             return str(error)
     return "nothing"
@@ -219,20 +221,20 @@ def test_blocks_that_are_spread_over_several_dimensions_are_the_whole_ones():
 
 def _summed(rank):
     """Its gradients are the sum over the batches, not their mean."""
-    return parallel.Sharding(divide_by=1.0), contextlib.nullcontext()
+    return Sharding(divide_by=1.0), contextlib.nullcontext()
 
 
 def _dropped(rank):
     """Every rank takes the first one's batch."""
     own_part = proof.own_part
-    return parallel.Sharding(), mock.patch.object(
+    return Sharding(), mock.patch.object(
         proof, "own_part", lambda whole, config, layout, of: own_part(whole, config, layout, 0 if rank else of))
 
 
 def _seeded(rank):
     """One rank begins with other parameters."""
     values_of = parallel.values_of
-    return parallel.Sharding(), mock.patch.object(
+    return Sharding(), mock.patch.object(
         parallel, "values_of", lambda config, layer, seed, dtype: values_of(config, layer, seed + rank, dtype))
 
 
@@ -242,7 +244,7 @@ def _scaled(rank):
 
     def summed(y, target):
         return loss_of(y, target) * (2 if len(y) == CONFIG.batch_size else 1)          # the truth's batch is global
-    return parallel.Sharding(), mock.patch.object(proof, "loss_of", summed)
+    return Sharding(), mock.patch.object(proof, "loss_of", summed)
 
 
 def _not_reduced(rank):
@@ -252,7 +254,7 @@ def _not_reduced(rank):
     def unsynchronized(stack, *others):
         as_it_is(stack, *others)
         stack.set_requires_gradient_sync(False)
-    return parallel.Sharding(), mock.patch.object(parallel, "_set", unsynchronized)
+    return Sharding(), mock.patch.object(parallel, "_set", unsynchronized)
 
 
 def _stepped_alone(rank):
@@ -264,12 +266,12 @@ def _stepped_alone(rank):
         if rank and len(every) > 1:                        # no step in FP64 of what was gathered
             optimizer.param_groups[0]["lr"] = 0.0
         return optimizer
-    return parallel.Sharding(), mock.patch.object(proof, "adamw", lazy)
+    return Sharding(), mock.patch.object(proof, "adamw", lazy)
 
 
 def _not_dealt(rank):
     """The rows of [Q | K | V] are split as they are."""
-    return parallel.Sharding(), mock.patch.object(parallel, "dealt", lambda values, ranks: values)
+    return Sharding(), mock.patch.object(parallel, "dealt", lambda values, ranks: values)
 
 
 def _wrong_heads(rank):
@@ -280,7 +282,7 @@ def _wrong_heads(rank):
         heads = block.attn.num_heads
         split(block, *others)
         block.attn.num_heads = heads
-    return parallel.Sharding(), mock.patch.object(parallel, "split", halved)
+    return Sharding(), mock.patch.object(parallel, "split", halved)
 
 
 def _norm_not_reduced(rank):
@@ -288,7 +290,7 @@ def _norm_not_reduced(rank):
     class Untouched(ParallelStyle):
         def _apply(self, module, mesh):
             return module
-    return parallel.Sharding(), mock.patch.object(parallel, "SequenceParallel", Untouched)
+    return Sharding(), mock.patch.object(parallel, "SequenceParallel", Untouched)
 
 
 BY_SPLIT = {_not_dealt: "tp:2", _wrong_heads: "tp:2", _norm_not_reduced: "tp:2+sp"}
@@ -322,7 +324,7 @@ def test_each_mutant_is_caught():
 @pytest.mark.parametrize("words, ranks", [
     *(("fsdp", ranks) for ranks in (1, 2, 4, 7, 8, 48, 64)), ("hsdp:2x1", 2), ("hsdp:2x4", 8), ("hsdp:8x6", 48),
     ("tp:2", 2), ("tp:4+sp", 4), ("fsdp:4,tp:4", 16), ("fsdp:7,tp:2+sp", 14), ("hsdp:2x2,tp:2+sp", 8)])
-@pytest.mark.parametrize("sharding", [parallel.Sharding(), parallel.Sharding(parallel.POLICY, reshard=False)])
+@pytest.mark.parametrize("sharding", [Sharding(), Sharding(POLICY, reshard=False)])
 def test_what_is_moved_is_what_the_formula_gives(words, ranks, sharding):
     """To the byte: 96 rows in 7 shards are padded to 98."""
     config, layout = CONFIG.replace(amp_dtype=torch.bfloat16), parsed(words, ranks)
@@ -337,17 +339,17 @@ def test_what_is_moved_is_what_the_formula_gives(words, ranks, sharding):
 @unit
 def test_what_is_moved_at_a_thousand_ranks():
     layout = parsed("fsdp", 1024)
-    seen = simulate.seen_at(steps.load(2), CONFIG, 1, layout, parallel.Sharding())
-    assert seen.moved == account.expected(CONFIG, 1, layout, parallel.Sharding(), torch.float32)
+    seen = simulate.seen_at(steps.load(2), CONFIG, 1, layout, Sharding())
+    assert seen.moved == account.expected(CONFIG, 1, layout, Sharding(), torch.float32)
 
 
 @unit
 def test_the_formula_at_a_published_size():
     """Four blocks of te-tutorial in 16 bits: twice 2 bytes of each parameter are gathered, 4 are reduced."""
     config, layout = PRESETS["te-tutorial"].replace(amp_dtype=torch.bfloat16), parsed("fsdp", 64)
-    moved = account.expected(config, 4, layout, parallel.Sharding(parallel.POLICY), torch.float32)
-    assert moved == {account.GATHER: account.Moved(8, 4 * 2 * 2 * 201_379_840),
-                     account.SCATTER: account.Moved(4, 4 * 4 * 201_379_840)}
+    moved = account.expected(config, 4, layout, Sharding(POLICY), torch.float32)
+    assert moved == {GATHER: account.Moved(8, 4 * 2 * 2 * 201_379_840),
+                     SCATTER: account.Moved(4, 4 * 4 * 201_379_840)}
 
 
 def held_at_once(layout, number, config):
@@ -410,7 +412,7 @@ def test_softmax_is_foreseen_as_a_gpu_keeps_it(dtype):
 @integration
 @pytest.mark.parametrize("number, precision", [(0, "autocast"), (1, "autocast"), (2, "autocast"), (2, "policy")])
 def test_the_memory_that_is_foreseen_is_what_a_gpu_holds(number, precision):
-    config, sharding = PRESETS["te-tutorial"].replace(batch_size=2, dropout=0.0), parallel.Sharding(precision)
+    config, sharding = PRESETS["te-tutorial"].replace(batch_size=2, dropout=0.0), Sharding(precision)
     which = steps.load(number), config, LAYERS, parsed("fsdp", 8), sharding
     before = torch.cuda.memory_allocated()                 # by other tests
     held = simulate.measured_peak(*which, torch.device("cuda")) - before
@@ -448,7 +450,7 @@ def test_a_step_without_autocast_multiplies_as_its_parameters_are(study_main, pr
 @unit
 def test_an_account_that_is_off_fails(study_main, monkeypatch):
     expected = account.expected
-    monkeypatch.setattr(account, "expected", lambda *a: expected(*a) | {account.REDUCE: account.Moved(1, 8)})
+    monkeypatch.setattr(account, "expected", lambda *a: expected(*a) | {REDUCE: account.Moved(1, 8)})
     status, out, _ = study_main("distributed", "--preset", "tiny", "--simulate", "4", "--device", "cpu")
     assert status == 1 and "all-reduce: 0 calls of 0 bytes were counted, the formula gives 1 of 8" in out
 
@@ -501,9 +503,9 @@ def test_the_model_of_a_stack_moves_what_the_formulas_say():
 
 
 @unit
-@pytest.mark.parametrize("sharding", [USUAL, parallel.Sharding("policy", False, 3, torch.bfloat16, 2.0)])
+@pytest.mark.parametrize("sharding", [USUAL, Sharding("policy", False, 3, torch.bfloat16, 2.0)])
 def test_what_fsdp_was_told_is_read_back_from_a_record(sharding):
-    assert parallel.Sharding.of_variant({"parallel": "fsdp:2", "layers": 4} | sharding.variant) == sharding
+    assert Sharding.of_variant({"parallel": "fsdp:2", "layers": 4} | sharding.variant) == sharding
 
 
 @unit
@@ -537,7 +539,7 @@ def stack_on(words):
     layout = parsed(words, 2)
     make = parallel.seeded(steps.load(2), CONFIG, layout, 0, torch.float32, CPU)
     mesh = parallel.mesh_of(layout, CPU)
-    stack = parallel.build(make, CONFIG, LAYERS, layout, mesh, parallel.Sharding(), torch.float32)
+    stack = parallel.build(make, CONFIG, LAYERS, layout, mesh, Sharding(), torch.float32)
     return layout, stack, proof.adamw(list(stack.parameters()))
 
 
@@ -597,7 +599,7 @@ def made_checkpoint(folder, steps, own=OWN, complete=True):
 
 @unit
 def test_an_operator_that_no_formula_knows_is_counted():
-    assert account.kind_of("_allgather_base_.default") == account.GATHER
+    assert account.kind_of("_allgather_base_.default") == GATHER
     assert account.kind_of("alltoall_.default") == "alltoall_.default"
     assert account.kind_of("wait_tensor.default") is None
 
@@ -683,10 +685,10 @@ def test_a_port_in_use_is_a_line(study_main, monkeypatch):
 
 @unit
 def test_what_is_not_usual_is_reported():
-    sharding = parallel.Sharding(parallel.POLICY, False, 2, torch.bfloat16, 1.0)
+    sharding = Sharding(POLICY, False, 2, torch.bfloat16, 1.0)
     assert sharding.variant == {"precision": "policy", "gathered": "kept", "prefetch": 2, "reduced in": "bfloat16",
                              "divided by": 1.0}
-    assert parallel.Sharding().variant == {"precision": "autocast"}
+    assert Sharding().variant == {"precision": "autocast"}
 
 
 @unit
