@@ -29,7 +29,7 @@ needs_sources = pytest.mark.skipif(not SOURCES, reason="set TE_SOURCES to a fold
 PYTORCH = "transformer_engine.pytorch"
 STEP_4 = ast.parse(steps.load(4).path.read_text())
 STUDIES = [ast.parse((steps.ROOT / "benchmarks" / "studies" / name).read_text())
-           for name in ("peers.py", "components.py")]
+           for name in ("peers/blocks.py", "components.py")]
 ENGINE = ast.parse(Path(engine.__file__).read_text())
 
 

@@ -21,7 +21,7 @@ from benchmarks.measure.checks import Check
 from benchmarks.measure.keeping import kept
 from benchmarks.measure.names import Kind, Named
 from benchmarks.measure.observing import Work, backward, distance, norm
-from benchmarks.measure.referee import fresh
+from benchmarks.measure.refreshing import fresh
 from benchmarks.measure.state import Start, State
 from common.phases import Phase
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import bounds, chance, hints, names
+from benchmarks.measure.apart import apart_where_finite, gradients_too_far_apart
 from benchmarks.measure.bounds import DRAWS_OTHERS, FP32, FP64, NOT_TWICE, NUMERICS, Standard
 from benchmarks.measure.calls import (
     PERTURBATIONS,
@@ -44,17 +45,9 @@ from benchmarks.measure.keeping import (
 )
 from benchmarks.measure.names import THE_CALL, Kind, Named
 from benchmarks.measure.observing import Loss, Observation, RoundedAnew, Work, norm, observe, rounding_in
-from benchmarks.measure.referee import (
-    NOT_PLAIN,
-    TIMES_ROUNDING,
-    TIMES_THE_REFERENCE,
-    Globals,
-    Referee,
-    apart_where_finite,
-    fresh,
-    gradients_too_far_apart,
-    unguessable_seed,
-)
+from benchmarks.measure.process_state import Globals
+from benchmarks.measure.referee import NOT_PLAIN, TIMES_ROUNDING, TIMES_THE_REFERENCE, Referee
+from benchmarks.measure.refreshing import fresh, unguessable_seed
 from benchmarks.measure.state import only_written
 from benchmarks.measure.truth import (
     CONTRADICTS,

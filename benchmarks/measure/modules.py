@@ -19,7 +19,8 @@ from benchmarks.measure.flat import flat_of
 from benchmarks.measure.judge import Judge, check_numerics, validate
 from benchmarks.measure.keeping import kept, materialised, parameters_kept
 from benchmarks.measure.observing import Loss, Work, cotangent
-from benchmarks.measure.referee import Referee, Refresher, refreshed
+from benchmarks.measure.referee import Referee
+from benchmarks.measure.refreshing import Refresher, refreshed
 from benchmarks.measure.truth import Truth
 from benchmarks.records.read import Run, paired, runs, verdict
 from common.block import oracle

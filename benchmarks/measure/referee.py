@@ -8,243 +8,41 @@ before this module was imported is not seen.
 """
 import contextlib
 import functools
-import gc
 import math
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from benchmarks.measure.bounds import BOUNDS, step_in
+from benchmarks.measure.apart import GROSS, apart_where_finite, gradients_too_far_apart
+from benchmarks.measure.bounds import step_in
 from benchmarks.measure.calls import (
     PERTURBATIONS,
-    Inputs,
     are_looked_up,
-    floating_masks,
     meanwhile_off_by_a_rounding,
     off_by_a_rounding,
     takes_gradient,
 )
 from benchmarks.measure.checks import Check
 from benchmarks.measure.names import THE_CALL
-from benchmarks.measure.observing import distance, norm
+from benchmarks.measure.observing import norm
+from benchmarks.measure.process_state import Globals
+from benchmarks.measure.refreshing import Refresher
 from common.outcome import in_a_line, is_out_of_memory
 from common.runtime.iteration import Iteration
 
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)      # of which torch knows the least
-LEAST_ONES = 4                             # of a row: no more than one of so many becomes padding
-NOISE = 0.5                                # of each element of a floating input: another input, of the same kind
-MOST_AHEAD, BYTES_AHEAD = 64, 2**24        # calls whose inputs are made at once, as long as they are no larger
 LOOKS = 2                                  # at timed calls, of each pass and way of launching
-GROSS = 0.05                               # of a gradient's norm: a kink may move it, what is stale is further off
 TWICE = 2                                  # so often a gradient must be another one: a kink moves it now and then
 THRICE = 3                                 # so often a device must go on: a host that is held up sees that now and then
 MOST_SLOW_WAITS = 9                        # of a row: another look is asked for after each, until there were so many
-TIMES_MOVED = 2                            # what a rounding of the inputs does to a gradient of the reference, at most
 TIMES_ROUNDING, TIMES_THE_REFERENCE = 2, 4 # of an output: candidate and reference both round
 NOT_PLAIN = ", which may compute when it is looked at: return plain tensors"
 LEFT_BUSY = 2e-4                           # seconds that a device may go on behind the stream that is timed
 LEFT_SHARE = 0.02                          # of the call's own time, too: no verdict rests on less
-
-# -------------------------------------------------------------------------------------------------- what is global
-
-_CLASSES = (torch.Tensor, torch.cuda.Event, torch.cuda.Stream, torch.Generator, torch.cuda.CUDAGraph)
-_MODULES = (time, gc, torch, torch.cuda, torch.testing, torch.autograd, torch.random, threading)
-_OWN = ("benchmarks.measure.", "common.runtime.", "common.measure.", "common.block.")
-
-
-def _functions() -> dict[tuple[str, str], Any]:
-    """(holder, name) -> what stands there now: the functions and classes that a measurement rests on."""
-    found: dict[tuple[str, str], Any] = {}
-    holders = [*_CLASSES, *_MODULES, *(module for name, module in list(sys.modules.items())
-                                      if name.startswith(_OWN) and module is not None)]
-    for holder in holders:
-        label = getattr(holder, "__name__", str(holder))
-        for name, value in list(vars(holder).items()):
-            if callable(value) and not name.startswith("__warning"):
-                found[label, name] = value
-    return found
-
-
-def _settings() -> dict[str, Any]:
-    """What decides how precisely and in which way anything is computed."""
-    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    return {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cudnn.allow_tf32": cudnn.allow_tf32, "cudnn.benchmark": cudnn.benchmark, "cudnn.enabled": cudnn.enabled,
-        "cudnn.deterministic": cudnn.deterministic,
-        "allow_fp16_reduced_precision_reduction": cuda.allow_fp16_reduced_precision_reduction,
-        "allow_bf16_reduced_precision_reduction": cuda.allow_bf16_reduced_precision_reduction,
-        "default dtype": torch.get_default_dtype(), "gradients": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(), "autocast": torch.is_autocast_enabled(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "flush denormal": float(torch.tensor([1e-40]) * 1) == 0.0,
-        "threads": torch.get_num_threads(), "garbage collection": gc.isenabled(),
-    }
-
-
-def _restore_settings(before: dict[str, Any]) -> None:
-    torch.set_float32_matmul_precision(before["float32_matmul_precision"])
-    torch.backends.cudnn.allow_tf32 = before["cudnn.allow_tf32"]
-    torch.backends.cudnn.benchmark = before["cudnn.benchmark"]
-    torch.backends.cudnn.enabled = before["cudnn.enabled"]
-    torch.backends.cudnn.deterministic = before["cudnn.deterministic"]
-    torch.set_default_dtype(before["default dtype"])
-    torch.set_grad_enabled(before["gradients"])
-    torch.set_flush_denormal(before["flush denormal"])
-    if torch.get_num_threads() != before["threads"]:
-        torch.set_num_threads(before["threads"])
-    (gc.enable if before["garbage collection"] else gc.disable)()
-
-
-class Globals:
-    """What is global in this process now; `changed` says what a candidate did to it, and puts it back."""
-
-    def __init__(self) -> None:
-        self.functions, self.settings = _functions(), _settings()
-
-    def changed(self) -> str:
-        """"" where nothing is; else what, in words. Functions of a module that was imported since are no change."""
-        now = _functions()
-        replaced = [(holder, name) for (holder, name), value in self.functions.items()
-                    if now.get((holder, name)) is not value]
-        settings = _settings()
-        others = [f"{name} from {value} to {settings[name]}" for name, value in self.settings.items()
-                  if settings[name] != value]
-        for holder, name in replaced:
-            owner = next((one for one in _CLASSES if one.__name__ == holder), None) or sys.modules.get(holder)
-            with contextlib.suppress(Exception):
-                setattr(owner, name, self.functions[holder, name])
-        if others:
-            _restore_settings(self.settings)
-        words = [f"it replaces {holder}.{name}" for holder, name in replaced]
-        return "; ".join([*words, *(f"it changes {what}" for what in others)][:3])
-
-
-# ---------------------------------------------------------------------------------------------------- fresh inputs
-
-
-def unguessable_seed() -> int:
-    """Of the system's own randomness: no seed that is written into a candidate."""
-    return int.from_bytes(os.urandom(4), "little")
-
-
-class Refresher:
-    """Gives inputs other values of the same kind, in place, each time others. It never waits for a GPU: the host would
-    lose its lead, and the next call would be timed as it is launched, kernel by kernel.
-
-    A floating tensor gets noise of half of each element: zeros stay, unless there is nothing else, infinities, and most
-    signs. Its norm stays about the same, and no element exceeds the largest one of before: a scale that was calibrated
-    for it still fits. Ones beside other data may be a mask that hides nothing: some at the end of the last dimension
-    become zeros, as padding has them. A tensor of whole numbers with more than one dimension is shifted along its last
-    one, so that it holds the same numbers. What is boolean, a mask of other numbers beside data, or a list of whole
-    numbers has a structure that this would break: it stays.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]):
-        self.tensors, self.base = tensors, [t.detach().clone() for t in tensors]
-        device = tensors[0].device if tensors else torch.device("cpu")
-        self.numbers = torch.Generator().manual_seed(unguessable_seed())
-        self.noise = torch.Generator(device).manual_seed(unguessable_seed())
-        can_change = list(map(_can_change, tensors))
-        masks = zip(floating_masks(tensors), map(_is_whole_mask, tensors), strict=True)
-        without_masks = [can and not any(kinds) for can, kinds in zip(can_change, masks, strict=True)]
-        self.changing = without_masks if any(without_masks) else can_change      # or an answer from memory would do
-        of_ones = list(map(_is_of_ones, tensors))
-        has_data = any(changes and not ones for changes, ones in zip(self.changing, of_ones, strict=True))
-        self.padding = [ones and has_data for ones in of_ones]
-        nbytes = max((t.nbytes for t in tensors), default=1)
-        self.ahead = max(1, min(MOST_AHEAD, BYTES_AHEAD // max(1, nbytes)))
-        self.is_zero, self.largest = list(map(_is_zero, self.base)), list(map(_largest, self.base))
-        self.made: list[list[Tensor]] = []               # values for the next calls, of every tensor
-
-    def refresh(self) -> None:
-        """Give them others. Those of several calls are made at once: in between, a copy is all that is launched."""
-        with torch.no_grad():
-            if not self.made:
-                every = [self._values(place) for place in range(len(self.base))]
-                self.made = [list(values) for values in zip(*every, strict=True)]
-            for t, value, changes in zip(self.tensors, self.made.pop(), self.changing, strict=True):
-                if changes:
-                    t.copy_(value)
-
-    def _values(self, place: int) -> list[Tensor]:
-        """What that tensor has in so many calls."""
-        if not self.changing[place]:
-            return [self.base[place]] * self.ahead
-        return self._padded(self.base[place]) if self.padding[place] else self._others(place)
-
-    def _padded(self, ones: Tensor) -> list[Tensor]:
-        """With zeros at the end of the last dimension, so many times."""
-        made = []
-        for count in torch.randint(1, ones.size(-1) // LEAST_ONES + 1, (self.ahead,), generator=self.numbers).tolist():
-            made.append(ones.clone())
-            made[-1][..., -count:] = 0
-        return made
-
-    def _others(self, place: int) -> list[Tensor]:
-        """Values for so many calls."""
-        base, largest = self.base[place], self.largest[place]
-        if not takes_gradient(base):
-            shifts = torch.randint(1, base.size(-1), (self.ahead,), generator=self.numbers)
-            return [base.roll(int(shift), -1) for shift in shifts]
-        wide = torch.complex64 if base.is_complex() else torch.float32
-        noise = torch.randn(self.ahead, *base.shape, generator=self.noise, device=base.device, dtype=wide).mul_(NOISE)
-        if self.is_zero[place]:                          # noise of a share would leave it so
-            return list(noise.to(base.dtype))
-        others = base * (1 + noise).div_((1 + NOISE**2)**0.5).to(base.dtype)
-        return list(others if largest is None else others.clamp_(-largest, largest))
-
-
-def _is_zero(t: Tensor) -> bool:
-    return not t.count_nonzero()
-
-
-def _largest(t: Tensor) -> Tensor | None:
-    """Of a floating tensor the largest magnitude that is a number."""
-    return t.abs().nan_to_num(nan=0.0, posinf=math.inf).amax() if t.is_floating_point() and t.numel() else None
-
-
-def _is_of_ones(t: Tensor) -> bool:
-    """Whether it is floating, has as many as padding needs, and all are 1."""
-    return t.is_floating_point() and t.ndim > 0 and t.size(-1) >= LEAST_ONES and bool((t == 1).all())
-
-
-def _is_whole_mask(t: Tensor) -> bool:
-    """Whether it holds whole numbers, zeros and ones alone, and both. Shifted, padding would come first."""
-    return t.dtype in _WHOLE and t.numel() > 0 and (int(t.min()), int(t.max())) == (0, 1)
-
-
-def _can_change(t: Tensor) -> bool:
-    return takes_gradient(t) or (t.dtype != torch.bool and t.ndim > 1 and t.size(-1) > 1)
-
-
-def fresh(inputs: Inputs, count: int) -> Iterator[Inputs]:
-    """So many times the inputs with other values each time, always in the same memory."""
-    own = inputs.copies()
-    refresher = Refresher([t.detach() for t in own.named().values()])
-    for _ in range(count if any(refresher.changing) else 0):
-        refresher.refresh()
-        yield own
-
-
-def refreshed(work: Iteration, inputs: Sequence[Tensor]) -> Iteration:
-    """The same iteration, with other inputs each time."""
-    refresher = Refresher(inputs)
-
-    def between() -> None:
-        work.between()
-        refresher.refresh()
-    return Iteration(work.run, between, work.reads, work.receives, work)
-
-
-# ------------------------------------------------------------------------------------------------------ timed calls
 
 
 @dataclass
@@ -611,58 +409,3 @@ def _fill(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for t, value in zip(tensors, values, strict=True):
             t.copy_(value)
-
-
-Key = TypeVar("Key", bound=Hashable)
-
-
-@dataclass(frozen=True)
-class Apart(Generic[Key]):
-    """A gradient that is further from the reference's own than anything explains, by norms."""
-    of: Key
-    apart: float
-    size: float
-    bound: float
-
-
-def gradients_too_far_apart(pairs: Mapping[Key, tuple[Tensor, Tensor]], allowed: float, whole: float,
-                            moved: Callable[[], Iterable[Mapping[Key, Tensor]]]) -> list[Apart[Key]]:
-    """Of a gradient -> (a candidate's gradient, the reference's): those too far apart for the same function.
-
-    `allowed` is a share of its norm, `whole` the norm of all the reference's gradients. `moved()`
-    gives the reference's gradients for inputs that are off by a rounding, several times. It is asked only as long as
-    something is too far apart otherwise: where a ReLU falls to the other side, a whole gradient moves, now this one and
-    now that.
-    """
-    of_all = BOUNDS[torch.bfloat16][1] * whole
-    wrong = []
-    for of, (mine, own) in pairs.items():
-        apart, size = apart_where_finite(mine, own), norm([own])
-        bound = max(GROSS, allowed) * size + of_all
-        if not apart <= bound:
-            wrong.append(Apart(of, apart, size, bound))
-    if any(math.isfinite(each.apart) for each in wrong):
-        for gradients in moved():
-            share = TIMES_MOVED * _furthest_moved(pairs, of_all, gradients)
-            wrong = [replace(each, bound=max(each.bound, share * (each.size + of_all))) for each in wrong]
-            wrong = [each for each in wrong if not each.apart <= each.bound]
-            if not wrong:
-                break
-    return wrong
-
-
-def _furthest_moved(pairs: Mapping[Key, tuple[Tensor, Tensor]], of_all: float, moved: Mapping[Key, Tensor]) -> float:
-    """How far a gradient of the reference is moved at most, as a share of its norm."""
-    shares = [0.0]
-    for of, other in moved.items():
-        if of in pairs:
-            own = pairs[of][1]
-            shares.append(apart_where_finite(other, own) / max(norm([own]) + of_all, 1e-300))
-    return max(share for share in shares if math.isfinite(share))
-
-
-def apart_where_finite(mine: Tensor, own: Tensor) -> float:
-    """The norm of the difference, where the reference's own value is a number: noise may take it beyond its dtype."""
-    if mine.shape != own.shape:
-        return math.inf
-    return distance([torch.where(own.isfinite(), mine.to(own.device), own)], [own])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from benchmarks.recipes import layers, scaled
 from benchmarks.recipes.recipe import RECIPES, Recipe
 from benchmarks.studies import peers
+from benchmarks.studies.peers.blocks import build_torchao
 from benchmarks.studies.recipes import split
 from benchmarks.studies.recipes.speed import BLOCK
 from common import steps
@@ -55,7 +56,7 @@ def cases(config: BlockConfig, chosen: Sequence[Recipe], device: torch.device) -
             every.append(_case(recipe, TORCH, functools.partial(by_torch, recipe), config, COMPILED, device,
                                scaled.why_not(recipe, device) or missing["FP8"]))
         if recipe.name in IN_TORCHAO:
-            build = functools.partial(peers.build_torchao, IN_TORCHAO[recipe.name])
+            build = functools.partial(build_torchao, IN_TORCHAO[recipe.name])
             every.append(_case(recipe, TORCHAO, build, config, COMPILED, device, missing["torchao"] or missing["FP8"]))
         if recipe in layers.recipes_of(layers.TE):
             every += _of_step_4(recipe, config, device, missing["Transformer Engine"] or missing["FP8"])

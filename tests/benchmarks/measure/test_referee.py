@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.examples import cheats, pairs
 from benchmarks.examples.cheats import CHEATS, Layer, given, reference_of
 from benchmarks.examples.pairs import tensor
-from benchmarks.measure import referee
+from benchmarks.measure import apart, calls, process_state, referee, refreshing
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.judge import validate
 from benchmarks.measure.modules import compare, subject_of
@@ -181,7 +181,7 @@ def test_fresh_inputs_are_others_of_the_same_kind():
     tensors = [tensor(3, 4), mask.clone(), tokens.clone(), keep.clone(), lengths.clone()]
     attended = (mask == 0).float()
     tensors.append(attended.clone())
-    refresher = referee.Refresher(tensors)
+    refresher = refreshing.Refresher(tensors)
     seen = set()
     for _ in range(5):
         refresher.refresh()
@@ -200,10 +200,10 @@ def test_a_mask_of_whole_numbers_stays_beside_data(dtype):
     padded = torch.tensor([[1, 1, 1, 0]], dtype=dtype)
     for data in (tensor(3, 4), torch.arange(12).view(3, 4)):
         tensors = [data.clone(), padded.clone()]
-        referee.Refresher(tensors).refresh()
+        refreshing.Refresher(tensors).refresh()
         assert torch.equal(tensors[1], padded) and not torch.equal(tensors[0], data)
     alone = [padded.clone(), torch.tensor([3])]
-    referee.Refresher(alone).refresh()
+    refreshing.Refresher(alone).refresh()
     assert not torch.equal(alone[0], padded), "beside no data it is the data"
 
 
@@ -212,7 +212,7 @@ def test_a_mask_of_whole_numbers_stays_beside_data(dtype):
 def test_ones_beside_data_are_padded_at_the_end(shape, most):
     """They may be a mask that hides nothing: of (1 - mask) * least any noise is larger than all scores."""
     tensors = [tensor(3, 4), torch.ones(shape)]
-    refresher = referee.Refresher(tensors)
+    refresher = refreshing.Refresher(tensors)
     counts = set()
     for _ in range(400):                                   # one of ten counts is missing once in 10**17 times
         refresher.refresh()
@@ -228,7 +228,7 @@ def test_ones_beside_data_are_padded_at_the_end(shape, most):
     (torch.ones(2, 3), [tensor(3, 4)]), (torch.ones(2, 8), []), (torch.ones(2, 8), [torch.tensor([3])])])
 def test_few_ones_or_ones_alone_get_noise(ones, others):
     tensors = [ones.clone(), *others]
-    referee.Refresher(tensors).refresh()
+    refreshing.Refresher(tensors).refresh()
     assert (tensors[0] > 0).any() and not torch.equal(tensors[0], ones) and tensors[0].unique().numel() > 2
 
 
@@ -236,7 +236,7 @@ def test_few_ones_or_ones_alone_get_noise(ones, others):
 @pytest.mark.parametrize("base", [torch.randn(64, 64), torch.ones(64, 64), torch.tensor([[torch.nan, *range(63)]])])
 def test_a_fresh_input_has_the_size_and_the_range_of_the_one_before(base):
     tensors = [base.clone()]
-    refresher = referee.Refresher(tensors)
+    refresher = refreshing.Refresher(tensors)
     for _ in range(5):
         refresher.refresh()
         others, largest = tensors[0].nan_to_num(), base.nan_to_num().abs().amax()
@@ -250,7 +250,7 @@ def test_a_mask_changes_where_nothing_else_can(other):
     """Else an answer from memory would do."""
     spikes = torch.tensor([[0.0, 1.0]]).repeat(1, 100)     # some of them get another value, not all
     tensors = [spikes.clone(), other.clone()]
-    referee.Refresher(tensors).refresh()
+    refreshing.Refresher(tensors).refresh()
     assert not torch.equal(tensors[0], spikes) and torch.equal(tensors[1], other)
 
 
@@ -262,7 +262,7 @@ def test_fresh_inputs_do_not_wait_for_the_gpu(ahead, monkeypatch):
     monkeypatch.setattr(referee, "MOST_AHEAD", ahead)
     tensors = [tensor(64, 64).cuda(), torch.zeros(8, 8, device="cuda"), torch.arange(12, device="cuda").view(3, 4),
                torch.ones(2, 8, device="cuda")]
-    refresher = referee.Refresher(tensors)
+    refresher = refreshing.Refresher(tensors)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
@@ -282,7 +282,7 @@ class Counts(TorchDispatchMode):
 
 @pytest.mark.unit
 def test_fresh_inputs_read_no_value():
-    refresher = referee.Refresher([tensor(8, 8), torch.zeros(8, 8), torch.ones(2, 8)])
+    refresher = refreshing.Refresher([tensor(8, 8), torch.zeros(8, 8), torch.ones(2, 8)])
     with Counts() as counts:
         bool(torch.ones(()))
         refresher.refresh()
@@ -306,7 +306,7 @@ def test_what_is_timed_beside_a_candidate_gets_fresh_inputs_too(is_refreshed):
 @pytest.mark.unit
 def test_an_input_of_zeros_gets_other_values():
     tensors = [torch.zeros(3, 4)]
-    referee.Refresher(tensors).refresh()
+    refreshing.Refresher(tensors).refresh()
     assert tensors[0].count_nonzero() == 12
 
 
@@ -326,7 +326,7 @@ def test_a_reference_without_a_backward_is_a_line():
 
 @pytest.mark.unit
 def test_inputs_that_can_not_be_changed_are_not_asked_for():
-    assert list(referee.fresh(referee.Inputs((torch.ones(3, dtype=torch.bool),)), 2)) == []
+    assert list(refreshing.fresh(calls.Inputs((torch.ones(3, dtype=torch.bool),)), 2)) == []
 
 
 @pytest.mark.unit
@@ -345,7 +345,7 @@ def test_a_reference_that_has_no_answer_on_other_inputs_is_said():
 
 @pytest.mark.unit
 def test_what_is_global_is_seen_and_named():
-    before = referee.Globals()
+    before = process_state.Globals()
     assert before.changed() == ""
     torch.set_num_threads(torch.get_num_threads() + 1)
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
@@ -362,17 +362,17 @@ def apart_by(share: float) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("share, is_wrong", [(0.9 * referee.GROSS, False), (1.1 * referee.GROSS, True)])
+@pytest.mark.parametrize("share, is_wrong", [(0.9 * apart.GROSS, False), (1.1 * apart.GROSS, True)])
 def test_a_gradient_may_be_off_by_a_little(share, is_wrong):
-    assert bool(referee.gradients_too_far_apart(apart_by(share), 0.0, 0.0, list)) == is_wrong
+    assert bool(apart.gradients_too_far_apart(apart_by(share), 0.0, 0.0, list)) == is_wrong
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize("times, is_wrong", [(0.95, False), (1.05, True)])
 def test_a_gradient_may_be_off_by_what_a_rounding_of_the_inputs_does_to_it(times, is_wrong):
     moves = [{"w": own} for own in ((apart_by(each)["w"][0]) for each in (0.1, 0.3, 0.2))]
-    pairs = apart_by(times * referee.TIMES_MOVED * 0.3)
-    assert bool(referee.gradients_too_far_apart(pairs, 0.0, 0.0, lambda: moves)) == is_wrong
+    pairs = apart_by(times * apart.TIMES_MOVED * 0.3)
+    assert bool(apart.gradients_too_far_apart(pairs, 0.0, 0.0, lambda: moves)) == is_wrong
 
 
 @pytest.mark.unit
@@ -380,10 +380,10 @@ def test_a_gradient_is_held_where_the_references_own_is_finite():
     own = torch.ones(4)
     own[0] = math.inf
     mine = torch.ones(4)
-    assert not referee.gradients_too_far_apart({"w": (mine, own)}, 0.0, 0.0, list)
-    assert referee.gradients_too_far_apart({"w": (2 * mine, own)}, 0.0, 0.0, list)
-    assert not referee.gradients_too_far_apart({"w": (2 * mine, own)}, 0.0, 0.0, lambda: [{"w": mine * 3}, {"w": own}])
-    assert referee.gradients_too_far_apart({"w": (mine[:2], own)}, 0.0, 0.0, lambda: [{"w": own}])
+    assert not apart.gradients_too_far_apart({"w": (mine, own)}, 0.0, 0.0, list)
+    assert apart.gradients_too_far_apart({"w": (2 * mine, own)}, 0.0, 0.0, list)
+    assert not apart.gradients_too_far_apart({"w": (2 * mine, own)}, 0.0, 0.0, lambda: [{"w": mine * 3}, {"w": own}])
+    assert apart.gradients_too_far_apart({"w": (mine[:2], own)}, 0.0, 0.0, lambda: [{"w": own}])
 
 
 @pytest.mark.integration
@@ -661,8 +661,8 @@ def test_the_reference_runs_on_other_inputs_only_until_all_is_explained():
         for share in (0.01, 1.0, 2.0, 4.0):
             runs.append(share)
             yield {"w": own * (1 + share)}
-    assert not referee.gradients_too_far_apart({"w": (own * 2, own)}, 0.0, 0.0, moved)
+    assert not apart.gradients_too_far_apart({"w": (own * 2, own)}, 0.0, 0.0, moved)
     assert runs == [0.01, 1.0]
-    assert referee.gradients_too_far_apart({"w": (own * 1e3, own)}, 0.0, 0.0, moved)
+    assert apart.gradients_too_far_apart({"w": (own * 1e3, own)}, 0.0, 0.0, moved)
     assert runs == [0.01, 1.0, 0.01, 1.0, 2.0, 4.0]
-    assert not referee.gradients_too_far_apart({"w": (own, own)}, 0.0, 0.0, moved) and len(runs) == 6
+    assert not apart.gradients_too_far_apart({"w": (own, own)}, 0.0, 0.0, moved) and len(runs) == 6

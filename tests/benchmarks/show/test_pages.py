@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks import studies
 from benchmarks.records.read import BadRecords
-from benchmarks.show import pages
+from benchmarks.show import page_parts, pages
 from benchmarks.show import study as frame
 from benchmarks.show.tables import NO_ANSWER
 from common import steps
@@ -27,7 +27,7 @@ def cells(table: str) -> list[list[str]]:
 @pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: str(page.relative_to(steps.ROOT)))
 def test_a_page_is_what_the_records_and_scripts_say(page):
     text = page.read_text()
-    assert pages.rewritten(text, pages.parts_of(studies.every())) == text, ANEW
+    assert pages.rewritten(text, page_parts.parts_of(studies.every())) == text, ANEW
 
 
 @integration
@@ -71,7 +71,7 @@ def test_the_scripts_are_told_in_ratios():
     lines += made("1_cublas", both([5.0], [10.0]), run=None, study="step")
     lines += made("1_cublas", both([4.0], [20.0]), run=None, study="step", parameter_dtype="bfloat16")
     lines += made("2_sdpa", both([2.5], [5.0]), run=None, study="step")
-    first, second, in_16_bits, third = cells(pages.scripts_table(lines))
+    first, second, in_16_bits, third = cells(page_parts.scripts_table(lines))
     assert first == ["0_baseline", "10.00", "n/a", "40.00", "n/a", "1.0 / 1.0", "", "n/a / n/a",
                      "50 / 50", "n/a", "1.00", "2.0e-07"]
     assert second[0] == "1_cublas" and second[5:7] == ["2.0 / 4.0", "4.00"]
@@ -82,7 +82,7 @@ def test_the_scripts_are_told_in_ratios():
 @unit
 def test_a_run_that_failed_is_a_row_of_the_scripts_table():
     lines = made("0_baseline", both([1.0], [2.0])) + made("1_cublas", {}, status="failed", reason="why")
-    _, failed = cells(pages.scripts_table(lines))
+    _, failed = cells(page_parts.scripts_table(lines))
     assert failed == ["1_cublas"] + ["n/a"] * 11
 
 
@@ -92,8 +92,8 @@ def test_the_first_table_is_the_ladders_by_the_faster_launch(tmp_path, monkeypat
     lines = made("0_baseline", both([8.0] * 6, [24.0] * 6)) + made("1_cublas", {}, status="oom", reason="why")
     lines += made("2_sdpa", both([4.0] * 6, [12.0] * 6) | both([3.0] * 6, [8.0] * 6, launch="graph"))
     path = write(tmp_path / "ladder.jsonl", lines)
-    monkeypatch.setattr(pages, "recorded", lambda name: [path])
-    told, table = pages.summary().split("\n\n")
+    monkeypatch.setattr(page_parts, "recorded", lambda name: [path])
+    told, table = page_parts.summary().split("\n\n")
     assert told.startswith("a CPU, ")
     assert cells(table) == [["0_baseline", "8.00", "24.00", "1.0", "", "n/a", "50", "n/a", "2e-07"],
                             ["2_sdpa", "3.00", "8.00", "3.0", "3.00 [3.00, 3.00]", "n/a", "50", "n/a",
@@ -109,8 +109,8 @@ def test_a_question_is_answered_by_the_first_run_that_holds_the_answer(tmp_path,
         return NO_ANSWER if "0_baseline" in str(lines) else "twice as fast"
     study = SimpleNamespace(name="a", question="What?", answer=answer)
     for paths, said in (([part, whole], "twice as fast"), ([part], NO_ANSWER)):
-        monkeypatch.setattr(pages, "recorded", lambda name, paths=paths: paths)
-        assert cells(pages.questions([study]))[0][2] == said
+        monkeypatch.setattr(page_parts, "recorded", lambda name, paths=paths: paths)
+        assert cells(page_parts.questions([study]))[0][2] == said
 
 
 @unit
@@ -121,15 +121,15 @@ def test_the_first_table_is_of_the_commit_that_was_timed(tmp_path, monkeypatch):
     for line in counted:
         line["metric"]["name"] = "dram traffic"
     path = write(tmp_path / "ladder.jsonl", lines + counted)
-    monkeypatch.setattr(pages, "recorded", lambda name: [path])
-    told, table = pages.summary().split("\n\n")
+    monkeypatch.setattr(page_parts, "recorded", lambda name: [path])
+    told, table = page_parts.summary().split("\n\n")
     assert told.endswith("commit 1111111.")
     assert [row[:3] for row in cells(table)] == [["0_baseline", "8.00", "24.00"]]
 
 
 @unit
 def test_a_diff_has_the_lines_in_which_two_steps_differ():
-    count, text = pages.diff(steps.load(1), steps.load(2)).split(" lines, docstrings aside:\n\n")
+    count, text = page_parts.diff(steps.load(1), steps.load(2)).split(" lines, docstrings aside:\n\n")
     lines = text.removeprefix("```diff\n").removesuffix("\n```").splitlines()
     assert int(count) == len(lines) > 0
     assert all(line[0] in "+-" for line in lines)

@@ -12,7 +12,7 @@ from benchmarks.kernels import operations
 from benchmarks.measure import options
 from benchmarks.records.provenance import commits
 from benchmarks.records.read import latest, read, runner, runs
-from benchmarks.show import pages
+from benchmarks.show import page_parts
 from benchmarks.show import study as frame
 from benchmarks.studies import fusions
 from benchmarks.studies.fusions import subjects, tables
@@ -462,7 +462,7 @@ def test_without_percents_there_is_no_summary():
 
 @unit
 def test_the_recorded_summary_has_a_row_for_every_operation():
-    recorded = [read(path) for path in pages.recorded("fusions")]
+    recorded = [read(path) for path in page_parts.recorded("fusions")]
     of_gpu, of_cpu = (next(lines for lines in recorded if runner(lines[0])["type"] == kind) for kind in ("cuda", "cpu"))
     assert tables.summary(of_cpu) == ""
     rows = {row.split("  ")[0]: row for row in tables.summary(of_gpu).splitlines()}

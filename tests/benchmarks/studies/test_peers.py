@@ -11,6 +11,7 @@ from benchmarks import studies
 from benchmarks.records.read import runs
 from benchmarks.show import study as frame
 from benchmarks.studies import peers
+from benchmarks.studies.peers import blocks, tables
 from common import PRESETS, BlockConfig, parameters, steps
 from common.block import evidence
 from common.measure.session import Session
@@ -22,7 +23,7 @@ from tests.helpers.said import one_line
 pytestmark = pytest.mark.unit
 CPU = torch.device("cpu")
 STUDY = studies.load("peers")
-KINDS = {"nn.TransformerEncoderLayer": peers.EncoderLayer, "GPT2Block": peers.GPT2, "te": peers.TransformerLayer}
+KINDS = {"nn.TransformerEncoderLayer": blocks.EncoderLayer, "GPT2Block": blocks.GPT2, "te": blocks.TransformerLayer}
 OUR_FP8 = {"precision": "FP8", "output": "y in float32"}
 
 
@@ -30,7 +31,7 @@ OUR_FP8 = {"precision": "FP8", "output": "y in float32"}
 def layer_norm_as_before():
     """The process normalises afterwards as it would have without the test."""
     yield
-    peers.choose_layer_norm(True)
+    blocks.choose_layer_norm(True)
 
 
 def recorded(name: str, forward: float, backward: float, **more) -> list[dict]:
@@ -60,7 +61,7 @@ def test_a_peer_is_the_same_block(name):
         pytest.importorskip("transformers")
     config = BlockConfig(2, 24, 32, 2, ffn_hidden_size=80)
     values, x, dy = case(config, dtype=torch.float64)
-    block = peers.build(KINDS[name], False, config, values, "cpu")
+    block = blocks.build(KINDS[name], False, config, values, "cpu")
     assert max(worst(errors(block, values, x, dy))) < 1e-12
     if name == "GPT2Block":
         import transformers
@@ -70,7 +71,7 @@ def test_a_peer_is_the_same_block(name):
 def test_a_peer_runs_under_autocast_as_a_step_does():
     config = BlockConfig(2, 16, 32, 2, amp_dtype=torch.bfloat16)
     values, x, dy = case(config)
-    block = peers.build(peers.EncoderLayer, False, config, values, "cpu")
+    block = blocks.build(blocks.EncoderLayer, False, config, values, "cpu")
     forward, gradient = worst(errors(block, values, x, dy))
     assert 1e-4 < forward < 1e-2 and gradient < 3e-2 and block(x).dtype == torch.float32
 
@@ -78,7 +79,7 @@ def test_a_peer_runs_under_autocast_as_a_step_does():
 def test_a_peer_without_autocast_computes_in_fp32():
     config = BlockConfig(2, 16, 32, 2, amp_dtype=None)
     values, x, dy = case(config)
-    assert max(worst(errors(peers.build(peers.EncoderLayer, False, config, values, "cpu"), values, x, dy))) < 1e-5
+    assert max(worst(errors(blocks.build(blocks.EncoderLayer, False, config, values, "cpu"), values, x, dy))) < 1e-5
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -86,7 +87,7 @@ def test_a_compiled_peer_is_compiled_in_place_as_step_3_is(compiled, uncompiled)
     """Its parameters keep their names."""
     config = BlockConfig(2, 16, 32, 2, amp_dtype=None)
     values, x, dy = case(config)
-    block = peers.build(peers.EncoderLayer, compiled, config, values, "cpu")
+    block = blocks.build(blocks.EncoderLayer, compiled, config, values, "cpu")
     assert (block._compiled_call_impl is not None) == compiled
     assert max(worst(errors(block, values, x, dy))) < 1e-5
 
@@ -98,8 +99,8 @@ def test_a_compiled_peer_is_compiled_in_place_as_step_3_is(compiled, uncompiled)
 def test_transformer_layer_is_the_same_block(fp8, gate, output):
     config = BlockConfig(2, 128, 256, 4, amp_dtype=torch.float16)
     values, x, dy = case(config, "cuda")
-    layer = functools.partial(peers.TransformerLayer, output_dtype=output, fp8=fp8)
-    block = peers.build(layer, False, config, values, "cuda")
+    layer = functools.partial(blocks.TransformerLayer, output_dtype=output, fp8=fp8)
+    block = blocks.build(layer, False, config, values, "cuda")
     for _ in range(3):
         found = errors(block, values, x, dy.to(output))
     assert max(worst(found)) < gate and block(x).dtype == output
@@ -114,10 +115,10 @@ def test_transformer_layer_normalises_by_its_own_kernels_or_tuned():
         pytest.skip("step 4 normalises by Transformer Engine's own kernels on this GPU")
     config = BlockConfig(2, 128, 256, 4, amp_dtype=torch.float16)
     values, x, dy = case(config, "cuda")
-    layers = [functools.partial(peers.TransformerLayer, output_dtype=torch.float32, fp8=True, tuned=tuned)
+    layers = [functools.partial(blocks.TransformerLayer, output_dtype=torch.float32, fp8=True, tuned=tuned)
               for tuned in (False, True)]
-    own, tuned = (peers.build(layer, False, config, values, "cuda") for layer in layers)
-    step_4 = peers.build_step_4(config, values, "cuda")
+    own, tuned = (blocks.build(layer, False, config, values, "cuda") for layer in layers)
+    step_4 = blocks.build_step_4(config, values, "cuda")
 
     def by_cudnn(block):
         ran = evidence.observe(lambda: block(x).backward(dy), torch.device("cuda"))
@@ -136,7 +137,7 @@ def test_torchao_is_the_same_block(recipe, residual_in_16_bits, uncompiled):
     pytest.importorskip("torchao")
     config = BlockConfig(2, 128, 256, 4, amp_dtype=torch.bfloat16)
     values, x, dy = case(config, "cuda")
-    block = peers.build_torchao(recipe, config, values, "cuda", residual_in_16_bits)
+    block = blocks.build_torchao(recipe, config, values, "cuda", residual_in_16_bits)
     assert max(worst(errors(block, values, x, dy))) < 1.8e-1 and block.engine.startswith("torchao ")
 
 
@@ -160,9 +161,9 @@ def test_fp8_is_compared_with_step_4_and_the_rest_with_step_3():
     assert told["4_transformer_engine"][:2] == ["3:", "0.500"] and "3_compile" not in told
     its_runs = runs(lines)
     for run in its_runs:
-        assert peers.ours(run, its_runs).info["parameter_dtype"] == run.info["parameter_dtype"]
+        assert tables.ours(run, its_runs).info["parameter_dtype"] == run.info["parameter_dtype"]
     (elsewhere,) = runs(recorded("GPT2Block", 6.0, 6.0, run="another"))
-    assert peers.ours(elsewhere, its_runs) is None
+    assert tables.ours(elsewhere, its_runs) is None
 
 
 def test_what_is_as_fast_as_ours_says_whether_that_is_sure():
@@ -194,11 +195,11 @@ def test_eager_losses_are_said_in_a_line_each(tmp_path):
         lines += made(name, ms, study="peers", matmul="float8", variant=variant)
     path = tmp_path / "peers.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    said = peers.eager_losses(path).splitlines()
+    said = tables.eager_losses(path).splitlines()
     assert said[0].endswith("these are faster than ours where both are launched one by one:")
     assert said[2:] == ["- forward, torchao float8, tuned: 0.50 of step 4's time (best launch each: 1.50)"]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines if line["model"]["backend"][0] != "t"))
-    assert peers.eager_losses(path).endswith("no peer is faster than ours where both are launched one by one.")
+    assert tables.eager_losses(path).endswith("no peer is faster than ours where both are launched one by one.")
 
 
 def test_columns_that_say_nothing_are_left_out():
@@ -213,7 +214,7 @@ def test_a_residual_in_16_bits_is_the_same_block_and_gives_back_the_dtype_of_x(a
     config = BlockConfig(2, 16, 32, 2, amp_dtype=amp_dtype)
     values, x, dy = case(config)
     block, plain = (steps.load(2).build(config, values, "cpu") for _ in range(2))
-    peers.keep_residual_in_16_bits(block, config)
+    blocks.keep_residual_in_16_bits(block, config)
     seen = []
     block.ln_2.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
     forward, gradient = worst(errors(block, values, x, dy))
@@ -359,7 +360,7 @@ def test_autocast_is_off_where_parameters_have_16_bits_already(dtype, mixed):
     """It would run LayerNorm and softmax in FP32, and so slow the peer and flatter ours, which has it off there."""
     config = BlockConfig(2, 16, 32, 2, amp_dtype=torch.bfloat16)
     values, x, _ = case(config)
-    block = peers.build(peers.EncoderLayer, False, config, {name: t.to(dtype) for name, t in values.items()}, "cpu")
+    block = blocks.build(blocks.EncoderLayer, False, config, {name: t.to(dtype) for name, t in values.items()}, "cpu")
     seen = []
     block.layer.norm1.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
     block(x.to(dtype))
@@ -374,8 +375,8 @@ def test_rows_that_say_casts_compiled_and_tuned_have_them(monkeypatch):
         made.append((fp8, tuned))
         return torch.nn.Identity()
     monkeypatch.setattr(peers, "TransformerLayer", layer)
-    monkeypatch.setattr(peers, "compile_gradient_casts", lambda block: made.append("casts compiled"))
-    monkeypatch.setattr(peers.parameters, "load", lambda block, values, device: block)
+    monkeypatch.setattr(blocks, "compile_gradient_casts", lambda block: made.append("casts compiled"))
+    monkeypatch.setattr(blocks.parameters, "load", lambda block, values, device: block)
     config = BlockConfig(2, 16, 32, 2, amp_dtype=torch.bfloat16)
     builds = {}
     monkeypatch.setattr(peers, "block_case", lambda name, make, *_, variant, **__: builds.setdefault(

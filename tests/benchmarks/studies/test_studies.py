@@ -11,7 +11,7 @@ from benchmarks import studies
 from benchmarks.measure import options
 from benchmarks.records.provenance import provenance
 from benchmarks.records.read import latest, read
-from benchmarks.show import pages, tables
+from benchmarks.show import page_parts, tables
 from benchmarks.show import study as frame
 from benchmarks.show.charts import is_of, plt
 from benchmarks.show.study import Study
@@ -31,7 +31,7 @@ LINES = made("0_baseline", both([8.0] * 6, [9.0] * 6))
 
 def cpu_records(name: str) -> list[dict]:
     """The recorded run of a study on a CPU."""
-    (path,) = (path for path in pages.recorded(name) if path.parent.name == "cpu")
+    (path,) = (path for path in page_parts.recorded(name) if path.parent.name == "cpu")
     return read(path)
 
 
@@ -78,9 +78,9 @@ def test_a_new_study_comes_behind_the_known_ones(monkeypatch):
 @unit
 def test_the_pages_hold_what_was_recorded_and_no_more(monkeypatch):
     """A study that is new changes no page before it is recorded."""
-    monkeypatch.setattr(pages, "of_study", lambda study: f"what is known of {study.name}")
-    new = pages.parts_of([*studies.every(), a_study()])
-    known = pages.parts_of(studies.every())
+    monkeypatch.setattr(page_parts, "of_study", lambda study: f"what is known of {study.name}")
+    new = page_parts.parts_of([*studies.every(), a_study()])
+    known = page_parts.parts_of(studies.every())
     for part in ("questions", "contents", "studies"):
         assert new[part]() == known[part]() and "made up" not in new[part]()
 
@@ -155,7 +155,7 @@ def test_a_study_tells_and_draws_from_records_alone(name):
 @pytest.mark.parametrize("name", TIMED)
 def test_a_study_answers_from_its_first_recorded_run_in_one_line(name):
     """On a GPU, at its default shape."""
-    path = pages.recorded(name)[0]
+    path = page_parts.recorded(name)[0]
     answer = studies.load(name).answer(read(path))
     assert path.parent.name != "cpu" and re.search(r"\d", answer) and "\n" not in answer
 
