@@ -252,6 +252,12 @@ def fused_or_why_not(given: Given) -> tuple[str, str]:
     return "", error or "no change of mask, dtype, width or stride helps"
 
 
+@functools.cache
+def is_fused(given: Given) -> bool:
+    """Whether a fused kernel computes it."""
+    return bool(_tried(given)[0])
+
+
 def _fewest_changes(given: Given) -> list[Change]:
     """One at a time, then two; before all others those that leave the function as it is."""
     one = list(given.changes())

@@ -3,11 +3,14 @@
 At the peak of a training step most of the memory is what the forward has saved for the backward. Which tensors an
 operation saves stands in torch's derivatives.yaml.
 """
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx, nn
 
+from benchmarks.assistant.fusing import is_fused
 from benchmarks.assistant.graph import Region
 from benchmarks.assistant.normal import name_of
 from benchmarks.assistant.predicting import Freed, bytes_of, is_pass, source_of
@@ -38,8 +41,10 @@ def in_regions(program: Program, found: Sequence[Found]) -> Freed | None:
 
 
 def under_autocast(program: Program, found: Sequence[Found]) -> Freed | None:
-    """At most half of all that is saved, and of the largest result, which the backward has beside it. At the least it
-    needs more: the parameters in 16 bits. None where the model is compiled in part, which the count would compile anew.
+    """At most half of what is saved, and of the largest result, which the backward has beside it, and all weights of
+    attention that a fused kernel computes in 16 bits alone. At the least it needs more: the parameters in 16 bits.
+
+    None where the model is compiled in part, which the count would compile anew.
     """
     if program.is_inference or holds_compiled(program.model):
         return None
@@ -47,14 +52,16 @@ def under_autocast(program: Program, found: Sequence[Found]) -> Freed | None:
     largest = max((bytes_of(node) for graph in program.graphs for node in graph.nodes), default=0)
     with kept(program.model):
         saved = saved_bytes(program.model, program)
-    return Freed(-sum(parameters.values()) / 2, (saved + largest) / 2)
+    weights = _attention_weights(program, fused_in=torch.bfloat16)
+    return Freed(-sum(parameters.values()) / 2, (saved + largest + weights) / 2)
 
 
 def compiled(program: Program, found: Sequence[Found]) -> Freed | None:
-    """At most all that passes over memory save of each other's results: a compiler may compute it again."""
+    """At most all that passes over memory save of each other's results, which a compiler may compute again, and the
+    weights of attention that no fused kernel computes, for which it may put one that does."""
     if program.is_inference:
         return None
-    most = 0
+    most = _attention_weights(program)
     for graph in program.graphs:
         most += len(graph.calls) * _bytes_of(filter(is_pass, saved_in(graph.nodes)))
     return Freed(0.0, most)
@@ -78,6 +85,18 @@ def saved_bytes(model: nn.Module, program: Program) -> int:
         outputs = inputs.call(model)
     del outputs
     return sum(sizes.values())
+
+
+def _attention_weights(program: Program, fused_in: torch.dtype | None = None) -> int:
+    """Bytes of them that calls of the library's attention save where no fused kernel computes it; of those calls alone
+    that one computes in `fused_in`, where that is given.
+    """
+    total = 0
+    for call in program.trace.calls:
+        given = replace(call.attends, trains=True) if call.attends else None
+        if given and not is_fused(given) and (fused_in is None or is_fused(given.in_dtype(fused_in))):
+            total += math.prod(given.query[:-1]) * given.key[-2] * given.dtype.itemsize
+    return total
 
 
 def saved_within(region: Region) -> int:

@@ -83,9 +83,9 @@ def errors(attend: Attend, pattern: Pattern, shape: Shape, given: Sequence[Tenso
         exact, gradients = _exact(pattern, shape, given, dy, few, backward)
         worst["output"] = max(worst["output"], oracle.relative_error(y.detach()[:, few.results], exact))
         of_them = few.queries, few.keys, few.values, few.queries
-        for name, own, truth, heads_of_it in zip(names, found, gradients, of_them, strict=False):
+        for name, own, truth, taken in zip(names, found, gradients, of_them, strict=False):
             what = f"gradient of {name}"
-            worst[what] = max(worst[what], oracle.relative_error(own[:, heads_of_it], truth))
+            worst[what] = max(worst[what], oracle.relative_error(own[:, taken], truth))
     if backward:
         worst[OTHER_LAYOUT] = _apart_by_layout(attend, given, dy, found)
     return worst

@@ -148,7 +148,7 @@ def facts(rung: Rung, width: int, dtype: torch.dtype) -> Facts:
     return found
 
 
-def _call(rung: Rung, tensors: Mapping[str, Tensor], causal: bool, told: Facts | None = None) -> None:
+def _call(rung: Rung, tensors: Mapping[str, Tensor], causal: bool, facts: Facts | None = None) -> None:
     """On q's GPU and its current stream. Raises RuntimeError with CUDA's error."""
     q, k = tensors["q"], tensors["k"]
     B, H, S, D = q.shape
@@ -156,7 +156,7 @@ def _call(rung: Rung, tensors: Mapping[str, Tensor], causal: bool, told: Facts |
         pointers = (tensors[name].data_ptr() if name in tensors else None for name in POINTERS)
         arguments = _Arguments(
             *pointers, B, H, k.size(1), S, D, q.dtype == torch.bfloat16, causal,
-            torch.cuda.current_stream().cuda_stream, ctypes.addressof(told) if told is not None else None)
+            torch.cuda.current_stream().cuda_stream, ctypes.addressof(facts) if facts is not None else None)
         if error := _library(rung).run(ctypes.byref(arguments)):
             raise RuntimeError(f"{rung.path.name}: {error.decode()}")
 

@@ -69,7 +69,7 @@ def ways_here(options: Options, number: int, tokens: int) -> list[str]:
     """Those of a step that this process times. Others time max-autotune, and the default beside it."""
     asked = {*options.ways, *([ONE_BY_ONE] if BY_HAND in options.ways else [])}
     if tokens not in options.autotuned_here:
-        asked -= set(autotuned.MODES_OF_IT)
+        asked -= set(autotuned.AUTOTUNED_MODES)
     here = [way for way in STEPS[number] if way in asked]
     elsewhere = number == COMPILED_STEP and tokens in options.autotuned and not options.autotuned_here
     return [] if elsewhere and here == [ONE_BY_ONE] and BY_HAND not in options.ways else here
@@ -161,7 +161,7 @@ def refine(options: Options) -> None:
         raise ValueError(f"--steps {min(unknown)}: give some of {', '.join(map(str, STEPS))}")
     for tokens in options.tokens:
         config_at(tokens, options.config)
-    tried = not options.quick and COMPILED_STEP in options.steps and set(autotuned.MODES_OF_IT) & set(options.ways)
+    tried = not options.quick and COMPILED_STEP in options.steps and set(autotuned.AUTOTUNED_MODES) & set(options.ways)
     options.autotuned = (options.tokens[0], options.tokens[len(options.tokens) // 2]) if tried else ()
     options.autotuned_here = options.autotuned if options.processes == 1 or not on_gpu else ()
     if BY_HAND not in options.ways:

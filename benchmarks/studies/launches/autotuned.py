@@ -14,7 +14,7 @@ from common.runtime import compiler, machine
 from common.runtime.iteration import BOTH, MODES
 from common.text import NOT_AVAILABLE, figures, ratio, table
 
-MODES_OF_IT = (NO_GRAPHS, MAX_AUTOTUNE)
+AUTOTUNED_MODES = (NO_GRAPHS, MAX_AUTOTUNE)
 _TEMPLATE = re.compile(r"^triton_tem_")    # a matmul that Inductor wrote from its template, in place of cuBLAS's
 
 
@@ -24,7 +24,7 @@ def measure(options: Options, name: str) -> list[Record]:
     Each chooses anew. Compiling takes longest and gives the same each time: the next ones find what one has compiled.
     """
     words = [name, *options.argv, "--tokens", ",".join(map(str, options.autotuned)), "--steps", str(COMPILED_STEP),
-             "--ways", ",".join([ONE_BY_ONE, *(way for way in MODES_OF_IT if way in options.ways)]),
+             "--ways", ",".join([ONE_BY_ONE, *(way for way in AUTOTUNED_MODES if way in options.ways)]),
              "--processes", "1", "--chart", ""]
     with compiler.sharing_kernels():
         return in_turn([words] * options.processes, options.file, name, functools.partial(_died, options))
@@ -32,7 +32,7 @@ def measure(options: Options, name: str) -> list[Record]:
 
 def _died(options: Options, place: int, records: list[Record], status: int) -> list[Record]:
     """A record of a process that ended before it had any of them."""
-    if any(run.variant.get("way") in MODES_OF_IT for run in runs(records)):
+    if any(run.variant.get("way") in AUTOTUNED_MODES for run in runs(records)):
         return []
     step = steps.load(COMPILED_STEP)
     result = Result(step.name, options.config, "float32", machine.facts(options.device), step.number, step.traits,
@@ -51,7 +51,7 @@ def of_processes(lines: list[Record]) -> list[list[Run]]:
 
 
 def _is_tried(run: Run) -> bool:
-    return run.variant["way"] in MODES_OF_IT and run.best(BOTH) is not None
+    return run.variant["way"] in AUTOTUNED_MODES and run.best(BOTH) is not None
 
 
 def text(lines: list[Record], width: int | None = None) -> str:

@@ -216,11 +216,11 @@ def recorded_speed() -> str:
     for path in files(RESULTS, "*/recipes-*"):
         lines = read(path)
         found = runs(lines)
-        tables_of_it = speed.tables_of(found, WIDTH)
-        shown = "\n\n".join([*tables_of_it.measured, *tables_of_it.gained, *tables_of_it.mapped])
+        made = speed.tables_of(found, WIDTH)
+        shown = "\n\n".join([*made.measured, *made.gained, *made.mapped])
         if shown:
             paragraphs += [provenance(lines), f"```\n{shown}\n```", *speed.in_words(found)]
-            words += tables_of_it.words
+            words += made.words
     paragraphs = paragraphs or ["Layers, blocks and the map: not recorded."]
     return "\n\n".join([*paragraphs, *dict.fromkeys(words)])
 

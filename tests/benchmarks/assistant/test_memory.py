@@ -81,6 +81,33 @@ def test_what_the_whole_model_saves_less_is_predicted(technique):
     assert technique.frees(program, found) is None
 
 
+class Called(nn.Module):
+    """The library's attention, which no fused kernel of a CPU computes with dropout."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x):
+        q, k, v = x.view(16, 4, 64, -1).unbind(0)[:3]
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=self.p)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("p, weights", [(0.0, 0), (0.1, 4 * 4 * 64 * 64)])
+def test_the_weights_of_attention_that_no_fused_kernel_computes_may_be_freed(p, weights, monkeypatch):
+    """By a compiler in any case, and under autocast where a kernel computes it in 16 bits."""
+    model = nn.Sequential(nn.Linear(layer_spellings.WIDTH, layer_spellings.WIDTH), Called(p))
+    program = program_of(model)
+    assert [bool(call.attends) for call in program.trace.calls].count(True) == 1
+    fused = memory.is_fused
+    most = [compiled.TECHNIQUE.frees(program, []).most, autocast.TECHNIQUE.frees(program, []).most]
+    monkeypatch.setattr(memory, "is_fused", lambda given: given.dtype == torch.bfloat16 or fused(given))
+    assert autocast.TECHNIQUE.frees(program, []).most - most[1] == weights / 2
+    monkeypatch.setattr(memory, "is_fused", lambda given: True)
+    assert most[0] - compiled.TECHNIQUE.frees(program, []).most == weights
+
+
 @pytest.mark.unit
 def test_of_tf32_it_is_nothing_and_of_side_by_side_it_is_not_known():
     program = program_of(nn.Linear(layer_spellings.WIDTH, 8))
