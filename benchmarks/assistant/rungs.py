@@ -170,15 +170,14 @@ class Rungs:
         meaning = None if rewriting is None else Meaning(rewriting, plan.autocast, phase if on_others else "")
         proven = () if is_proven else self._judged_before(meaning)
         judge = judge_by(truth, fresh=not on_others, proven=proven)
-        before = self.result.judgements.get(result.name)
-        is_known = phase == TOGETHER and before is not None and before.passed
-        judgement = judge.again(before) if is_known else self._judged(judge, meaning)       # type: ignore[arg-type]
+        before = self._passed_before(result.name) if phase == TOGETHER else None
+        judgement = self._judged(judge, meaning) if before is None else judge.again(before)
         if on_others:
             judgement.checks[:] = _there(judgement, phase)     # in place: timed calls add theirs
             self.result.judgements_on_others[result.name, phase] = judgement
         else:
             self.result.judgements[result.name] = judgement
-            if phase != ALONE and not is_known:                # each of them has its own rounds
+            if phase != ALONE and before is None:             # each of them has its own rounds
                 self._judge_on_others(judge_by, judgement, meaning)
         try:
             record_checks(judgement, result, GRADIENTS)
@@ -202,6 +201,12 @@ class Rungs:
     def _judged_before(self, meaning: Meaning | None) -> list[Check] | None:
         """The checks by which another rung of the same meaning passed."""
         return self.meanings.get(meaning) if meaning else None
+
+    def _passed_before(self, name: str) -> Judgement | None:
+        """The judgement of the same rung in other rounds, where it passed on all inputs."""
+        judged = self.result.judgements.get(name)
+        elsewhere = [self.result.judgements_on_others.get((name, words)) for words in self.other_truths]
+        return judged if all(each is not None and each.passed for each in [judged, *elsewhere]) else None
 
     def _judged(self, judge: Judge, meaning: Meaning | None) -> Judgement:
         """What a judge says; what it found of the meaning is kept for other rungs."""

@@ -1,6 +1,7 @@
 """Inputs of several kinds, short ones and long ones: all are judged and timed, and a verdict is on all of them."""
 import textwrap
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +10,12 @@ from torch import nn
 from benchmarks.assistant import optimize, verdicts
 from benchmarks.assistant.loading import load
 from benchmarks.assistant.proving import Prover
+from benchmarks.assistant.rungs import Rungs
 from benchmarks.assistant.source import Place
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.technique import Advice, Found, Technique
+from benchmarks.measure.checks import Check, Judgement
+from benchmarks.measure.names import THE_CALL
 from common.outcome import UserError
 
 SHORT, LONG = torch.randn(2, 5, 6), torch.randn(2, 9, 6)
@@ -150,3 +154,18 @@ def test_code_is_judged_on_all_of_them(tmp_path):
 def test_a_second_that_is_no_input_is_reported(second, said):
     with pytest.raises(UserError, match=said):
         optimize(nn.Linear(6, 6), [(SHORT,), second], quick=True)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("passed, elsewhere, known", [(True, True, True), (True, False, False), (True, None, False),
+                                                      (False, True, False)])
+def test_a_rung_is_judged_again_unless_it_passed_on_all_inputs(passed, elsewhere, known):
+    """Where it is wrong on the second of two, another rung on top of it would be blamed."""
+    def judgement(is_right):
+        return Judgement([Check(THE_CALL, "meaning", is_right, True, 0.0, 1.0)], "FP64")
+    result = SimpleNamespace(judgements={"a": judgement(passed)}, judgements_on_others={})
+    if elsewhere is not None:
+        result.judgements_on_others["a", "on input 2"] = judgement(elsewhere)
+    rungs = SimpleNamespace(result=result, other_truths={"on input 2": None})
+    assert (Rungs._passed_before(rungs, "a") is result.judgements["a"]) == known
+    assert Rungs._passed_before(rungs, "b") is None
