@@ -162,7 +162,7 @@ def test_a_second_that_is_no_input_is_reported(second, said):
 def test_a_rung_is_judged_again_unless_it_passed_on_all_inputs(passed, elsewhere, known):
     """Where it is wrong on the second of two, another rung on top of it would be blamed."""
     def judgement(is_right):
-        return Judgement([Check(THE_CALL, "meaning", is_right, True, 0.0, 1.0)], "FP64")
+        return Judgement([Check(THE_CALL, "meaning", is_right, True, 0.0, 1.0, "")], "FP64")
     result = SimpleNamespace(judgements={"a": judgement(passed)}, judgements_on_others={})
     if elsewhere is not None:
         result.judgements_on_others["a", "on input 2"] = judgement(elsewhere)
