@@ -1,6 +1,7 @@
 """Layers that are computed again in the backward: what they save, what that costs, and that gradients are the same."""
 import copy
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,6 +95,29 @@ class Noisy(Layer):
 def test_what_is_rounding_of_all_gradients_may_differ_from_call_to_call(size, same):
     [found] = checkpointing.find(program_of(stack(Noisy, 2, size=size)))
     assert ("of the speed here" in found.reason) == same and ("other gradients" in found.why_not) != same, found
+
+
+def iteration_with(*calls):
+    """Its calls leave these gradients, one after the other; the output is the same each time."""
+    left = iter(calls)
+    found = {}
+
+    def run():
+        found["gradients"] = dict(enumerate(next(left)))
+        return [torch.ones(4)]
+    return SimpleNamespace(run=run, between=lambda: None, gradients=lambda: found["gradients"])
+
+
+@unit
+@pytest.mark.parametrize("by_itself, checkpointed, same", [
+    (0.0, 0.0, True), (0.0, 1e-3, False), (1e-4, 0.9e-3, True), (1e-4, 1.1e-3, False), (1e-5, 0.9e-4, True),
+    (1e-5, 1.1e-4, False), (1e-2, 1.1e-3, False), (1e-2, 0.9e-3, True)])
+def test_a_small_gradient_may_differ_as_far_as_by_itself(by_itself, checkpointed, same):
+    """Ten times as far, and by a thousandth of all gradients at most; here these have a norm of one."""
+    large, small = torch.ones(1), torch.full((1,), 1e-6)
+    before = iteration_with([large, small], [large, small + by_itself])
+    after = iteration_with([large, small + checkpointed])
+    assert checkpointing.give_the_same(before, after) == same
 
 
 @unit

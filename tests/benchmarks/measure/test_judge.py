@@ -17,8 +17,8 @@ from benchmarks.measure.calls import Inputs, Step, are_looked_up, meanwhile_off_
 from benchmarks.measure.checks import CHANNELS_LAST, Check, Judgement
 from benchmarks.measure.judge import Judge, validate
 from benchmarks.measure.names import buffer, gradient_of, output
-from benchmarks.measure.observing import RoundedAnew, Work, exact_in
-from benchmarks.measure.truth import CONTRADICTS, Truth
+from benchmarks.measure.observing import Observation, RoundedAnew, Work, exact_in
+from benchmarks.measure.truth import CONTRADICTS, MOST_OF_FP32, Truth, further_in_all
 from common import BlockConfig, parameters, steps
 from tests.helpers.deep_network import Deep
 
@@ -1272,3 +1272,15 @@ def test_what_is_exact_in_fp32_is_not_rounded_anew():
     off = (products - positions * table).abs() / (positions * table).clamp_min(1)
     assert 0 < off.max() < 4 * torch.finfo().eps
     assert torch.equal(halves[:256], positions[:256] * 0.5)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("share, counts", [(0.9 * MOST_OF_FP32, True), (1.1 * MOST_OF_FP32, False)])
+def test_an_output_that_moves_further_than_rounding_explains_no_other(share, counts):
+    """As where a router in FP32 takes another expert: that excuses nothing."""
+    exact = Observation({"output": torch.ones(8)}, forward_alone={"output": torch.ones(8)})
+    moved = Observation({"output": (1 + share) * torch.ones(8)}, forward_alone={"output": (1 + share) * torch.ones(8)})
+    found = further_in_all(exact, moved, exact)
+    expected = moved if counts else exact
+    assert torch.equal(found.outputs["output"], expected.outputs["output"])
+    assert torch.equal(found.forward_alone["output"], expected.forward_alone["output"])

@@ -105,6 +105,21 @@ def test_a_group_is_launched_by_its_own_ways(monkeypatch, studies_in_seconds):
     assert asked == ["eager", *LAUNCHES]
 
 
+@unit
+@pytest.mark.parametrize("ms, rounds_of_it", [(0.9, 2), (1.1, 1)])
+def test_what_fills_a_sample_by_one_iteration_is_warm_after_one_round(ms, rounds_of_it, monkeypatch):
+    some, asked = Session("ladder", CPU, 6), []
+
+    def interleaved(runs, clock, count, between, seed):
+        asked.extend(count * list(runs))
+        return {key: ([ms] * count, [0.0] * count) for key in runs}
+    monkeypatch.setattr(rounds, "interleaved", interleaved)
+    clock = SimpleNamespace(burst_ms=1.0)
+    key = Calibration("a copy")
+    assert some._warm_up(FORWARD, {key: Work(lambda: None, timing.nothing)}, clock) == {key: ms}
+    assert asked == rounds_of_it * [key]
+
+
 @integration
 def test_records_are_written_as_they_become_final(studies_in_seconds, tmp_path, monkeypatch):
     """Those of the check before anything is timed, those of a pass before the next one."""
