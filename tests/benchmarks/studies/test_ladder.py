@@ -338,7 +338,7 @@ def test_a_study_that_timed_nothing_is_no_success(main):
 @integration
 def test_an_interrupted_ladder_keeps_what_is_finished(main, ctrl_c, tmp_path):
     """Interrupted while it samples: what was recorded before is whole."""
-    ctrl_c(rounds, "interleaved", 2)                             # the first is the warm-up
+    ctrl_c(rounds, "interleaved", 3)                             # behind two of warm-up
     path = tmp_path / "out.jsonl"
     status, out, err = main("--steps", "0", "--rounds", 8, "--json", path)
     assert (status, out) == (130, "") and "4 finished records kept" in err and "Traceback" not in err

@@ -435,7 +435,7 @@ def measured(monkeypatch) -> collections.Counter:
 def test_an_interrupted_sweep_goes_on_where_it_stopped(main, measured, ctrl_c, tmp_path):
     path = tmp_path / "sweep.jsonl"
     argv = ("--axis", "seq_len", "--values", "16,32,64", "--rounds", 6, "--json", path)
-    ctrl_c(rounds, "interleaved", 10)              # a size is a warm-up and the samples of both passes: in the third
+    ctrl_c(rounds, "interleaved", 14)              # a size is two rounds of warm-up and the samples, of both passes
     status, out, err = main(*argv)
     assert (status, out) == (130, "") and "finished records kept" in err and measured == {16: 1, 32: 1, 64: 1}
     status, out, err = main(*argv)
