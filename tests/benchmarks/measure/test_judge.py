@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks.examples import pairs
 from benchmarks.examples.pairs import LIBRARY, RIGHT, WRONG, Pair, fused, gelu, random, tensor
-from benchmarks.measure import hints, judge, referee
+from benchmarks.measure import hints, judge, refreshing
 from benchmarks.measure.bounds import Standard
 from benchmarks.measure.calls import Inputs, Step, are_looked_up, meanwhile_off_by_a_rounding, tables_of
 from benchmarks.measure.checks import CHANNELS_LAST, Check, Judgement
@@ -1070,7 +1070,7 @@ def test_outputs_on_fresh_inputs_may_be_apart_by_what_the_declared_numerics_make
 def test_gradients_on_fresh_inputs_may_be_apart_by_what_a_rounding_of_the_numerics_makes_of_them(monkeypatch):
     """A rounding to BF16 moves them by a half behind so many layers, on some inputs; one of FP32 does not."""
     seeds = itertools.count(24)
-    for module in (judge, referee):
+    for module in (judge, refreshing):
         monkeypatch.setattr(module, "unguessable_seed", lambda: next(seeds))
     judgement = validate(Deep(rounds=True), Deep(rounds=False), tensor(16, 32), numerics="bfloat16")
     assert judgement.passed and judgement.less_accurate, judgement
