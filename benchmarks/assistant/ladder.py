@@ -13,18 +13,19 @@ def climb(rungs: Rungs, tried: Sequence[Technique]) -> None:
     Where one fails or slows down what is below it, it is measured again, without it or in another order.
     """
     order = _in_order(rungs, tried)
-    by_hand = rungs.by_hand()
-    least = 1 if by_hand else 2                            # one alone is measured already
+    least = 1 if rungs.task.by_hand else 2                 # one alone is measured already
     while len(order) >= least:
         _climb_once(rungs, order)
-        better = _without_a_clash(rungs.result, order) or _faster(rungs.result, order)
+        better = _without_a_clash(rungs.result, order)
+        if better is None:                                 # an empty one is another: what was alone has failed
+            better = _faster(rungs.result, order)
         if better is None:
             return
         order = better
         rungs.result.ladder.clear()
         rungs.ladders += 1
-    if by_hand:
-        rungs.measure([Combination()], TOGETHER, rungs.result.together, by_hand)
+    if rungs.task.by_hand:
+        rungs.measure([Combination()], TOGETHER, rungs.result.together, rungs.by_hand())
 
 
 def _in_order(rungs: Rungs, tried: Sequence[Technique]) -> list[Technique]:
@@ -95,7 +96,7 @@ def _faster(result: Optimized, order: Sequence[Technique]) -> list[Technique] | 
     if slowing is None:
         return None
     technique, graph = slowing.technique, _graph_in(order)
-    if graph and result.gains_captured_alone(slowing):
+    if graph and result.may_gain_captured(slowing):
         others = _without(order, graph)
         place = others.index(technique)
         return [*others[:place], graph, *others[place:]]

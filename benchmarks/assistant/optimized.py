@@ -221,7 +221,7 @@ class Optimized(Shown):
         rounds_for_nothing = added.gain[1] < WORTH_IT and not is_first and judgement and judgement.rounds_more
         return added.gain[2] < SLOWER or bool(rounds_for_nothing)
 
-    def gains_captured_alone(self, added: Added) -> bool:
+    def may_gain_captured(self, added: Added) -> bool:
         """Whether it is launched one by one on the ladder, and captured it makes the model no slower."""
         captured = self.gain_captured(added.technique) if added.combination.launch == "eager" else None
         return captured is not None and captured[2] >= SLOWER

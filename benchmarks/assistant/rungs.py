@@ -177,7 +177,7 @@ class Rungs:
             self.result.judgements_on_others[result.name, phase] = judgement
         else:
             self.result.judgements[result.name] = judgement
-            if phase != ALONE and before is None:             # each of them has its own rounds
+            if phase != ALONE and before is None:              # each of them has its own rounds
                 self._judge_on_others(judge_by, judgement, meaning)
         try:
             record_checks(judgement, result, GRADIENTS)

@@ -335,10 +335,10 @@ class Judge:
         of_meaning = list(self.checks)
         self._compare(seen, own, standard)
         if self.meaning_is_known:
-            self._compare_beside_kinks(seen, standard, of_meaning, self.truth.further(self.numerics))
+            self._compare_with_rounding(seen, standard, of_meaning, self.truth.further(self.numerics))
 
-    def _compare_beside_kinks(self, seen: Observation, standard: Standard, before: list[Check],
-                              further: Iterator[Observation]) -> None:
+    def _compare_with_rounding(self, seen: Observation, standard: Standard, before: list[Check],
+                               further: Iterator[Observation]) -> None:
         """Where nothing but gradients is far off, as where a rounding moves what is near a kink to its other side:
         compared again with the reference's own, further and further off, as long as one is too far. In FP64 an output
         may be far off as well, where many roundings to FP32 on the way add up."""
@@ -469,9 +469,9 @@ class Judge:
         if not self._failed() or dtype != FP64:
             return
         if fp32_inside:
-            self._compare_beside_kinks(seen, standard, before, self.truth.further_in_fp64())
+            self._compare_with_rounding(seen, standard, before, self.truth.further_in_fp64())
             if self._failed():
-                self._compare_beside_kinks(seen, standard, before, self._further_in_fp64(seen))
+                self._compare_with_rounding(seen, standard, before, self._further_by_its_own_rounding(seen))
             if not self._failed():
                 return
         if self._is_contradicted(seen):
@@ -489,7 +489,7 @@ class Judge:
             self.meaning_is_known = False
             self._no_fp64(f"parameters without a partner are rounded to {dtype_name(self.dtype)}")
 
-    def _further_in_fp64(self, seen: Observation) -> Iterator[Observation]:
+    def _further_by_its_own_rounding(self, seen: Observation) -> Iterator[Observation]:
         """The truth, and what the candidate itself makes of a rounding of its FP32, further and further off."""
         exact = found = self.truth.exact
         names_of_both = self._gradient_names(exact)

@@ -18,8 +18,6 @@ EXAMPLES = "fsdp, hsdp:2x2, tp:2, tp:2+sp, or fsdp:2,tp:2"
 # A plain fsdp shards over all ranks that are left, a plain hsdp:8 replicates over them.
 _DATA = re.compile(r"fsdp(?::(\d+))?|hsdp:(?:(\d+)x)?(\d+)")
 _TENSOR = re.compile(r"tp:(\d+)(\+sp)?")
-
-
 # How tensor parallelism deals out a layer's parameters.
 BY_ROWS = "attn.qkv.weight", "attn.qkv.bias", "mlp.fc.weight", "mlp.fc.bias"
 BY_COLUMNS = "attn.proj.weight", "mlp.proj.weight"

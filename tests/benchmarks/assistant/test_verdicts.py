@@ -316,6 +316,20 @@ def test_what_slows_a_ladder_down(monkeypatch, high, captured, order, better):
 
 
 @pytest.mark.unit
+def test_a_version_by_hand_without_a_ladder_has_rounds_of_its_own(monkeypatch):
+    """Those of the ladder before, which clashed, are other rounds."""
+    technique, measured = Technique("it", "", lambda program: ()), []
+    rungs = SimpleNamespace(task=SimpleNamespace(by_hand="a version"), result=Optimized(None, ""), ladders=1)
+    rungs.by_hand = lambda: [rungs.ladders]
+    rungs.measure = lambda combinations, phase, together, others: measured.append(others)
+    monkeypatch.setattr(ladders, "_in_order", lambda rungs, tried: tried)
+    monkeypatch.setattr(ladders, "_climb_once", lambda rungs, order: None)
+    monkeypatch.setattr(ladders, "_without_a_clash", lambda result, order: [])
+    ladders.climb(rungs, [technique])
+    assert measured == [[2]]
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("numerics, low, place, slows", [
     ("bfloat16", 1.01, 1, True), ("bfloat16", 1.03, 1, False), (None, 1.01, 1, False), ("bfloat16", 1.01, 0, False)])
 def test_what_rounds_more_and_gains_nothing_is_left_out(numerics, low, place, slows, monkeypatch):
