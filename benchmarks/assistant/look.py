@@ -127,6 +127,7 @@ def look_at(name: str, task: Task, session: Session, techniques: Sequence[Techni
     mode = FORWARD if inference or not subject.has(BOTH) else BOTH
     program.is_inference = mode == FORWARD
     if task.loss is not None and mode == BOTH:
+        program.loss = task.loss
         program.graphs_of_the_loss = graphs_of_the_loss(task.loss, program.model, task.given)
     session.say(Phase.PROFILING)
     with graphs_named(task.model):

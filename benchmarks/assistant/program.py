@@ -16,6 +16,7 @@ from benchmarks.assistant.normal import normalise
 from benchmarks.assistant.trace import Trace, trace
 from benchmarks.measure.calls import Inputs, clean
 from benchmarks.measure.keeping import kept
+from benchmarks.measure.observing import Loss
 from common.outcome import in_a_line, is_out_of_memory
 from common.runtime import compiler
 
@@ -32,7 +33,8 @@ class Program:
     optimizer: torch.optim.Optimizer | None = None         # that steps behind it
     others: Sequence[Inputs] = ()                          # that it is called with, too
     graphs: list[Captured] = field(default_factory=list)
-    graphs_of_the_loss: list[Captured] = field(default_factory=list)       # of one that is given beside the model
+    loss: Loss | None = None                               # that is given beside the model, where its backward counts
+    graphs_of_the_loss: list[Captured] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
     not_captured: str = ""                                 # why Dynamo can't run it
     has_branches: bool = False                             # it does something else where it is compiled

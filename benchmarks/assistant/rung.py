@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.assistant.branches import as_uncompiled
 from benchmarks.assistant.program import Program, as_written
@@ -55,7 +55,8 @@ class Rung(nn.Module):
         is_eager = self.plan.passes and not self.plan.compiles
         with (torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext(),
               as_uncompiled() if is_eager else contextlib.nullcontext()):
-            return run(self, *args, **kwargs)
+            output = run(self, *args, **kwargs)
+        return in_float32(output) if self.plan.returns_float32 else output
 
     def __deepcopy__(self, memo: dict) -> "Rung":
         """A copy with tensors of its own. It is not compiled: it says what the rung means, not what a compiler does."""
@@ -71,6 +72,12 @@ class Rung(nn.Module):
 
 def _as_it_is(rung: Rung, *args: Any, **kwargs: Any) -> Any:
     return rung.run(*args, **kwargs)                           # type: ignore[operator]
+
+
+def in_float32(output: Any) -> Any:
+    """An output tensor in 16 bits as FP32; any other output as it is."""
+    is_cast = isinstance(output, Tensor) and output.dtype in (torch.float16, torch.bfloat16)
+    return output.float() if is_cast else output
 
 
 def why_it_raises(program: Program, technique: Technique) -> str:

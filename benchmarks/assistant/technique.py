@@ -76,6 +76,7 @@ class Plan:
     matmul_precision: str | None = None                                # of FP32
     times_convolutions: bool | None = None                             # cuDNN tries its algorithms at a new shape
     autocast: torch.dtype | None = None                                # around every call
+    returns_float32: bool = False                                      # an output in 16 bits is cast
     numerics: str | None = None                                        # what it then multiplies in, if that is less
     in_fp8: tuple[str, ...] = ()                                       # paths of the modules that multiply in FP8
     in_int8: tuple[str, ...] = ()                                      # and of those whose weights are in INT8

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.measure.calls import held_by, in_dtype, uncompiled
 from benchmarks.measure.state import State
+from common.outcome import is_out_of_memory
 
 
 def deep_copy(call: Callable, dtype: torch.dtype | None = None) -> Callable:
@@ -20,6 +21,24 @@ def deep_copy(call: Callable, dtype: torch.dtype | None = None) -> Callable:
     Raises whatever a module's deepcopy raises.
     """
     return _Copies(dtype).of(call)
+
+
+def deep_copy_with(call: Callable, loss: Callable | None, dtype: torch.dtype | None = None
+                   ) -> tuple[Callable, Callable | None]:
+    """As `deep_copy`, with a loss: its targets are in `dtype` too, and parameters that it refers to are the copy's.
+
+    A loss that can't be copied stays as it is.
+    """
+    copies = _Copies(dtype)
+    copied = copies.of(call)
+    if loss is None:
+        return copied, None
+    try:
+        return copied, copies.of(loss)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return copied, loss
 
 
 def shared_copy(module: nn.Module) -> nn.Module:

@@ -31,7 +31,6 @@ from benchmarks.measure.calls import (
     takes_gradient,
 )
 from benchmarks.measure.checks import DRAWN, MEANING, PRECISION, Check, Judgement
-from benchmarks.measure.copying import deep_copy
 from benchmarks.measure.flat import flat_of
 from benchmarks.measure.keeping import (
     NoDropout,
@@ -52,6 +51,7 @@ from benchmarks.measure.state import only_written
 from benchmarks.measure.truth import (
     CONTRADICTS,
     Truth,
+    copied,
     free_memory,
     further_in_all,
     furthest_output,
@@ -454,8 +454,9 @@ class Judge:
         Compiled modules run as they were written. Precision is that of the object itself, and so is whether a later
         call writes over its outputs.
         """
-        copy, few = deep_copy(self.candidate, dtype), self.truth.few
-        with uncompiled_meanwhile(copy), loaded(named_parameters(copy) | named_buffers(copy), self._values(drawn)):
+        copy, few = copied(self.candidate, self.truth.few, dtype)
+        tensors = named_parameters(copy) | named_buffers(copy)
+        with without_tf32(), uncompiled_meanwhile(copy), loaded(tensors, self._values(drawn)):
             rounds_to = rounding_in(copy, few) if dtype == FP64 else None
             if rounds_to not in (None, FP32):
                 return rounds_to, Observation({})
@@ -512,7 +513,7 @@ class Judge:
             return False
         with uncompiled_meanwhile(self.candidate), without_tf32():
             own = observe(self.candidate, self.truth.few, overwrites_output=True, draws=self.draws)
-            of_reference = self.truth.in_dtype(FP32)
+        of_reference = self.truth.in_dtype(FP32)
         return (furthest_output(own, in_fp64) > CONTRADICTS[FP32]
                 and furthest_output(own, of_reference) <= CONTRADICTS[FP32] / 100)
 

@@ -24,7 +24,7 @@ from benchmarks.measure.calls import (
     takes_gradient,
 )
 from benchmarks.measure.checks import CHANNELS_LAST
-from benchmarks.measure.copying import deep_copy
+from benchmarks.measure.copying import deep_copy, deep_copy_with
 from benchmarks.measure.int8 import WithInt8Weights
 from benchmarks.measure.keeping import kept, parameters_kept, uncompiled_meanwhile, without_dropout
 from benchmarks.measure.names import Kind, Named
@@ -211,14 +211,15 @@ class Truth:
 
     def _look_in(self, dtype: torch.dtype) -> None:
         """Observe a copy in that dtype, of all samples or as many as fit."""
-        copy = deep_copy(self.plain, dtype)
+        copy, work = copied(self.plain, self.work, dtype)
         total = fitting.samples_of(self.work.inputs)
         samples, self.why_few = fitting.that_fit(copy, self.plain, self.work, dtype, self.has_dropout)
         while True:
-            self.few = self.work if samples == total else self.work.first(samples)
+            self.few, few = [each if samples == total else each.first(samples) for each in (self.work, work)]
             try:
-                self.rounds_to = rounding_in(copy, self.few) if dtype == FP64 else None
-                self.exact = observe(copy, self.few, dtype, overwrites_output=True, draws=self.has_dropout)
+                self.rounds_to = rounding_in(copy, few) if dtype == FP64 else None
+                with without_tf32():
+                    self.exact = observe(copy, few, dtype, overwrites_output=True, draws=self.has_dropout)
                 break
             except Exception as error:
                 fewer = samples // 2
@@ -233,9 +234,9 @@ class Truth:
         if self.rounds_to in (torch.float16, torch.bfloat16):
             self.why_not_fp64 = f"the reference rounds to {dtype_name(self.rounds_to)} on its way"
         self.exact_dtype = dtype
-        self.drawn = self._with_zeros_drawn(copy) if dtype == FP64 else None
+        self.drawn = self._with_zeros_drawn(copy, few) if dtype == FP64 else None
 
-    def _with_zeros_drawn(self, copy: Callable) -> Drawn | None:
+    def _with_zeros_drawn(self, copy: Callable, few: Work) -> Drawn | None:
         """Where outputs or gradients are all zero, as before a head or behind a gate that begins with zeros, what the
         copy gives once those zeros are drawn; None where nothing is hidden, or it can't run.
 
@@ -251,7 +252,7 @@ class Truth:
             for t in {id(t): t for t in zeros.values()}.values():
                 t.copy_(DRAWN_SCALE * torch.randn(t.shape, generator=generator, dtype=FP64))
         try:
-            seen = observe(copy, self.few, FP64, overwrites_output=True, draws=self.has_dropout)
+            seen = observe(copy, few, FP64, overwrites_output=True, draws=self.has_dropout)
         except Exception:
             return None
         return Drawn({name: t.detach() for name, t in zeros.items()}, seen)
@@ -272,8 +273,7 @@ class Truth:
             return False
         dtype = FP32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype
         if dtype == FP32:
-            with without_tf32():
-                apart = furthest_output(self.in_dtype(FP32), self.exact)
+            apart = furthest_output(self.in_dtype(FP32), self.exact)
             if apart <= CONTRADICTS[FP32]:
                 return False
         self.why_not_fp64 = f"its outputs in FP64 are {apart:.1e} from those in {dtype_name(dtype)}"
@@ -323,9 +323,10 @@ class Truth:
 
     def further_in_fp64(self) -> Iterator[Observation]:
         """The same as `exact`, where something is computed in FP32 on its way: by a rounding of that."""
-        copy, found = deep_copy(self.plain, FP64), self.exact
+        copy, few = copied(self.plain, self.few, FP64)
+        found = self.exact
         step = Step(torch.finfo(FP32).eps, FP64)
-        work = dataclasses.replace(self.few, inputs=self.few.inputs.copies(FP64))
+        work = dataclasses.replace(few, inputs=few.inputs.copies(FP64))
         for number in range(PERTURBATIONS):
             with _off_by_a_rounding(copy, work, number, step) as off, RoundedAnew(number):
                 other = observe(copy, off, FP64, overwrites_output=True, draws=self.has_dropout)
@@ -378,7 +379,7 @@ class Truth:
         A CPU's batch norm adds them up one by one in FP32, where it adds NCHW up in FP64: torch has no other. What
         TF32 makes of them on a GPU is a lower precision.
         """
-        copy = deep_copy(self.plain)
+        copy, work = copied(self.plain, self.work)
         weights = [t for t in named_parameters(copy).values() if t.dim() == 4]
         if not weights:
             return None
@@ -386,16 +387,23 @@ class Truth:
             for weight in weights:
                 weight.data = weight.contiguous(memory_format=torch.channels_last)
         with contextlib.suppress(Exception), without_tf32():
-            return self._observed(copy, self.work)
+            return self._observed(copy, work)
         return None
 
     def _copied_in(self, kind: str) -> Observation:
         dtype = getattr(torch, kind)
-        return self._observed(deep_copy(self.plain, dtype), self.work, dtype)
+        return self._observed(*copied(self.plain, self.work, dtype), dtype)
 
     def in_dtype(self, dtype: torch.dtype) -> Observation:
-        """What a copy of it gives in that dtype, of as many samples as `exact`."""
-        return self._observed(deep_copy(self.plain, dtype), self.few, dtype)
+        """What a copy of it gives in that dtype, without TF32, of as many samples as `exact`."""
+        with without_tf32():
+            return self._observed(*copied(self.plain, self.few, dtype), dtype)
+
+
+def copied(call: Callable, work: Work, dtype: torch.dtype | None = None) -> tuple[Callable, Work]:
+    """Deep copies of a callable and of the loss that its work has, in `dtype` where that is given."""
+    call, loss = deep_copy_with(call, work.loss, dtype)
+    return call, dataclasses.replace(work, loss=loss)
 
 
 @contextlib.contextmanager

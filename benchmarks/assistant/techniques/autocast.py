@@ -1,17 +1,23 @@
 """Matmuls in BF16 under autocast: tensor cores, and half of the bytes. The parameters stay in FP32."""
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from benchmarks.assistant import memory
 from benchmarks.assistant.predicting import Basis, Prediction
 from benchmarks.assistant.program import Program
-from benchmarks.assistant.rung import why_it_raises
+from benchmarks.assistant.rung import Rung, in_float32, why_it_raises
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from benchmarks.assistant.workload import arithmetic_of
+from benchmarks.measure.calls import takes_gradient
+from benchmarks.measure.keeping import kept
 from common.block.evidence import Evidence
 from common.block.traits import amp_default
+from common.outcome import in_a_line, is_out_of_memory
 
 
 def matmuls_in_float32(program: Program, how: str) -> list[Found]:
@@ -30,7 +36,43 @@ def find(program: Program) -> list[Found]:
     found = matmuls_in_float32(program, "without autocast")
     if missing(program.inputs.device):
         return found
-    return [dataclasses.replace(each, why_not=why_it_raises(program, TECHNIQUE)) for each in found]
+    return [_tried(program, each) for each in found]
+
+
+def _tried(program: Program, found: Found) -> Found:
+    """It, with what the model or its loss raises under autocast; a loss may take the output in FP32 alone.
+
+    In 16 bits beside targets in FP32, some of torch's losses have no backward.
+    """
+    why_not = why_it_raises(program, TECHNIQUE)
+    if why_not or program.loss is None:
+        return dataclasses.replace(found, why_not=why_not)
+    in_16_bits = _why_its_loss_raises(program, lambda output: output)
+    if not in_16_bits:
+        return found
+    if _why_its_loss_raises(program, in_float32):
+        return dataclasses.replace(found, why_not=f"the loss can't take its output: {in_16_bits}")
+    reason = f"{found.reason}; the loss takes its output in FP32 alone: {in_16_bits}"
+    return dataclasses.replace(found, reason=reason, dtype=torch.float32)
+
+
+def _why_its_loss_raises(program: Program, cast: Callable[[Any], Any]) -> str:
+    """What the loss or its backward raises for an output that autocast leaves, in a line; "" where both run."""
+    assert program.loss is not None
+    with kept(program.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        output = program.inputs.copies().call(Rung(program.model, [TECHNIQUE]))
+    output = cast(pytree.tree_map_only(Tensor, _as_a_leaf, output))
+    try:
+        program.loss(output).backward()
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        return in_a_line(error)
+    return ""
+
+
+def _as_a_leaf(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_(takes_gradient(t))
 
 
 def missing(device: torch.device) -> str:
@@ -43,12 +85,14 @@ def apply(plan: Plan) -> None:
     """Around every call; the backward computes in what its forward did."""
     plan.autocast = torch.bfloat16
     plan.numerics = plan.numerics if plan.in_fp8 else "bfloat16"
+    plan.returns_float32 = any(found.dtype == torch.float32 for found in plan.found.get(TECHNIQUE.name, ()))
 
 
 def advice(program: Program, found: Found) -> Advice:
-    """Around the forward and the loss, not the backward."""
-    device = program.inputs.device.type
-    return Advice(f'with torch.autocast("{device}", torch.bfloat16):\n    output = model({arguments(program)})')
+    """Around the forward, not the backward."""
+    device, cast = program.inputs.device.type, ".float()" if found.dtype == torch.float32 else ""
+    return Advice(f'with torch.autocast("{device}", torch.bfloat16):\n'
+                  f"    output = model({arguments(program)}){cast}")
 
 
 def arguments(program: Program) -> str:
