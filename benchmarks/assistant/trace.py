@@ -26,6 +26,7 @@ from benchmarks.assistant.source import OURS, WRAPPERS, Place
 from benchmarks.measure.calls import BLOCKING, Inputs, clean
 from benchmarks.measure.keeping import kept
 
+TORCHS_OWN = "aten", "prim", "prims"                                   # namespaces of operators
 ATTENTION = "scaled_dot_product_attention"
 INDEX_BY_MASK, ON_THE_HOST = "index by a mask:", "on the host:"              # before the name of an operator
 _WITHOUT_GRADIENT = re.compile(r"^aten\.(detach|new_)|_like\b")       # operators that give none to what they are given
@@ -230,8 +231,9 @@ class _Operators(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        result = func(*args, **kwargs)
-        given, given_back = tensors_in((args, kwargs)), tensors_in(result)
+        given = tensors_in((args, kwargs))
+        result, multiplied = _called(func, args, kwargs, given)
+        given_back = tensors_in(result)
         if any(map(self.takes_a_gradient, given)) and not _WITHOUT_GRADIENT.search(str(func)):
             self.taking.update({t: None for t in given_back if t.is_floating_point() or t.is_complex()})
         if self.recorded.calls:
@@ -240,8 +242,7 @@ class _Operators(TorchDispatchMode):
             if is_on_host:
                 self.recorded.made_on_host.update(dict.fromkeys(given_back))
             call.operators.append(operator_name(func, given, is_on_host))
-            if flops := flops_of(func, args, kwargs, result):
-                call.products.append(_product(func, flops, given, self.takes_a_gradient))
+            call.products += [_product(one, given, self.takes_a_gradient) for one in multiplied]
             call.bytes += _bytes_moved(func, given, given_back)
         return result
 
@@ -252,6 +253,54 @@ class _Operators(TorchDispatchMode):
     def takes_a_gradient(self, t: Tensor) -> bool:
         """It would, were the forward not run without gradients."""
         return t.requires_grad or t in self.taking
+
+
+@dataclass(frozen=True)
+class _Multiplied:
+    """An operator that multiplies, and what it was given."""
+    func: Any
+    flops: float
+    given: Sequence[Tensor]
+    is_inside: bool                        # of an operator that somebody defined
+
+
+class _Inside(TorchDispatchMode):
+    """Sees what multiplies inside of an operator that somebody defined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.multiplied: list[_Multiplied] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if flops := flops_of(func, args, kwargs or {}, result):
+            self.multiplied.append(_Multiplied(func, flops, tensors_in((args, kwargs)), is_inside=True))
+        return result
+
+
+def _called(func: Any, args: tuple, kwargs: dict, given: Sequence[Tensor]) -> tuple[Any, list[_Multiplied]]:
+    """(what it returns, what multiplied in it): itself, or operators inside of one that no formula is known of."""
+    key = _key_of(func, given)
+    if key is not None:
+        with _Inside() as inside:                              # a call would leave it out: no mode sees its own calls
+            result = func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+        if inside.multiplied:
+            return result, inside.multiplied
+    else:
+        result = func(*args, **kwargs)
+    flops = flops_of(func, args, kwargs, result)
+    return result, [_Multiplied(func, flops, given, is_inside=False)] if flops else []
+
+
+def _key_of(func: Any, given: Sequence[Tensor]) -> torch._C.DispatchKey | None:
+    """The device whose kernel of an operator runs that somebody defined; None of torch's own, or of other tensors."""
+    if not isinstance(func, OpOverload) or func.namespace in TORCHS_OWN:
+        return None
+    if not given or type(given[0]) not in (Tensor, nn.Parameter):
+        return None
+    name = torch._C._dispatch_key_for_device(given[0].device.type)
+    has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), name)
+    return torch._C._parse_dispatch_key(name) if has_kernel else None
 
 
 def _bytes_moved(func: Any, given: Sequence[Tensor], given_back: Sequence[Tensor]) -> int:
@@ -270,12 +319,14 @@ def _memory(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
 
 
-def _product(func: Any, flops: float, given: Sequence[Tensor], takes: Callable[[Tensor], bool]) -> Product:
-    name = func.name().rpartition("::")[2].partition(".")[0]
-    operands = given[1:3] if name in ("addmm", "baddbmm", "addmv") else given        # behind the bias
+def _product(one: _Multiplied, given: Sequence[Tensor], takes: Callable[[Tensor], bool]) -> Product:
+    """`given` to the operator that was called: where it is another, any of these that takes a gradient counts."""
+    name = one.func.name().rpartition("::")[2].partition(".")[0]
+    operands = one.given[1:3] if name in ("addmm", "baddbmm", "addmv") else one.given        # behind the bias
     dtype = next((t.dtype for t in operands if t.is_floating_point()), None)
-    return Product(name, flops, dtype, tuple(tuple(t.shape) for t in operands), takes(operands[0]),
-                   any(map(takes, operands[1:])))
+    first, others = (given, given) if one.is_inside else (operands[:1], operands[1:])
+    return Product(name, one.flops, dtype, tuple(tuple(t.shape) for t in operands), any(map(takes, first)),
+                   any(map(takes, others)))
 
 
 def operator_name(func: Any, given: Sequence[Tensor], is_on_host: bool) -> str:
@@ -319,10 +370,21 @@ def _of_recurrent(x: Shape, weights: Sequence[Shape]) -> int:
     return 2 * math.prod(x[:-1]) * sum(math.prod(shape) for shape in weights if len(shape) == 2)
 
 
+def _of_grouped(left: Shape, right: Shape, *_: Any, **__: Any) -> int:
+    """Of each group's rows or columns with its own matrix; where neither has a dimension of groups, inner ones are cut.
+
+    A matrix of [S, K] and groups [G, K, N]; groups [G, M, K] and [K, S]; both as groups; [M, S] and [S, N].
+    """
+    rows = left[1:] if len(left) > len(right) else left
+    return 2 * math.prod(rows) * right[-1]
+
+
 _FORMULAS: dict[Any, Any] = {          # torch's counter does not know these
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _of_attention,
     torch.ops.aten.mkldnn_rnn_layer: lambda x, *weights, **_: _of_recurrent(x, weights[:2]),
     torch.ops.aten._cudnn_rnn: lambda x, weights, *_, **__: _of_recurrent(x, weights),
+    torch.ops.aten._grouped_mm: _of_grouped,
+    torch.ops.aten._scaled_grouped_mm: _of_grouped,
 }
 _ATTENDING = frozenset({
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.aten._scaled_dot_product_flash_attention,

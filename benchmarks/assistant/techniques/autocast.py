@@ -1,6 +1,6 @@
 """Matmuls in BF16 under autocast: tensor cores, and half of the bytes. The parameters stay in FP32."""
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +11,24 @@ from benchmarks.assistant import memory
 from benchmarks.assistant.predicting import Basis, Prediction
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rung import Rung, in_float32, why_it_raises
+from benchmarks.assistant.source import Place
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
+from benchmarks.assistant.trace import trace
 from benchmarks.assistant.workload import arithmetic_of
 from benchmarks.measure.calls import takes_gradient
 from benchmarks.measure.keeping import kept
 from common.block.evidence import Evidence
 from common.block.traits import amp_default
 from common.outcome import in_a_line, is_out_of_memory
+
+WORTH_NAMING = 1.0                     # percent of all FLOPs
+
+
+@dataclass(frozen=True)
+class Cast(Found):
+    """Matmuls that autocast casts."""
+    stay: frozenset[Place] = frozenset()   # lines whose matmuls stay in FP32: autocast does not know their operators
+    output_too: bool = False               # the loss takes its output in FP32 alone
 
 
 def matmuls_in_float32(program: Program, how: str) -> list[Found]:
@@ -36,24 +47,37 @@ def find(program: Program) -> list[Found]:
     found = matmuls_in_float32(program, "without autocast")
     if missing(program.inputs.device):
         return found
-    return [_tried(program, each) for each in found]
+    return [_tried(program, each.reason) for each in found]
 
 
-def _tried(program: Program, found: Found) -> Found:
-    """It, with what the model or its loss raises under autocast; a loss may take the output in FP32 alone.
+def _tried(program: Program, reason: str) -> Cast:
+    """What the model or its loss raises under autocast, or what stays in FP32.
 
     In 16 bits beside targets in FP32, some of torch's losses have no backward.
     """
-    why_not = why_it_raises(program, TECHNIQUE)
-    if why_not or program.loss is None:
-        return dataclasses.replace(found, why_not=why_not)
-    in_16_bits = _why_its_loss_raises(program, lambda output: output)
-    if not in_16_bits:
-        return found
+    if why_not := why_it_raises(program, TECHNIQUE):
+        return Cast(None, "", 1, reason, why_not)
+    stay, in_words = _what_stays(program)
+    reason += in_words
+    if program.loss is None or not (in_16_bits := _why_its_loss_raises(program, lambda output: output)):
+        return Cast(None, "", 1, reason, stay=stay)
     if _why_its_loss_raises(program, in_float32):
-        return dataclasses.replace(found, why_not=f"the loss can't take its output: {in_16_bits}")
-    reason = f"{found.reason}; the loss takes its output in FP32 alone: {in_16_bits}"
-    return dataclasses.replace(found, reason=reason, dtype=torch.float32)
+        return Cast(None, "", 1, reason, f"the loss can't take its output: {in_16_bits}")
+    reason += f"; the loss takes its output in FP32 alone: {in_16_bits}"
+    return Cast(None, "", 1, reason, stay=stay, output_too=True)
+
+
+def _what_stays(program: Program) -> tuple[frozenset[Place], str]:
+    """(the lines whose matmuls stay in FP32, in words where they count): operators that autocast has no list for."""
+    seen = trace(Rung(program.model, [TECHNIQUE]), program.inputs)
+    staying = [call for call in seen.calls if call.dtype == torch.float32 and call.place]
+    percent = 100 * sum(call.flops for call in staying) / seen.flops
+    if percent < WORTH_NAMING:
+        return frozenset(), ""
+    lines = dict.fromkeys(call.place.name for call in staying if call.place)
+    words = (f"; {percent:.0f} % stay in float32, as autocast casts no operand at {', '.join(lines)}; "
+             "`model.to(torch.bfloat16)` would cast them")
+    return frozenset(call.place for call in staying if call.place), words
 
 
 def _why_its_loss_raises(program: Program, cast: Callable[[Any], Any]) -> str:
@@ -85,12 +109,17 @@ def apply(plan: Plan) -> None:
     """Around every call; the backward computes in what its forward did."""
     plan.autocast = torch.bfloat16
     plan.numerics = plan.numerics if plan.in_fp8 else "bfloat16"
-    plan.returns_float32 = any(found.dtype == torch.float32 for found in plan.found.get(TECHNIQUE.name, ()))
+    plan.returns_float32 = any(_of(found).output_too for found in plan.found.get(TECHNIQUE.name, ()))
+
+
+def _of(found: Found) -> Cast:
+    """What is known of it: nothing where autocast was not tried."""
+    return found if isinstance(found, Cast) else Cast(None, "", 1, found.reason)
 
 
 def advice(program: Program, found: Found) -> Advice:
     """Around the forward, not the backward."""
-    device, cast = program.inputs.device.type, ".float()" if found.dtype == torch.float32 else ""
+    device, cast = program.inputs.device.type, ".float()" if _of(found).output_too else ""
     return Advice(f'with torch.autocast("{device}", torch.bfloat16):\n'
                   f"    output = model({arguments(program)}){cast}")
 
@@ -111,7 +140,10 @@ def predict(basis: Basis, found: Sequence[Found]) -> Prediction:
     plan, device = Plan(), basis.program.inputs.device
     apply(plan)
     weights = sum(t.nbytes for t in basis.program.model.parameters() if t.ndim > 1)
-    return basis.with_arithmetic(arithmetic_of(Plan(), device), arithmetic_of(plan, device), 1.5 * weights)
+    as_it_is, under_autocast = arithmetic_of(Plan(), device), arithmetic_of(plan, device)
+    stay = frozenset().union(*(_of(each).stay for each in found))
+    return basis.with_arithmetic(
+        as_it_is, lambda call: (as_it_is if call.place in stay else under_autocast)(call), 1.5 * weights)
 
 
 TECHNIQUE = Technique("autocast", "FP32 matmuls -> BF16 under autocast", find, apply, advice, missing, fired,
