@@ -96,12 +96,12 @@ def build(config: BlockConfig, values: dict[str, Tensor], device: torch.device |
 
     `block.engine` says which engine it runs on: Transformer Engine, or its emulation and why.
     """
-    te, name = engine.choose(config, values, device)
+    te, chosen = engine.choose(config, values, device)
     dtype = values["mlp.fc.weight"].dtype
     recipe = te.quantization.DelayedScaling(fp8_dpa=config.fp8_attention)
     with torch.device(device), te.quantized_model_init(enabled=config.fp8_weights == "kept", recipe=recipe):
         block = Block(config, te, dtype, recipe)
-    block.engine, block.fork, block.add = name, fork, add
+    block.engine, block.fork, block.add = chosen, fork, add
     if torch.device(device).type == "cuda":
         torch._dynamo.config.recompile_limit = 1024          # its 8 count over all blocks of a process
         block.fork = torch.compile(fork, dynamic=False)

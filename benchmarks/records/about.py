@@ -17,6 +17,7 @@ from common.command_line import Parser, early_ends, hush, mistakes, tell
 from common.outcome import EXIT
 from common.report.record import Record
 from common.runtime import sources
+from common.runtime.engine import TRANSFORMER_ENGINE, Engine
 from common.text import figures, wrap
 
 NOT_RECORDED = "not recorded"
@@ -169,7 +170,7 @@ def _libraries(lines: list[Record]) -> str:
         of_name = " and ".join(known.pop(name, {}))
         if of_name or name in ("torch", "numpy"):
             entries.append(f"{title} {of_name or NOT_RECORDED}")
-    has_engine = any(info(line)["engine"].startswith("Transformer Engine") for line in lines)
+    has_engine = any(Engine.of_record(info(line)["engine"]).name == TRANSFORMER_ENGINE for line in lines)
     if has_engine and not any("transformer_engine_cudnn" in versions(line) for line in lines):
         entries.append(f"{TITLES['transformer_engine_cudnn']} {NOT_RECORDED}")
     entries += [f"{name} {' and '.join(each)}" for name, each in known.items()]

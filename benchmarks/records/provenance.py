@@ -37,7 +37,7 @@ def _cautions_of(line: Record, what: str) -> list[str]:
 
 def unproven(run: Run) -> list[str]:
     """A line for each pass of a run whose kernels do not bear its claim out."""
-    if engine.is_emulated(run.info["engine"]):
+    if engine.Engine.of_record(run.info["engine"]).is_emulated:
         return []
     sentences = []
     for line in run.lines:

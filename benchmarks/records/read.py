@@ -15,6 +15,7 @@ from common.report.metrics import ENQUEUE, SHARE, Metric
 from common.report.record import OF_AN_ERROR, Record
 from common.report.result import launch_bound
 from common.runtime import machine, rounds
+from common.runtime.engine import TRANSFORMER_ENGINE, Engine
 from common.runtime.iteration import LAUNCHES
 from common.runtime.peaks import SUSTAINED
 
@@ -114,8 +115,8 @@ def label(record: Record, engine: bool = True, settings: bool = True) -> str:
     for key, value in fields["variant"].items():
         if settings or key not in SETTINGS:
             words.append(_word(key, value, record))
-    of = info(record)["engine"].removeprefix("Transformer Engine ")
-    version = f" (TE {of})" if engine and of != info(record)["engine"] else ""
+    runs_on = Engine.of_record(info(record)["engine"])
+    version = f" (TE {runs_on.version})" if engine and runs_on.name == TRANSFORMER_ENGINE else ""
     return ", ".join(filter(None, words)) + version
 
 

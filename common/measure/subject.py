@@ -111,9 +111,9 @@ def prepare(build: Build, parameter_dtype: torch.dtype, device: torch.device, se
     x = _random(config, seed + 1).to(device, parameter_dtype)
     dy = _random(config, seed + 2).to(device, parameter_dtype)
     dy = dy.to(getattr(block, "output_dtype", dy.dtype))
-    result.engine = getattr(block, "engine", "PyTorch")
-    result.libraries = engine.libraries_of(result.engine)
-    result.emulated = engine.is_emulated(result.engine)
+    runs_on = engine.of_block(block)
+    result.engine, result.emulated = str(runs_on), runs_on.is_emulated
+    result.libraries = engine.libraries_of(runs_on)
     if compiler.holds_compiled(block) and (missing := compiler.missing(device)):
         raise NotImplementedError(missing)
     subject = BlockSubject(block, [x], [dy], dict(block.named_parameters()), oracle.GATES[result.matmul], workload,

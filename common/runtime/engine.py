@@ -4,6 +4,7 @@ Transformer Engine is imported when that is first asked, and not before: steps 0
 """
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -24,10 +25,42 @@ from ..block import emulation
 from ..block.config import BlockConfig
 from . import machine
 
-EMULATED = "emulated"                  # begins the name of the engine where it is
+TRANSFORMER_ENGINE = "Transformer Engine"
 DEALT_OUT: dict[str, dict[str, Any]] = {       # how both engines are asked for a rank's part of each module
     "LayerNormLinear": {"parallel_mode": "column"}, "Linear": {"parallel_mode": "row"},
     "LayerNormMLP": {"set_parallel_mode": True}, "DotProductAttention": {}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """What runs a block: a library of some version, or the emulation of Transformer Engine, and why that."""
+    name: str
+    version: str = ""
+    why_emulated: str = ""
+
+    @property
+    def is_emulated(self) -> bool:
+        return bool(self.why_emulated)
+
+    def __str__(self) -> str:
+        """As cards and records name it."""
+        return f"emulated ({self.why_emulated})" if self.is_emulated else f"{self.name} {self.version}".rstrip()
+
+    @classmethod
+    def of_record(cls, text: str) -> "Engine":
+        """The one that a record names."""
+        if emulated := re.fullmatch(r"emulated \((.*)\)", text, re.DOTALL):
+            return emulation_because(emulated[1])
+        versioned = re.fullmatch(r"(.+) (\d\S*)", text)
+        return cls(versioned[1], versioned[2]) if versioned else cls(text)
+
+
+PYTORCH = Engine("PyTorch")
+
+
+def emulation_because(why: str) -> Engine:
+    """Transformer Engine's emulation."""
+    return Engine("emulation", why_emulated=why)
 
 
 class Split:
@@ -54,25 +87,26 @@ def split_over(group: "dist.ProcessGroup") -> Iterator[None]:
         _split_over.pop()
 
 
-def choose(config: BlockConfig, values: dict[str, Tensor], device: torch.device | str) -> tuple[Any, str]:
-    """(modules, name): Transformer Engine where it can run this block on `device`, its emulation and why elsewhere.
+def choose(config: BlockConfig, values: dict[str, Tensor], device: torch.device | str) -> tuple[Any, Engine]:
+    """(modules, which): Transformer Engine where it can run this block on `device`, its emulation and why elsewhere.
 
     Raises ValueError where the block's dimensions are none that FP8 GEMMs take.
     """
     if config.amp_dtype is not None:
         config.check_fp8()
     reason = why_not(config, next(iter(values.values())).dtype, torch.device(device))
-    modules: Any = emulation
-    name = f"{EMULATED} ({reason})"
-    if not reason:
+    modules: Any
+    if reason:
+        modules, which = emulation, emulation_because(reason)
+    else:
         ask_for_cudnn_layer_norm(torch.device(device))
-        modules, name = transformer_engine(), f"Transformer Engine {version()}"
-    return Split(modules, _split_over[-1]) if _split_over else modules, name
+        modules, which = transformer_engine(), Engine(TRANSFORMER_ENGINE, version())
+    return Split(modules, _split_over[-1]) if _split_over else modules, which
 
 
-def is_emulated(name: str) -> bool:
-    """Whether an engine of that name is the emulation: of a block, or in a record."""
-    return name.startswith(EMULATED)
+def of_block(block: Any) -> Engine:
+    """What a block says that it runs on; PyTorch where it says nothing."""
+    return getattr(block, "engine", PYTORCH)
 
 
 def why_not(config: BlockConfig, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -108,17 +142,15 @@ def version() -> str:
     return sys.modules["transformer_engine"].__version__
 
 
-def libraries_of(name: str) -> dict[str, str]:
-    """Library -> version, of those besides torch that an engine of that name brings: "torchao 0.18.0" brings torchao.
+def libraries_of(which: Engine) -> dict[str, str]:
+    """Library -> version, of those besides torch that an engine brings: torchao itself.
 
     With Transformer Engine that is the cuDNN that it sees, which need not be torch's.
     """
-    if name.startswith("Transformer Engine "):
-        cudnn = _cudnn_of_transformer_engine()
-        return {"transformer_engine_cudnn": cudnn} if cudnn else {}
-    if named := re.fullmatch(r"(\w+) (\d\S*)", name):
-        return {named[1]: named[2]}
-    return {}
+    if which.name != TRANSFORMER_ENGINE:
+        return {which.name: which.version} if which.version else {}
+    cudnn = _cudnn_of_transformer_engine()
+    return {"transformer_engine_cudnn": cudnn} if cudnn else {}
 
 
 def _cudnn_of_transformer_engine() -> str | None:

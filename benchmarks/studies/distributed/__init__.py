@@ -201,8 +201,8 @@ def checked(options: Options, config: BlockConfig, dtype: torch.dtype, mesh: Dev
         if not session:
             return result, lines, stack
         result.worst_parameter = found.worst_parameter
-        result.engine = getattr(stack.blocks[0], "engine", result.engine)
-        result.emulated = engine.is_emulated(result.engine)
+        runs_on = engine.of_block(stack.blocks[0])
+        result.engine, result.emulated = str(runs_on), runs_on.is_emulated
         emulated = ", emulated" if result.emulated and result.matmul == "float8" else ""
         for what, gate in proof.gates(result.matmul + emulated, layers).items():
             result.errors[what] = found.errors.get(what, math.inf), gate

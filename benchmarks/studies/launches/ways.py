@@ -51,7 +51,7 @@ class Launched:
 def build(number: int, way: str, config: BlockConfig, values: dict[str, Tensor], device: torch.device) -> Launched:
     """A step's block that is launched that way. Raises NotImplementedError where its graphs can't be captured."""
     block = steps.load(number).build(config, values, device)
-    if way != ONE_BY_ONE and engine.is_emulated(getattr(block, "engine", "")):
+    if way != ONE_BY_ONE and engine.of_block(block).is_emulated:
         raise NotImplementedError("FP8 is emulated here: its kernels are not those that a graph would hold")
     if way in COMPILED:
         block.compile(mode=way, fullgraph=True, dynamic=False)

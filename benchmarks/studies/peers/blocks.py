@@ -65,7 +65,7 @@ class GPT2(Peer):
         super().__init__(config)
         from transformers import GPT2Config, __version__  # optional, as all other libraries here
         from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-        self.engine = f"transformers {__version__}"
+        self.engine = engine.Engine("transformers", __version__)
         settings: dict[str, Any] = {                   # it takes more than its signature names
             "n_positions": config.seq_len, "n_embd": config.hidden_size, "n_head": config.num_heads,
             "n_inner": config.ffn_hidden_size, "layer_norm_epsilon": LAYER_NORM_EPS, "attn_pdrop": config.dropout,
@@ -94,7 +94,7 @@ class TransformerLayer(Peer):
         super().__init__(config)
         te = engine.transformer_engine()
         self.output_dtype, self.fp8, self.tuned = output_dtype, fp8, tuned
-        self.engine = f"Transformer Engine {engine.version()}"
+        self.engine = engine.Engine(engine.TRANSFORMER_ENGINE, engine.version())
         self.recipe, self.autocast = te.quantization.DelayedScaling(), te.autocast
         self.layer = te.TransformerLayer(
             config.hidden_size, config.ffn_hidden_size, config.num_heads, layernorm_epsilon=LAYER_NORM_EPS,
@@ -128,7 +128,7 @@ def _layer_norm_setters() -> dict:
 def build_step_4(config: BlockConfig, values: dict[str, Tensor], device) -> nn.Module:
     """Step 4, whose LayerNorm is its own whatever else of Transformer Engine runs in this process."""
     block: Any = steps.load(4).build(config, values, device)
-    if not engine.is_emulated(block.engine):
+    if not block.engine.is_emulated:
         block.register_forward_pre_hook(lambda *_: choose_layer_norm(True))
     return block
 
@@ -165,5 +165,5 @@ def build_torchao(recipe: str, config: BlockConfig, values: dict[str, Tensor], d
     if residual_in_16_bits:
         keep_residual_in_16_bits(block, config)
     compiler.compile_in_place(block)
-    block.engine = f"torchao {__version__}"
+    block.engine = engine.Engine("torchao", __version__)
     return block

@@ -117,7 +117,7 @@ def test_only_step_4_chooses_an_engine(step, asked, monkeypatch):
     assert chosen == (["cpu"] if step.number == 4 else []) and asked == []
     assert hasattr(block, "engine") == (step.number == 4)
     assert engine.choose(CONFIG, case(CONFIG)[0], "cuda") == (
-        emulation, "emulated (Transformer Engine does not import: ImportError: no such thing)")
+        emulation, engine.emulation_because("Transformer Engine does not import: ImportError: no such thing"))
     assert len(asked) == 1
 
 
@@ -189,7 +189,7 @@ def hopper(monkeypatch):
 @pytest.mark.unit
 def test_where_transformer_engine_can_run_a_block_it_does(hopper):
     te = hopper()
-    assert engine.choose(CONFIG, case(CONFIG)[0], "cuda") == (te, "Transformer Engine 2.20.2")
+    assert engine.choose(CONFIG, case(CONFIG)[0], "cuda") == (te, engine.Engine(engine.TRANSFORMER_ENGINE, "2.20.2"))
     assert engine.transformer_engine() is te and engine.import_error() is None
 
 
@@ -198,8 +198,7 @@ def test_a_gpu_without_fp8_is_a_reason_where_fp8_is_asked_for(hopper):
     te = hopper(fp8=(False, "Device compute capability 8.9 or higher required for FP8 execution."))
     reason = engine.why_not(CONFIG, torch.float32, GPU)
     assert reason == "Device compute capability 8.9 or higher required for FP8 execution."
-    chosen, name = engine.choose(CONFIG, case(CONFIG)[0], "cuda")
-    assert chosen is emulation and name == f"emulated ({reason})"
+    assert engine.choose(CONFIG, case(CONFIG)[0], "cuda") == (emulation, engine.emulation_because(reason))
     assert engine.choose(CONFIG.replace(amp_dtype=None), case(CONFIG)[0], "cuda")[0] is te
 
 
@@ -208,13 +207,14 @@ def test_float64_is_emulated_on_a_gpu_too(hopper):
     hopper()
     assert engine.why_not(CONFIG, torch.float64, GPU) == "Transformer Engine has no float64"
     values = case(CONFIG, dtype=torch.float64)[0]
-    assert engine.choose(CONFIG, values, "cuda") == (emulation, "emulated (Transformer Engine has no float64)")
+    assert engine.choose(CONFIG, values, "cuda") == (
+        emulation, engine.emulation_because("Transformer Engine has no float64"))
 
 
 @pytest.mark.unit
 def test_a_block_says_that_it_is_emulated_and_why():
     block = steps.load(4).build(CONFIG, case(CONFIG)[0], "cpu")
-    assert block.engine == "emulated (Transformer Engine needs a GPU, this is a CPU)"
+    assert block.engine == engine.emulation_because("Transformer Engine needs a GPU, this is a CPU")
 
 
 @pytest.mark.unit
@@ -338,35 +338,48 @@ def test_torch_and_transformer_engine_share_one_cudnn():
 @pytest.mark.transformer_engine
 def test_on_a_gpu_step_4_runs_on_transformer_engine():
     block = steps.load(4).build(TE_CONFIG, case(TE_CONFIG, "cuda")[0], "cuda")
-    assert block.engine == f"Transformer Engine {engine.version()}"
+    assert str(block.engine) == f"Transformer Engine {engine.version()}"
     assert type(block.mlp).__module__.startswith("transformer_engine.")
 
 
 # ------------------------------------------------------------------------------------------------- what records name
 
 
+TE_2_9 = engine.Engine(engine.TRANSFORMER_ENGINE, "2.9.0")
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("text, which", [
+    ("PyTorch", engine.PYTORCH), ("Transformer Engine 2.9.0", TE_2_9),
+    ("torchao 0.18.0", engine.Engine("torchao", "0.18.0")),
+    ("emulated (there is no GPU (yet))", engine.emulation_because("there is no GPU (yet)"))])
+def test_a_record_names_an_engine(text, which):
+    assert engine.Engine.of_record(text) == which and str(which) == text
+    assert which.is_emulated == text.startswith("emulated")
+
+
 @pytest.mark.unit
 def test_an_engine_brings_its_libraries(monkeypatch):
-    assert engine.libraries_of("torchao 0.18.0") == {"torchao": "0.18.0"}
-    assert engine.libraries_of("PyTorch") == engine.libraries_of("emulated (Transformer Engine needs a GPU)") == {}
+    assert engine.libraries_of(engine.Engine("torchao", "0.18.0")) == {"torchao": "0.18.0"}
+    assert engine.libraries_of(engine.PYTORCH) == engine.libraries_of(engine.emulation_because("there is no GPU")) == {}
     seen = SimpleNamespace(get_cudnn_version=lambda: 91900)
     monkeypatch.setitem(sys.modules, "transformer_engine_torch", seen)
-    assert engine.libraries_of("Transformer Engine 2.9.0") == {"transformer_engine_cudnn": "91900"}
+    assert engine.libraries_of(TE_2_9) == {"transformer_engine_cudnn": "91900"}
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize("seen", [SimpleNamespace(), None])
 def test_a_transformer_engine_that_does_not_say_its_cudnn_is_no_error(monkeypatch, seen):
     monkeypatch.setitem(sys.modules, "transformer_engine_torch", seen)          # None: its import fails
-    assert engine.libraries_of("Transformer Engine 2.9.0") == {}
+    assert engine.libraries_of(TE_2_9) == {}
 
 
 @pytest.mark.unit
 @pytest.mark.transformer_engine
 def test_transformer_engine_sees_the_cudnn_of_torch():
     engine.transformer_engine()
-    name = f"Transformer Engine {engine.version()}"
-    assert engine.libraries_of(name) == {"transformer_engine_cudnn": str(torch.backends.cudnn.version())}
+    own = engine.Engine(engine.TRANSFORMER_ENGINE, engine.version())
+    assert engine.libraries_of(own) == {"transformer_engine_cudnn": str(torch.backends.cudnn.version())}
 
 
 # ---------------------------------------------------------------------------------------------------- parts of a block
@@ -401,8 +414,8 @@ def test_parts_are_asked_for_by_each_modules_own_words():
 def test_only_blocks_that_are_built_meanwhile_are_parts():
     values = parameters.seeded(CONFIG)
     with group_of_one("gloo") as group, engine.split_over(group):
-        modules, name = engine.choose(CONFIG, values, "cpu")
-    assert isinstance(modules, engine.Split) and engine.is_emulated(name)
+        modules, which = engine.choose(CONFIG, values, "cpu")
+    assert isinstance(modules, engine.Split) and which.is_emulated
     assert engine.choose(CONFIG, values, "cpu")[0] is emulation
 
 
@@ -415,7 +428,7 @@ def test_transformer_engines_part_of_one_is_the_whole():
     with group_of_one("nccl") as group:
         with engine.split_over(group):
             part = steps.load(4).build(CONFIG, values, "cuda")
-        assert not engine.is_emulated(part.engine)
+        assert not part.engine.is_emulated
         for block in (whole, part):
             block.recipe.reduce_amax = False
         of_whole, of_part = results(whole, x, dy), results(part, x, dy)
