@@ -34,7 +34,8 @@ def _in_order(rungs: Rungs, tried: Sequence[Technique]) -> list[Technique]:
     gains = {each: gain for each in tried if (gain := result.most_gained(each))}
     order = sorted(gains, key=lambda each: -gains[each])
     if rungs.quick:                                        # each rung on top of what compiles is compiled anew
-        order = [each for each in order if not result.is_slower(each)]
+        in_16_bits = any(plan_of((each,), found=result.found).autocast for each in order)
+        order = [each for each in order if not result.is_slower(each) or (each.for_16_bits and in_16_bits)]
         order.sort(key=lambda each: plan_of((each,), found=result.found).compiles)
     needless = {each.instead_of for each in order}
     return [each for each in order if each.name not in needless]
@@ -69,10 +70,26 @@ def _without_a_clash(result: Optimized, order: Sequence[Technique]) -> list[Tech
         why_not = measured.why_not(rung, mode)
         if not why_not or measured.why_not(before, mode):
             continue
+        if captured_later := _captured_later(result, order, rung):
+            return captured_later
         clashing = _better_without(result, rung, technique) or technique
         others = rung.without(clashing).words or "the model as it is"
         result.clashes[clashing.name] = f"on top of {others} it can't run: {why_not}"
         return _without(order, clashing)
+    return None
+
+
+def _captured_later(result: Optimized, order: Sequence[Technique], rung: Combination) -> list[Technique] | None:
+    """The order with what captures further behind, where this rung can't be captured and one with more techniques can:
+    FP32 attention may differ too far from itself, say, and 16 bits allow that. None where none can.
+    """
+    graph = _graph_in(rung.techniques)
+    if graph is None:
+        return None
+    others = _without(order, graph)
+    for count in range(len(rung.techniques), len(others) + 1):         # one more than this rung has beside the graph
+        if result.together.ms(Combination((*others[:count], graph)), result.mode):
+            return [*others[:count], graph, *others[count:]]
     return None
 
 

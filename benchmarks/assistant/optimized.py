@@ -370,13 +370,16 @@ class Optimized(Shown):
         return Table("on each of the inputs, alone", ["", *self.timed_on_each], rows)
 
     def _climbed(self) -> Table | None:
-        """One technique more in each row."""
+        """One technique more in each row; at the end a compiled rung captured, where the model as it is can't be."""
         if not self.ladder and not self.version_by_hand():
             return None
         rows = [["as it is", *self._row(AS_IT_IS), "", ""]]
         for added in self.ladder:
             gains = [interval(gain) for gain in (added.gain, added.left_out)]
             rows.append([f"+ {added.technique.name}", *self._row(added.combination), *gains])
+        for graph in (each for each in self.looked.found if each.launch == "graph"):
+            if captured := captured_where_compiled(self, graph):
+                rows.append([f"+ {graph.name}", *self._row(captured.combination), interval(captured.gain), ""])
         if by_hand := self.version_by_hand():
             launched = ", as a graph" if by_hand.launch == "graph" else ""
             rows.append([f"{BY_HAND}{launched}", *self._row(by_hand), "", ""])
@@ -474,3 +477,18 @@ def as_written(technique: str, place: Place | None = None) -> str:
 def interval(gain: Interval | None) -> str:
     """A ratio with its interval, and what that allows to say."""
     return ratio(gain) + verdict(*gain[1:]) if gain else NOT_AVAILABLE
+
+
+def captured_where_compiled(result: Optimized, graph: Technique) -> Added | None:
+    """The last compiled rung as a graph, where the model as it is can't be captured: compiled code waits for no mask,
+    say. Its gain is over the fastest rung of the ladder; None where it is no gain.
+    """
+    rungs = [each.combination for each in result.ladder]
+    compiled_ones = [rung for rung in rungs if any(each.name == compiled.TECHNIQUE.name for each in rung.techniques)]
+    if not compiled_ones or result.others or any(graph in rung.techniques for rung in rungs):
+        return None
+    timed = {each: ms for each in (AS_IT_IS, *rungs) if (ms := result.together.ms(each, result.mode))}
+    fastest = min(timed, key=lambda each: timed[each], default=AS_IT_IS)
+    captured = Combination((*compiled_ones[-1].techniques, graph))
+    gain = result.together.gain(captured, fastest, result.mode)
+    return Added(graph, captured, gain) if gain and gain[1] >= WORTH_IT else None

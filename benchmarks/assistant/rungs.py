@@ -106,8 +106,7 @@ class Rungs:
         def prepare(setting: Setting, result: Result) -> Subject:
             setting.say(Phase.BUILDING)
             if not combination.changing:
-                _, gate = oracle.MODULE_GATES[self.truth.dtype]
-                subject = subject_of(self.task.model, self._work_in(phase), (gate, gate), is_refreshed=True)
+                subject = subject_of(self.task.model, self._work_in(phase), self._gates(Plan()), is_refreshed=True)
                 own = workload(self.result.looked.program, arithmetic_of(Plan(), setting.device))
                 result.matmul = own.matmul
                 subject.workload = None if phase in self.other_truths else own
@@ -217,7 +216,10 @@ class Rungs:
 
     def _gates(self, plan: Plan) -> tuple[float, float]:
         """Of a replay."""
-        _, gate = oracle.MODULE_GATES[_multiplying_in(plan, working_dtype(self.task.model, self.work.inputs))]
+        dtype = working_dtype(self.task.model, self.work.inputs)
+        arithmetic = arithmetic_of(plan, self.session.device)
+        in_tf32 = any(arithmetic(call) == "tf32" for call in self.result.looked.program.trace.calls if call.dtype)
+        _, gate = oracle.MODULE_GATES[_multiplying_in(plan, dtype, in_tf32)]
         return gate, gate
 
     def _first_calls(self, rung: Rung, phase: str) -> float:
@@ -281,8 +283,9 @@ def _plan_of_numerics(numerics: str | None) -> Plan:
     return Plan(autocast=dtypes[numerics], numerics=numerics)
 
 
-def _multiplying_in(plan: Plan, dtype: torch.dtype) -> torch.dtype:
-    """What a rung rounds to: a graph may take other algorithms than eager calls. TF32 has the mantissa of FP16."""
+def _multiplying_in(plan: Plan, dtype: torch.dtype, in_tf32: bool) -> torch.dtype:
+    """What a rung rounds to: a graph may take other algorithms than eager calls. TF32, which convolutions in FP32 round
+    to by default, has the mantissa of FP16."""
     if plan.autocast:
         return plan.autocast
-    return torch.float16 if plan.numerics and dtype == torch.float32 else dtype
+    return torch.float16 if (plan.numerics or in_tf32) and dtype == torch.float32 else dtype

@@ -99,6 +99,7 @@ class Technique:
     frees: Callable[[Program, Sequence[Found]], Freed | None] | None = None            # where they are no regions
     seen_alone: Callable[[Program], Sequence[tuple[str, str]]] = lambda program: ()    # (place, what running it shows)
     instead_of: str = ""                                               # the name of another, needless beside this
+    for_16_bits: bool = False                                          # what is slower in FP32 may be faster there
 
 
 def plan_of(techniques: Sequence[Technique], compiles: bool = False,

@@ -12,6 +12,7 @@ from benchmarks.assistant.optimized import (
     Opportunity,
     Optimized,
     as_written,
+    captured_where_compiled,
     needless_beside,
 )
 from benchmarks.assistant.side_by_side import WORTH_IT
@@ -99,19 +100,13 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
 
 
 def _where_compiled(result: Optimized, technique: Technique, found: Found) -> Opportunity | None:
-    """A graph of a compiled rung, where the model as it is can't be captured: compiled code waits for no mask, say."""
-    rungs = [each.combination for each in result.ladder]
-    compiled = [rung for rung in rungs if any(each.name == "compile" for each in rung.techniques)]
-    if technique.launch != "graph" or not compiled or result.others:
-        return None
-    rung = compiled[-1]
-    timed = {each: ms for each in (Combination(), *rungs) if (ms := result.together.ms(each, result.mode))}
-    fastest = min(timed, key=lambda each: timed[each], default=Combination())
-    gain = result.together.gain(Combination((*rung.techniques, technique)), fastest, result.mode)
-    if gain is None or gain[1] < WORTH_IT:
+    """A graph of a compiled rung, where the model as it is can't be captured."""
+    captured = captured_where_compiled(result, technique) if technique.launch == "graph" else None
+    if captured is None or captured.gain is None:
         return None
     advice, elsewhere = _advice(result, technique, found)
-    on_top = f"on top of {rung.words} it can be captured, {ratio(gain)} times as fast as the fastest rung"
+    rung = captured.combination.without(technique)
+    on_top = f"on top of {rung.words} it can be captured, {ratio(captured.gain)} times as fast as the fastest rung"
     why = "; ".join(filter(None, [found.why_not, on_top, elsewhere]))
     return Opportunity(technique.name, found, "take" if advice else "by hand", why, advice=advice)
 

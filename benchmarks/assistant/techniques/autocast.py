@@ -71,13 +71,17 @@ def _what_stays(program: Program) -> tuple[frozenset[Place], str]:
     """(the lines whose matmuls stay in FP32, in words where they count): operators that autocast has no list for."""
     seen = trace(Rung(program.model, [TECHNIQUE]), program.inputs)
     staying = [call for call in seen.calls if call.dtype == torch.float32 and call.place]
-    percent = 100 * sum(call.flops for call in staying) / seen.flops
-    if percent < WORTH_NAMING:
+    flops: dict[Place, float] = {}
+    for call in staying:
+        if call.place:
+            flops[call.place] = flops.get(call.place, 0.0) + call.flops
+    percents = {place: 100 * each / seen.flops for place, each in flops.items()}
+    lines = [place.name for place, percent in percents.items() if percent >= WORTH_NAMING]
+    if not lines:
         return frozenset(), ""
-    lines = dict.fromkeys(call.place.name for call in staying if call.place)
-    words = (f"; {percent:.0f} % stay in float32, as autocast casts no operand at {', '.join(lines)}; "
+    words = (f"; {sum(percents.values()):.0f} % stay in float32, as autocast casts no operand at {', '.join(lines)}; "
              "`model.to(torch.bfloat16)` would cast them")
-    return frozenset(call.place for call in staying if call.place), words
+    return frozenset(flops), words
 
 
 def _why_its_loss_raises(program: Program, cast: Callable[[Any], Any]) -> str:

@@ -77,4 +77,5 @@ def _transposes(seen: Evidence) -> int:
     return sum(count for name, count in seen.kernels.items() if any(word in name.lower() for word in TRANSPOSES))
 
 
-TECHNIQUE = Technique("channels-last", "convolutions on NCHW -> NHWC", find, apply, advice, remark=remark)
+TECHNIQUE = Technique("channels-last", "convolutions on NCHW -> NHWC", find, apply, advice, remark=remark,
+                      for_16_bits=True)

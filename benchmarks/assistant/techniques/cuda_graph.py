@@ -15,6 +15,8 @@ def find(program: Program) -> list[Found]:
     """The call of the model."""
     operators = sum(len(call.operators) for call in program.trace.calls)
     reason = f"{operators} operators a forward are launched one by one"
+    if program.breaks:
+        reason += "; measured as one graph, of which torch.compile captures what lies between its graph breaks"
     waits = [wait.place.name for wait in program.analysis.waits]
     why_not = f"the host waits for the GPU at {', '.join(waits[:3])}, which no graph can capture" if waits else ""
     return [Found(None, "", 1, reason, why_not)]

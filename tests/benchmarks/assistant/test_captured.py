@@ -1,15 +1,17 @@
 """What a host hides that launches slower than its GPU runs: each technique is ranked by what it gains captured, too."""
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.assistant import ladder, optimize, optimized, verdicts
+from benchmarks.assistant import ladder, optimize, optimized, rungs, verdicts
 from benchmarks.assistant.combination import Combination
 from benchmarks.assistant.optimized import SLOWER, Optimized
 from benchmarks.assistant.technique import Found, Technique
-from benchmarks.assistant.techniques import compiled, cuda_graph
+from benchmarks.assistant.techniques import channels_last, compiled, cuda_graph
+from common.block import oracle
 
 
 def same(name: str, launch: str = "eager", why_not: str = "") -> Technique:
@@ -90,6 +92,68 @@ def test_in_a_hurry_one_rung_is_compiled_and_what_is_slower_is_left_out(quick, o
     result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=quick, rounds=2, inference=True,
                       techniques=[FIRST, same("slow"), same("as fast"), compiling, SECOND])
     assert [added.technique.name for added in result.ladder] == order
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("in_16_bits, order", [(True, ["autocast", "slow"]), (False, ["autocast"])])
+def test_what_16_bits_make_faster_stays_behind_autocast(in_16_bits, order, studies_in_seconds, monkeypatch):
+    """A layout of convolutions, which pays on tensor cores; alone it is measured in FP32."""
+    autocast = replace(same("autocast"), apply=lambda plan: setattr(plan, "autocast", in_16_bits or None))
+    monkeypatch.setattr(optimized, "SLOWER", SLOWER)
+    gains = {"autocast": 1.1, "slow": 0.9}
+    monkeypatch.setattr(Optimized, "gains_measured", lambda result, technique: [(gains[technique.name],) * 3])
+    monkeypatch.setattr(ladder, "_climb_once", lambda rungs, order: None)
+    result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=True, rounds=2, inference=True,
+                      techniques=[autocast])
+    slow, others = replace(same("slow"), for_16_bits=True), replace(same("slow"), for_16_bits=False)
+    rungs = SimpleNamespace(result=result, quick=True)
+    assert [each.name for each in ladder._in_order(rungs, [slow, autocast])] == order
+    assert [each.name for each in ladder._in_order(rungs, [others, autocast])] == ["autocast"]
+    assert channels_last.TECHNIQUE.for_16_bits
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("order, captured, wanted", [
+    ([GRAPH, FIRST, SECOND], "first + second", ["first", "second", "graph"]),
+    ([FIRST, GRAPH, SECOND], "first + second", ["first", "second", "graph"]),
+    ([GRAPH, FIRST, SECOND], "", ["graph", "second"])])
+def test_what_captures_comes_behind_what_lets_it(order, captured, wanted, studies_in_seconds):
+    """A rung that can't be captured need not leave the ladder: one with a technique more was."""
+    result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=True, inference=True,
+                      techniques=[GRAPH, FIRST, SECOND])
+    timed(result, {"as it is": 10.0, "first": 9.0, "second": 8.0}, {"as it is": 5.0, "second": 2.0})
+    row, together = result.alone.results["second"].rows[result.mode, "eager"], result.together
+    failed = replace(row, timing=None, reason="graph: it differs")
+    together.results = {}
+    for name in ("as it is", "first", "first + second"):
+        rows = {(result.mode, "eager"): row, (result.mode, "graph"): row if name in ("as it is", captured) else failed}
+        together.results[name] = replace(result.alone.results["second"], name=name, rows=rows)
+    assert [each.name for each in ladder._without_a_clash(result, order)] == wanted
+    assert bool(result.clashes) == (not captured)
+
+
+class Convolved(nn.Sequential):
+    """A convolution and a linear layer."""
+
+    def __init__(self):
+        super().__init__(nn.Conv2d(2, 2, 1), nn.Flatten(), nn.Linear(32, 4))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("model, allowed, gate", [
+    (Convolved, True, torch.float16), (Convolved, False, torch.float32),
+    (lambda: nn.Linear(4, 4), True, torch.float32)])
+def test_a_replay_may_round_as_convolutions_in_tf32_do(model, allowed, gate, studies_in_seconds, monkeypatch):
+    """Another rounding before them becomes one of TF32 behind them, in a graph and launched one by one."""
+    seen = []
+    subject_of = rungs.subject_of
+    monkeypatch.setattr(rungs, "subject_of",
+                        lambda module, work, gates, *others, **more: seen.append(gates) or subject_of(
+                            module, work, gates, *others, **more))
+    monkeypatch.setattr(rungs, "arithmetic_of", lambda plan, device: lambda call: (
+        "tf32" if allowed and call.name == "conv2d" else "float32"))
+    optimize(model(), (torch.randn(2, 2, 4, 4),), quick=True, rounds=2, inference=True, techniques=[FIRST])
+    assert seen and set(seen) == {(oracle.MODULE_GATES[gate][1],) * 2}
 
 
 @pytest.mark.gpu
