@@ -90,7 +90,7 @@ def text(lines: list[Record], width: int | None = None) -> str:
     case_runs = runs(lines)
     used: dict[str, None] = {}
     for run in case_runs:
-        known = engine.libraries_of(run.info["engine"])
+        known = engine.libraries_of(engine.Engine.of_record(run.info["engine"]))
         used |= {f"{library} {known[library]}": None for library in OTHER_LIBRARIES if library in known}
     others = list(used)
     blocks = [f"With {', '.join(others)}." if others else ""]
