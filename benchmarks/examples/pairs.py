@@ -546,7 +546,7 @@ def resnet_50(train: bool, channels_last: bool) -> Make:
         import torchvision
         torch.manual_seed(0)
         models = [torchvision.models.resnet50().train(train) for _ in range(2)]
-        pair = alike(models[0], models[1], dtype, tensor(8, 3, 32, 32, dtype=dtype))
+        pair = alike(models[0], models[1], dtype, tensor(8 if train else 2, 3, 32, 32, dtype=dtype))
         if channels_last:
             pair.candidate.to(memory_format=torch.channels_last)            # type: ignore[attr-defined]
         return pair

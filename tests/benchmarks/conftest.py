@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+import torch._inductor.config
 
 from common.runtime import peaks
 
@@ -22,6 +23,15 @@ def a_machine_that_is_measured_once():
         if not torch.cuda.is_available():
             patch.setattr(peaks, "_matmul_rate", _of_any_shape)
             patch.setattr(peaks, "_copy_rate", _of_copy)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loops_without_vector_instructions(request):
+    """What Inductor compiles for a CPU: a C++ compiler takes half as long for them. The steps are compiled with them,
+    and so is FlexAttention, which has no others: a module of such tests says VECTORS = True.
+    """
+    with torch._inductor.config.patch("cpp.simdlen", None if getattr(request.module, "VECTORS", False) else 1):
         yield
 
 

@@ -15,6 +15,8 @@ from common.block.evidence import kind_of, observe
 from tests.helpers import capped_attention as spellings
 from tests.helpers.pasting import pasted
 
+VECTORS = True                         # of a CPU: FlexAttention is compiled with them alone
+
 X = torch.randn(2, spellings.LENGTH, spellings.WIDTH, generator=torch.Generator().manual_seed(0))
 COUNTS = torch.arange(spellings.LENGTH).expand(2, -1) < torch.tensor([[spellings.LENGTH], [23]])
 FLEX = flex_attention.TECHNIQUE

@@ -7,6 +7,8 @@ from benchmarks.patterns.paged import PAGE, WAYS, check, inputs_of, lengths_of
 from benchmarks.patterns.ways import BY_HAND, COMPILED, FLEX, SDPA, TE, TRITON, VARLEN, Shape
 from common.outcome import Failed
 
+VECTORS = True                         # of a CPU: FlexAttention is compiled with them alone
+
 CPU = torch.device("cpu")
 PLAIN, COMPILING = [BY_HAND, SDPA], [COMPILED, FLEX]
 

@@ -12,6 +12,8 @@ from benchmarks.patterns.ways import Shape
 from common.block import oracle
 from common.outcome import Failed
 
+VECTORS = True                         # of a CPU: FlexAttention is compiled with them alone
+
 CPU = torch.device("cpu")
 S = 70
 TABLE = torch.randn(BUCKETS, 4, generator=torch.Generator().manual_seed(0))
