@@ -13,13 +13,15 @@ def climb(rungs: Rungs, tried: Sequence[Technique]) -> None:
     Where one fails or slows down what is below it, it is measured again, without it or in another order.
     """
     order = _in_order(rungs, tried)
+    climbed = []
     least = 1 if rungs.task.by_hand else 2                 # one alone is measured already
     while len(order) >= least:
         _climb_once(rungs, order)
+        climbed.append(order)
         better = _without_a_clash(rungs.result, order)
         if better is None:                                 # an empty one is another: what was alone has failed
             better = _faster(rungs.result, order)
-        if better is None:
+        if better is None or better in climbed:            # two orders may each be better by what is measured of one
             return
         order = better
         rungs.result.ladder.clear()

@@ -296,11 +296,17 @@ def _key_of(func: Any, given: Sequence[Tensor]) -> torch._C.DispatchKey | None:
     """The device whose kernel of an operator runs that somebody defined; None of torch's own, or of other tensors."""
     if not isinstance(func, OpOverload) or func.namespace in TORCHS_OWN:
         return None
-    if not given or type(given[0]) not in (Tensor, nn.Parameter):
+    if not all(map(_is_plain, given)) or not given:
         return None
     name = torch._C._dispatch_key_for_device(given[0].device.type)
     has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), name)
     return torch._C._parse_dispatch_key(name) if has_kernel else None
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether a device's own kernels take it."""
+    is_dense = t.layout == torch.strided and not (t.is_nested or t.is_quantized)
+    return is_dense and type(t) in (Tensor, nn.Parameter)
 
 
 def _bytes_moved(func: Any, given: Sequence[Tensor], given_back: Sequence[Tensor]) -> int:

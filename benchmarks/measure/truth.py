@@ -215,7 +215,8 @@ class Truth:
         total = fitting.samples_of(self.work.inputs)
         samples, self.why_few = fitting.that_fit(copy, self.plain, self.work, dtype, self.has_dropout)
         while True:
-            self.few, few = [each if samples == total else each.first(samples) for each in (self.work, work)]
+            self.few = self.work if samples == total else self.work.first(samples)
+            few = dataclasses.replace(self.few, loss=work.loss if self.few.loss else None)
             try:
                 self.rounds_to = rounding_in(copy, few) if dtype == FP64 else None
                 with without_tf32():

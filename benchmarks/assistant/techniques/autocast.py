@@ -1,22 +1,20 @@
 """Matmuls in BF16 under autocast: tensor cores, and half of the bytes. The parameters stay in FP32."""
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from benchmarks.assistant import memory
 from benchmarks.assistant.predicting import Basis, Prediction
 from benchmarks.assistant.program import Program
-from benchmarks.assistant.rung import Rung, in_float32, why_it_raises
+from benchmarks.assistant.rung import Rung, why_it_raises
 from benchmarks.assistant.source import Place
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from benchmarks.assistant.trace import trace
 from benchmarks.assistant.workload import arithmetic_of
-from benchmarks.measure.calls import takes_gradient
 from benchmarks.measure.keeping import kept
+from benchmarks.measure.observing import Loss
 from common.block.evidence import Evidence
 from common.block.traits import amp_default
 from common.outcome import in_a_line, is_out_of_memory
@@ -51,20 +49,14 @@ def find(program: Program) -> list[Found]:
 
 
 def _tried(program: Program, reason: str) -> Cast:
-    """What the model or its loss raises under autocast, or what stays in FP32.
-
-    In 16 bits beside targets in FP32, some of torch's losses have no backward.
-    """
+    """What the model raises under autocast, what stays in FP32, and whether the loss needs its output in FP32."""
     if why_not := why_it_raises(program, TECHNIQUE):
         return Cast(None, "", 1, reason, why_not)
     stay, in_words = _what_stays(program)
-    reason += in_words
-    if program.loss is None or not (in_16_bits := _why_its_loss_raises(program, lambda output: output)):
-        return Cast(None, "", 1, reason, stay=stay)
-    if _why_its_loss_raises(program, in_float32):
-        return Cast(None, "", 1, reason, f"the loss can't take its output: {in_16_bits}")
-    reason += f"; the loss takes its output in FP32 alone: {in_16_bits}"
-    return Cast(None, "", 1, reason, stay=stay, output_too=True)
+    why_cast = _why_the_loss_needs_float32(program)
+    if why_cast:
+        in_words += f"; the loss takes its output in FP32 alone: {why_cast}"
+    return Cast(None, "", 1, reason + in_words, stay=stay, output_too=bool(why_cast))
 
 
 def _what_stays(program: Program) -> tuple[frozenset[Place], str]:
@@ -84,23 +76,31 @@ def _what_stays(program: Program) -> tuple[frozenset[Place], str]:
     return frozenset(flops), words
 
 
-def _why_its_loss_raises(program: Program, cast: Callable[[Any], Any]) -> str:
-    """What the loss or its backward raises for an output that autocast leaves, in a line; "" where both run."""
-    assert program.loss is not None
+def _why_the_loss_needs_float32(program: Program) -> str:
+    """What the loss or its backward raises for an output tensor in 16 bits, where both take it in FP32; else "".
+
+    Beside targets in FP32, some of torch's losses have no backward.
+    """
+    if program.loss is None:
+        return ""
     with kept(program.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         output = program.inputs.copies().call(Rung(program.model, [TECHNIQUE]))
-    output = cast(pytree.tree_map_only(Tensor, _as_a_leaf, output))
+    if not isinstance(output, Tensor) or output.dtype != torch.bfloat16:
+        return ""
+    in_16_bits, in_fp32 = (_why_it_has_no_gradient(program.loss, each) for each in (output, output.float()))
+    return in_16_bits if not in_fp32 else ""
+
+
+def _why_it_has_no_gradient(loss: Loss, output: Tensor) -> str:
+    """What the loss or its backward raises, in a line; "" where both run. No tensor keeps a gradient."""
+    output = output.detach().requires_grad_()
     try:
-        program.loss(output).backward()
-    except RuntimeError as error:
+        torch.autograd.grad(loss(output), output)
+    except Exception as error:
         if is_out_of_memory(error):
             raise
         return in_a_line(error)
     return ""
-
-
-def _as_a_leaf(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_(takes_gradient(t))
 
 
 def missing(device: torch.device) -> str:

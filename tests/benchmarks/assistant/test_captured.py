@@ -132,6 +132,15 @@ def test_what_captures_comes_behind_what_lets_it(order, captured, wanted, studie
     assert bool(result.clashes) == (not captured)
 
 
+@pytest.mark.integration
+def test_two_orders_that_are_better_than_each_other_end(studies_in_seconds, monkeypatch):
+    climbed = []
+    monkeypatch.setattr(ladder, "_climb_once", lambda rungs, order: climbed.append(list(order)))
+    monkeypatch.setattr(ladder, "_faster", lambda result, order: list(reversed(order)))
+    optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=True, rounds=2, inference=True, techniques=[FIRST, SECOND])
+    assert len(climbed) == 2 and climbed[0] == climbed[1][::-1]
+
+
 class Convolved(nn.Sequential):
     """A convolution and a linear layer."""
 

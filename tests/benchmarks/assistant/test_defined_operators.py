@@ -10,7 +10,7 @@ from benchmarks.assistant.program import read
 from benchmarks.assistant.spending import MATMUL
 from benchmarks.assistant.techniques import autocast
 from benchmarks.assistant.techniques.autocast import WORTH_NAMING
-from benchmarks.assistant.trace import flops_of, trace
+from benchmarks.assistant.trace import _key_of, flops_of, trace
 from benchmarks.measure.calls import Inputs
 
 TOKENS, WIDTH, EXPERTS = 12, 8, 3
@@ -70,6 +70,13 @@ def test_what_multiplies_inside_is_counted(inference):
     assert seen.flops == 2 * ALL_FLOPS
     assert own.bytes == 4 * (2 * TOKENS * WIDTH + EXPERTS * WIDTH * WIDTH)        # once, whatever it does inside
     assert all(product.trains_weight for product in own.products) or inference
+
+
+@pytest.mark.unit
+def test_what_no_plain_kernel_takes_is_called_as_it_is():
+    assert _key_of(torch.ops.tests_of_operators.doubled.default, [X]) is not None
+    assert _key_of(torch.ops.tests_of_operators.doubled.default, [X, torch.eye(4).to_sparse()]) is None
+    assert _key_of(torch.ops.aten.mul.Tensor, [X]) is None and _key_of(torch.ops.aten.mul.Tensor, []) is None
 
 
 @pytest.mark.unit
