@@ -1,6 +1,7 @@
 """One look at what a callable gives: outputs, gradients, buffers, and what it did to inputs and earlier outputs."""
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,9 +46,33 @@ class Work:
         """The same on the first so many samples. A loss is made for all of them: outputs get cotangents instead."""
         return replace(self, inputs=self.inputs.first(samples), loss=None)
 
+    def loss_of(self, returned: Any, dtype: torch.dtype | None = None) -> Tensor | None:
+        """That of what a call returned; in FP64 with its targets in FP64, wherever it keeps them."""
+        with _TargetsInFP64() if dtype == torch.float64 else contextlib.nullcontext():
+            return self.loss(returned) if self.loss else None
+
     def start_of(self, call: Callable) -> Start:
         """The state of a callable now, from which each run begins."""
         return Start(call, self.whole_state, self.written)
+
+
+_IN_PLACE = re.compile(r"[^_]_$|^__(i(add|sub|mul|truediv|pow|matmul)|setitem)__$")       # names of such functions
+
+
+class _TargetsInFP64(TorchFunctionMode):
+    """Meanwhile what a function is given beside tensors in FP64 is in FP64, too: some losses have no backward of two
+    dtypes. What is changed in place, or takes a gradient, stays as it is."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not _IN_PLACE.search(getattr(func, "__name__", "")) and any(t.dtype == torch.float64 for t in given):
+            args, kwargs = pytree.tree_map_only(Tensor, _wider, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _wider(t: Tensor) -> Tensor:
+    return t.double() if t.is_floating_point() and not t.requires_grad else t
 
 
 @dataclass
@@ -94,7 +120,7 @@ def observe(call: Callable, work: Work, dtype: torch.dtype | None = None, overwr
                 _look_at(seen, outputs, inputs, work, dtype, start)
             if not seen.takes_gradient:
                 break
-            loss = work.loss(returned) if work.loss else None
+            loss = work.loss_of(returned, dtype)
             try:
                 _run_backward(outputs, seen.takes_gradient, loss, work.seed, number)
             except RuntimeError as error:
@@ -201,7 +227,7 @@ def backward(call: Callable, inputs: Inputs, work: Work, number: int = 0) -> dic
     returned = inputs.call(call)
     outputs = outputs_of(returned)
     taking = [name for name, output in outputs.items() if output.requires_grad]
-    loss = work.loss(returned) if work.loss else None
+    loss = work.loss_of(returned)
     if taking:
         _run_backward(outputs, taking, loss, work.seed, number)
     return outputs
@@ -338,7 +364,7 @@ def rounding_in(call: Callable, work: Work) -> torch.dtype | None:
           without_dropout(call), exact_in(torch.float64)):
         with seen:
             returned = inputs.call(call)
-            loss = work.loss(returned) if work.loss else None
+            loss = work.loss_of(returned, torch.float64)
         outputs = outputs_of(returned)
         taking = [name for name, output in outputs.items() if output.requires_grad]
         given = [cotangent(outputs[name], 0, 0, work.seed) for name in taking]

@@ -1,4 +1,7 @@
 """A loss that is given beside the model, with targets of its own: in FP64, under autocast, and with penalties."""
+from collections import UserDict
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,6 +71,39 @@ class ThatCantBeCopied(OfAnObject):
         raise TypeError("there is one of it")
 
 
+class Running:
+    """A loss beside a mean of those before, which it changes in place."""
+
+    def __init__(self):
+        self.mean = torch.ones(())
+
+    def loss(self, output):
+        one = F.huber_loss(output, TARGETS)
+        self.mean.mul_(0.5).add_(one.detach(), alpha=0.5)
+        self.mean *= 2.0
+        return one / self.mean
+
+
+@dataclass
+class Batch:
+    targets: torch.Tensor
+
+
+def of_a_batch():
+    batch = Batch(TARGETS)
+    return lambda output: F.huber_loss(output, batch.targets)
+
+
+def of_a_mapping():
+    batch = UserDict(labels=[{"y": TARGETS}])
+    return lambda output: F.huber_loss(output, batch["labels"][0]["y"])
+
+
+def projected():
+    held = Batch(TARGETS)
+    return lambda output: (output @ held.targets.T).square().mean()
+
+
 def program_of(module, loss):
     program = read(module, Inputs.of(X))
     program.loss = loss
@@ -75,17 +111,27 @@ def program_of(module, loss):
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("loss", [huber, OfAnObject().loss], ids=["a function", "a method"])
+@pytest.mark.parametrize("loss", [
+    huber, OfAnObject().loss, ThatCantBeCopied().loss, Running().loss, of_a_batch(), of_a_mapping(), projected()],
+    ids=["a function", "a method", "can't be copied", "running", "of a batch", "of a mapping", "projected"])
 def test_targets_are_in_fp64_where_the_truth_is(loss):
     truth = Truth(model(), Work(Inputs.of(X), loss))
-    assert truth.in_words == "FP64" and 0 < truth.own_error < 1e-6
+    assert truth.has_meaning and 0 < truth.own_error < 1e-6
     assert TARGETS.dtype == torch.float32
 
 
 @pytest.mark.unit
-def test_a_loss_that_cannot_be_copied_stays_as_it_is():
-    truth = Truth(model(), Work(Inputs.of(X), ThatCantBeCopied().loss))
-    assert truth.in_words.startswith("the reference in float32, no oracle: RuntimeError: Found dtype Float")
+@pytest.mark.parametrize("change, in_place", [
+    (lambda t, o: t.add_(o), True), (lambda t, o: t.__iadd__(o), True), (lambda t, o: t.__setitem__(0, o[0]), True),
+    (lambda t, o: torch.maximum(t, o), False), (lambda t, o: t.__matmul__(o.T), False), (lambda t, o: t.sub(o), False)])
+def test_what_a_loss_changes_in_place_is_changed(change, in_place):
+    kept = torch.zeros(4, 8)
+
+    def loss(output):
+        change(kept, output.detach())
+        return output.sum()
+    Work(Inputs.of(X), loss).loss_of(X.double().requires_grad_(), torch.float64)
+    assert kept.dtype == torch.float32 and bool(kept.any()) == in_place
 
 
 def penalized(module, factor=1.0):
