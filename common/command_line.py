@@ -176,5 +176,6 @@ def hush() -> None:
                     "TensorFloat32 tensor cores for float32 matrix multiplication available",       # it is measured
                     "Synchronization debug mode is a prototype",
                     "Dynamo detected a call to a `functools.lru_cache`-wrapped function",   # in a library, mostly
+                    r"Error detected in \w+Backward",       # while a compiler traces it: what fails is raised, too
                     "The AccumulateGrad node's stream does not match"):     # of a forward before: captures are proved
         warnings.filterwarnings("ignore", message)
