@@ -31,7 +31,8 @@ def loops_without_vector_instructions(request):
     """What Inductor compiles for a CPU: a C++ compiler takes half as long for them. The steps are compiled with them,
     and so is FlexAttention, which has no others: a module of such tests says VECTORS = True.
     """
-    with torch._inductor.config.patch("cpp.simdlen", None if getattr(request.module, "VECTORS", False) else 1):
+    length = None if getattr(request.module, "VECTORS", False) else 1                    # None: what the machine has
+    with torch._inductor.config.patch({"cpp.simdlen": length}):
         yield
 
 
