@@ -66,6 +66,11 @@ class Measured:
         row = self.row(of, mode)
         return row.median if row else None
 
+    def fastest(self, of: Sequence[Combination], mode: str) -> Combination | None:
+        """The one with the lowest median; None where none was timed."""
+        timed = {each: ms for each in of if (ms := self.ms(each, mode))}
+        return min(timed, key=lambda each: timed[each], default=None)
+
     def why_not(self, of: Combination, mode: str) -> str:
         """Why it could not be timed, in words; "" where it was, and where the run ended before."""
         result = self.results.get(of.name)

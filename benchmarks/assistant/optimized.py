@@ -378,7 +378,7 @@ class Optimized(Shown):
             gains = [interval(gain) for gain in (added.gain, added.left_out)]
             rows.append([f"+ {added.technique.name}", *self._row(added.combination), *gains])
         for graph in (each for each in self.looked.found if each.launch == "graph"):
-            if captured := captured_where_compiled(self, graph):
+            if captured := self.captured_where_compiled(graph):
                 rows.append([f"+ {graph.name}", *self._row(captured.combination), interval(captured.gain), ""])
         if by_hand := self.version_by_hand():
             launched = ", as a graph" if by_hand.launch == "graph" else ""
@@ -402,8 +402,20 @@ class Optimized(Shown):
     def version_by_hand(self) -> Combination | None:
         """What a person wrote, as it is launched fastest; None where there is none, or it was not timed."""
         ways = [Combination(called=BY_HAND, launched=launch) for launch in LAUNCHES]
-        timed = [each for each in ways if self.together.ms(each, self.mode)]
-        return min(timed, key=lambda each: self.together.ms(each, self.mode) or 0.0, default=None)
+        return self.together.fastest(ways, self.mode)
+
+    def captured_where_compiled(self, graph: Technique) -> Added | None:
+        """The last compiled rung as a graph, where the model as it is can't be captured: compiled code waits for no
+        mask, say. Its gain is over the fastest rung of the ladder; None where it is no gain.
+        """
+        rungs = [each.combination for each in self.ladder]
+        compiled_ones = [rung for rung in rungs if compiled.TECHNIQUE.name in [each.name for each in rung.techniques]]
+        if not compiled_ones or self.others or any(graph in rung.techniques for rung in rungs):
+            return None
+        fastest = self.together.fastest([AS_IT_IS, *rungs], self.mode) or AS_IT_IS
+        captured = Combination((*compiled_ones[-1].techniques, graph))
+        gain = self.together.gain(captured, fastest, self.mode)
+        return Added(graph, captured, gain) if gain and gain[1] >= WORTH_IT else None
 
     def fastest_rung(self) -> Combination:
         """Of the ladder, as it is launched fastest, by what was timed beside the version by hand."""
@@ -411,8 +423,7 @@ class Optimized(Shown):
         graphs = [each for each in self.looked.found if each.launch == "graph"]
         rungs += [Combination((*rung.techniques, graph)) for graph in graphs for rung in rungs
                   if graph not in rung.techniques]
-        timed = [each for each in rungs if self.together.ms(each, self.mode)]
-        return min(timed, key=lambda each: self.together.ms(each, self.mode) or 0.0, default=AS_IT_IS)
+        return self.together.fastest(rungs, self.mode) or AS_IT_IS
 
     def _beside_by_hand(self) -> Said | None:
         """How much of the speed by hand the ladder reaches, how many milliseconds are missing, and where."""
@@ -477,18 +488,3 @@ def as_written(technique: str, place: Place | None = None) -> str:
 def interval(gain: Interval | None) -> str:
     """A ratio with its interval, and what that allows to say."""
     return ratio(gain) + verdict(*gain[1:]) if gain else NOT_AVAILABLE
-
-
-def captured_where_compiled(result: Optimized, graph: Technique) -> Added | None:
-    """The last compiled rung as a graph, where the model as it is can't be captured: compiled code waits for no mask,
-    say. Its gain is over the fastest rung of the ladder; None where it is no gain.
-    """
-    rungs = [each.combination for each in result.ladder]
-    compiled_ones = [rung for rung in rungs if any(each.name == compiled.TECHNIQUE.name for each in rung.techniques)]
-    if not compiled_ones or result.others or any(graph in rung.techniques for rung in rungs):
-        return None
-    timed = {each: ms for each in (AS_IT_IS, *rungs) if (ms := result.together.ms(each, result.mode))}
-    fastest = min(timed, key=lambda each: timed[each], default=AS_IT_IS)
-    captured = Combination((*compiled_ones[-1].techniques, graph))
-    gain = result.together.gain(captured, fastest, result.mode)
-    return Added(graph, captured, gain) if gain and gain[1] >= WORTH_IT else None

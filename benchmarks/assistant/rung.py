@@ -56,7 +56,7 @@ class Rung(nn.Module):
         with (torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext(),
               as_uncompiled() if is_eager else contextlib.nullcontext()):
             output = run(self, *args, **kwargs)
-        return in_float32(output) if self.plan.returns_float32 else output
+        return _in_float32(output) if self.plan.returns_float32 else output
 
     def __deepcopy__(self, memo: dict) -> "Rung":
         """A copy with tensors of its own. It is not compiled: it says what the rung means, not what a compiler does."""
@@ -74,7 +74,7 @@ def _as_it_is(rung: Rung, *args: Any, **kwargs: Any) -> Any:
     return rung.run(*args, **kwargs)                           # type: ignore[operator]
 
 
-def in_float32(output: Any) -> Any:
+def _in_float32(output: Any) -> Any:
     """An output tensor in 16 bits as FP32; any other output as it is."""
     is_cast = isinstance(output, Tensor) and output.dtype in (torch.float16, torch.bfloat16)
     return output.float() if is_cast else output

@@ -12,7 +12,6 @@ from benchmarks.assistant.optimized import (
     Opportunity,
     Optimized,
     as_written,
-    captured_where_compiled,
     needless_beside,
 )
 from benchmarks.assistant.side_by_side import WORTH_IT
@@ -101,7 +100,7 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
 
 def _where_compiled(result: Optimized, technique: Technique, found: Found) -> Opportunity | None:
     """A graph of a compiled rung, where the model as it is can't be captured."""
-    captured = captured_where_compiled(result, technique) if technique.launch == "graph" else None
+    captured = result.captured_where_compiled(technique) if technique.launch == "graph" else None
     if captured is None or captured.gain is None:
         return None
     advice, elsewhere = _advice(result, technique, found)

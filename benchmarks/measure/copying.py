@@ -25,7 +25,7 @@ def deep_copy(call: Callable, dtype: torch.dtype | None = None) -> Callable:
 
 def deep_copy_with(call: Callable, loss: Callable | None, dtype: torch.dtype | None = None
                    ) -> tuple[Callable, Callable | None]:
-    """As `deep_copy`, with a loss: its targets are in `dtype` too, and parameters that it refers to are the copy's.
+    """As `deep_copy`, with a loss: parameters that it refers to are the copy's, and tensors of its own in `dtype`.
 
     A loss that can't be copied stays as it is.
     """

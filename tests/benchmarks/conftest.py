@@ -28,8 +28,8 @@ def a_machine_that_is_measured_once():
 
 @pytest.fixture(scope="module", autouse=True)
 def loops_without_vector_instructions(request):
-    """What Inductor compiles for a CPU: a C++ compiler takes half as long for them. The steps are compiled with them,
-    and so is FlexAttention, which has no others: a module of such tests says VECTORS = True.
+    """Inductor's loops for a CPU compile sooner without them. Tests of the steps keep them, and so does a module that
+    says VECTORS = True: FlexAttention does not compile without.
     """
     length = None if getattr(request.module, "VECTORS", False) else 1                    # None: what the machine has
     with torch._inductor.config.patch({"cpp.simdlen": length}):

@@ -460,6 +460,8 @@ def test_what_dynamo_can_not_run_is_captured_without_it():
     program = program_of(PrintsInALoop())
     [call] = cuda_graph.find(program)
     assert any(each.skips for each in program.breaks)
+    assert "what lies between its graph breaks" in cuda_graph.find(program)[0].reason
+    assert "graph breaks" not in cuda_graph.find(program_of(nn.Linear(8, 8)))[0].reason
     assert "reduce-overhead" in cuda_graph.advice(program, call).code          # of each layer
     program.not_captured = "Unsupported: a generator"
     with pytest.raises(NotWritten, match=r"can't run it: Unsupported: a generator, so .*make_graphed_callables"):

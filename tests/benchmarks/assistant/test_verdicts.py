@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks.assistant import ladder as ladders
 from benchmarks.assistant import optimize, optimized, rungs, verdicts
 from benchmarks.assistant.combination import Combination, Measured
-from benchmarks.assistant.optimized import SLOWER, Added, Optimized, captured_where_compiled
+from benchmarks.assistant.optimized import SLOWER, Added, Optimized
 from benchmarks.assistant.payback import pays_after
 from benchmarks.assistant.side_by_side import WORTH_IT
 from benchmarks.assistant.technique import Advice, Found, Technique
@@ -204,16 +204,17 @@ def test_what_waits_for_the_gpu_is_captured_once_it_is_compiled(captured, verdic
                         as_graphs={"autocast + compile": captured} if captured else {})
     ladder = [Added(autocast, Combination((autocast,)), None), Added(compiled, Combination((autocast, compiled)), None)]
     found = {autocast: [], compiled: [], graph: [waits]}
-    result = SimpleNamespace(together=together, ladder=ladder, mode=BOTH, others={}, faults={},
-                             looked=SimpleNamespace(found=found, program=None, missing=lambda technique: ""))
+    looked = SimpleNamespace(mode=BOTH, found=found, program=None, missing=lambda technique: "")
+    result = Optimized(looked, "", together=together, ladder=ladder)
     one = verdicts._judged(result, graph, waits)
     assert one.verdict == verdict and one.speedup is None
     assert bool(one.advice) == (verdict == "take")
     assert one.why == ("the host waits; on top of autocast + compile it can be captured, 1.11 [1.11, 1.11] times as "
                        "fast as the fastest rung" if verdict == "take" else "the host waits")
-    on_top = captured_where_compiled(result, graph)
-    assert (on_top and on_top.combination) == (Combination((autocast, compiled, graph)) if verdict == "take" else None)
-    fastest = Optimized.fastest_rung(result)
+    rows = [row[:2] for row in result._climbed().rows]
+    assert rows == [["as it is", "100"], ["+ autocast", "50.0"], ["+ compile", "10.0"],
+                    *[["+ cuda-graph", "9.00"]] * (verdict == "take")]
+    fastest = result.fastest_rung()
     assert fastest.techniques == ((autocast, compiled, graph) if captured else (autocast, compiled))
     together.results["autocast"].rows[BOTH, "eager"] = Row(timing=Timing([9.0] * 8, True, "rounds"))
     assert verdicts._judged(result, graph, waits).verdict == "not here"            # compiled it is slower
