@@ -1,6 +1,7 @@
 """The ladder: one technique on top of the other, in an order in which each gains."""
 from collections.abc import Sequence
 
+from benchmarks.assistant import optimized
 from benchmarks.assistant.combination import Combination
 from benchmarks.assistant.optimized import Added, Optimized
 from benchmarks.assistant.rungs import TOGETHER, Rungs
@@ -12,15 +13,15 @@ def climb(rungs: Rungs, tried: Sequence[Technique]) -> None:
 
     Where one fails or slows down what is below it, it is measured again, without it or in another order.
     """
-    order = _in_order(rungs, tried)
-    climbed = []
+    order, climbed = _in_order(rungs, tried), []
+    doubtful = [each for each in tried if each.for_16_bits and rungs.result.is_slower(each)]
     least = 1 if rungs.task.by_hand else 2                 # one alone is measured already
     while len(order) >= least:
-        _climb_once(rungs, order)
+        _climb_once(rungs, order, _in_16_bits(rungs.result, order, doubtful))
         climbed.append(order)
         better = _without_a_clash(rungs.result, order)
         if better is None:                                 # an empty one is another: what was alone has failed
-            better = _faster(rungs.result, order)
+            better = _faster(rungs.result, order) or _with_what_gains_in_16_bits(rungs.result, order, doubtful)
         if better is None or better in climbed:            # two orders may each be better by what is measured of one
             return
         order = better
@@ -36,20 +37,19 @@ def _in_order(rungs: Rungs, tried: Sequence[Technique]) -> list[Technique]:
     gains = {each: gain for each in tried if (gain := result.most_gained(each))}
     order = sorted(gains, key=lambda each: -gains[each])
     if rungs.quick:                                        # each rung on top of what compiles is compiled anew
-        in_16_bits = any(plan_of((each,), found=result.found).autocast for each in order)
-        order = [each for each in order if not result.is_slower(each) or (each.for_16_bits and in_16_bits)]
+        order = [each for each in order if not result.is_slower(each)]
         order.sort(key=lambda each: plan_of((each,), found=result.found).compiles)
     needless = {each.instead_of for each in order}
     return [each for each in order if each.name not in needless]
 
 
-def _climb_once(rungs: Rungs, order: Sequence[Technique]) -> None:
-    """Measure one ladder, whatever fails on it."""
+def _climb_once(rungs: Rungs, order: Sequence[Technique], beside: Sequence[Combination]) -> None:
+    """Measure one ladder, whatever fails on it, and other combinations in its rounds."""
     result, combinations = rungs.result, _combinations(order)
     every = combinations[-1]
     others = [] if rungs.quick else [every.without(each) for each in order]
     measured, mode = result.together, result.mode
-    rungs.measure([*combinations, *others], TOGETHER, measured, rungs.by_hand())
+    rungs.measure([*combinations, *others, *beside], TOGETHER, measured, rungs.by_hand())
     for before, rung, technique in zip(combinations, combinations[1:], order, strict=False):
         left_out = None if rungs.quick else measured.gain(every, every.without(technique), mode)
         result.ladder.append(Added(technique, rung, measured.gain(rung, before, mode), left_out))
@@ -58,6 +58,34 @@ def _climb_once(rungs: Rungs, order: Sequence[Technique]) -> None:
 def _combinations(order: Sequence[Technique]) -> list[Combination]:
     """The model as it is, and one technique more in each."""
     return [Combination(tuple(order[:count])) for count in range(len(order) + 1)]
+
+
+def _in_16_bits(result: Optimized, order: Sequence[Technique], doubtful: Sequence[Technique]) -> list[Combination]:
+    """Each of those that are slower in FP32, on top of the rung of the ladder that is the first in 16 bits."""
+    tried = [*order, *(added.technique for added in result.dropped)]
+    untried = [each for each in doubtful if each not in tried]
+    for below in _combinations(order) if untried else []:
+        if plan_of(below.techniques, found=result.found).autocast:
+            return [Combination((*below.techniques, each)) for each in untried]
+    return []
+
+
+def _with_what_gains_in_16_bits(result: Optimized, order: Sequence[Technique], doubtful: Sequence[Technique]
+                                ) -> list[Technique] | None:
+    """The order with the first of them that gains in 16 bits, behind what computes in them. None where none does."""
+    graph = _graph_in(order)
+    for beside in _in_16_bits(result, order, doubtful):
+        technique = beside.techniques[-1]
+        captured = [Combination((*beside.techniques, graph))] if graph and graph not in beside.techniques else []
+        gains = {gain: rung for rung in (beside, *captured)
+                 if (gain := result.together.gain(rung, rung.without(technique), result.mode))}
+        if not gains:
+            continue
+        best, place = max(gains, key=lambda gain: gain[1]), len(beside.techniques) - 1
+        if best[1] >= optimized.WORTH_IT:
+            return [*order[:place], technique, *order[place:]]
+        result.dropped.append(Added(technique, gains[best], best))
+    return None
 
 
 def _without(order: Sequence[Technique], technique: Technique) -> list[Technique]:

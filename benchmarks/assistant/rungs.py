@@ -32,13 +32,11 @@ from common.phases import Phase
 from common.report.record import PREDICTED, PREDICTED_MEMORY, record
 from common.report.result import Compilation, Result
 from common.runtime.iteration import FORWARD, MODES
-from common.runtime.timing import EventClock
 
 # The groups of rungs that share their rounds.
 ALONE, TOGETHER, PIECES, WRITTEN = "alone", "together", "each as written", "written out"
 ITERATIONS = 30                        # a guess: compiling, judging and warming up a rung takes as long as so many
 GRADIENTS = 3                          # recorded of each rung, those nearest to their bounds
-LONG_MS = EventClock.burst_ms          # an iteration that fills a sample by itself: each pass of a rung takes seconds
 
 
 @dataclass(frozen=True)
@@ -71,14 +69,18 @@ class Rungs:
     def measure(self, combinations: Sequence[Combination], phase: str, measured: Measured,
                 others: Sequence[Case] = ()) -> None:
         """All of them in the same rounds. `measured` gets what there is when it ends, in whatever way."""
-        wanted = [*(self._case(each, phase) for each in cases(combinations)), *others]
+        ways: dict[str, set[str]] = {}                         # of launching, by name: each is shown with its joules
+        for each in combinations:
+            ways.setdefault(each.name, set()).add(each.launch)
+        own = [replace(self._case(each, phase), metered=ways[each.name]) for each in cases(combinations)]
+        wanted = [*own, *others]
         self.session.note(f"{len(wanted)} rungs {phase}, {self.session.rounds} rounds: {self._estimate(len(wanted))}")
         began, before = time.perf_counter(), len(self.session.entries)
         on_gpu = self.session.device.type == "cuda"
         try:
             self.session.measure(Group(wanted, modes=self._modes_of(phase), calibrated=False,
                                        limited=phase not in self.other_truths,
-                                       metered=on_gpu and phase == TOGETHER and not self.quick, may_not_fit=True))
+                                       metered=on_gpu and phase == TOGETHER, may_not_fit=True))
         finally:
             measured.results.update({entry.result.name: entry.result for entry in self.session.entries[before:]})
         self.seconds_a_rung = (time.perf_counter() - began) / len(wanted)
@@ -89,9 +91,8 @@ class Rungs:
         return every if phase == ALONE else (self.result.mode,)
 
     def _modes_of_rungs(self, phase: str) -> tuple[str, ...]:
-        """Those of a rung: of a large model that must be quick, the one that verdicts go by."""
-        is_long = self.result.looked.spending.total_ms > LONG_MS
-        return (self.result.mode,) if self.quick and is_long else self._modes_of(phase)
+        """Those of a rung: where it must be quick, the one that verdicts go by. Another is compiled anew."""
+        return (self.result.mode,) if self.quick else self._modes_of(phase)
 
     def _estimate(self, rungs: int) -> str:
         """How long measuring them takes, in words."""

@@ -212,6 +212,8 @@ def _worth(judgement: Judgement | None, alone: Interval, added: Added | None) ->
         if alone[2] >= WORTH_IT:
             return kind, "not alone, but in the ladder's rounds"
         return "no gain", f"measured twice, the two differ: in the ladder's rounds it is {ratio(added.gain)}"
+    if added and added.gain and added.technique.for_16_bits:
+        return "no gain", f"on top of {added.combination.without(added.technique).words} it is {ratio(added.gain)}"
     return "no gain", ""
 
 

@@ -300,14 +300,16 @@ def latest(lines: Iterable[Record]) -> dict[str, Run]:
     return {run.label: run for run in runs(lines)}
 
 
-def paired(a: Run | None, b: Run | None, mode: str, launch: str | None = None) -> tuple[float, float, float] | None:
+def paired(a: Run | None, b: Run | None, mode: str, launch: str | None = None, launch_of_b: str | None = None
+           ) -> tuple[float, float, float] | None:
     """(ratio, low, high) of a's time to b's; None where they were not interleaved.
 
-    Both are launched that way, or each by its faster one where none is named.
+    Both are launched that way unless b has its own, or each by its faster one where none is named.
     """
     if a is None or b is None or a.info["run"] != b.info["run"]:
         return None
-    numerator, denominator = (run.samples(mode, launch or run.best(mode)) for run in (a, b))
+    numerator = a.samples(mode, launch or a.best(mode))
+    denominator = b.samples(mode, launch_of_b or launch or b.best(mode))
     if not numerator or len(numerator) != len(denominator):
         return None
     return rounds.paired_ratio(numerator, denominator)

@@ -5,13 +5,13 @@ from pathlib import Path
 from benchmarks.records import AS_IT_IS, BY_HAND, RESULTS
 from benchmarks.records.files import stem_of
 from benchmarks.records.read import Run, extra, lies_within, metric, miss, paired, read, runs, values
-from benchmarks.show.tables import joules
-from common.report.metrics import PEAK_MEMORY, SHARE
+from common.report.metrics import ENERGY, PEAK_MEMORY, SHARE
 from common.report.record import PREDICTED, PREDICTED_MEMORY, VERDICT
 from common.runtime.iteration import LAUNCHES, MODES
 from common.runtime.peaks import BURST
 from common.text import NOT_AVAILABLE, figures, markdown, number, ratio
 
+EAGER = LAUNCHES[0]
 NEAR = 0.15                            # of a predicted gain: one that is measured within it was predicted well
 
 
@@ -40,23 +40,27 @@ def models() -> str:
 
 
 def _row(found: list[Run]) -> list[str] | None:
-    """Of one file; None where it holds no verdicts, or nothing was timed. A run that was ended early has no ladder."""
+    """Of one file; None where it holds no verdicts, or nothing was timed. A run that was ended early has no ladder.
+
+    The model as it is is launched one by one, and the fastest in whichever way is.
+    """
     verdicts = [extra(line) for run in found for line in run.lines if metric(line) == VERDICT]
-    as_it_is = [run for run in found if run.case["name"] == AS_IT_IS and any(map(run.best, MODES))]
+    as_it_is = [run for run in found if run.case["name"] == AS_IT_IS and any(run.median(mode, EAGER) for mode in MODES)]
     if not (verdicts and as_it_is):
         return None
     together = [run for run in as_it_is if run.variant["measured"] == "together"]
     before = together[-1] if together else as_it_is[0]         # the last ladder: those before had what slows it
-    mode = next(mode for mode in reversed(MODES) if before.best(mode))
+    mode = next(mode for mode in reversed(MODES) if before.median(mode, EAGER))
     in_the_same_rounds = [run for run in found if run.variant == before.variant]
     version = next((run for run in in_the_same_rounds if run.case["name"] == BY_HAND and run.best(mode)), None)
     ms, after = min(((ms, run) for run in in_the_same_rounds if run is not version and (ms := run.best_ms(mode))),
                     key=lambda each: each[0])
-    gain = paired(before, after, mode)
+    launched = after.best(mode)
+    gain = paired(before, after, mode, EAGER, launched)
     share = paired(version, after, mode) if version else None
-    return [mode, figures(before.best_ms(mode) or ms), figures(ms), ratio(gain) if gain else NOT_AVAILABLE,
-            _both(run.figure(SHARE[BURST], mode) for run in (before, after)),
-            _both(joules(run, mode) for run in (before, after)),
+    both = (before, EAGER), (after, launched)
+    return [mode, figures(before.median(mode, EAGER) or ms), figures(ms), ratio(gain) if gain else NOT_AVAILABLE,
+            *(_both(run.figure(metric, mode, launch) for run, launch in both) for metric in (SHARE[BURST], ENERGY)),
             *([figures(version.best_ms(mode) or 0.0), ratio(share)] if version and share else [NOT_AVAILABLE] * 2),
             *(_named(verdicts, verdict) for verdict in ("take", "different numerics", "by hand", "unsafe"))]
 
@@ -81,7 +85,7 @@ def predicted() -> str:
             if prediction is None:
                 continue
             mode, ends = prediction
-            gain = paired(alone.get(AS_IT_IS), run, mode, LAUNCHES[0])
+            gain = paired(alone.get(AS_IT_IS), run, mode, EAGER)
             if gain:
                 misses.append(0.0 if lies_within(gain[0], ends) else miss(gain[0], ends))
                 rows.append([_where(path), name, f"{ends[0]:.2f} to {ends[1]:.2f}", ratio(gain),
@@ -99,7 +103,7 @@ def predicted() -> str:
 def _memory(run: Run, as_it_is: Run | None, mode: str) -> tuple[str, str]:
     """(how many GiB less it should need at its peak, how many less it needs)."""
     line = run.find(mode, PREDICTED_MEMORY)
-    before, after = (each.figure(PEAK_MEMORY, mode, LAUNCHES[0]) if each else None for each in (as_it_is, run))
+    before, after = (each.figure(PEAK_MEMORY, mode, EAGER) if each else None for each in (as_it_is, run))
     if line is None or before is None or after is None:
         return "", ""
     ends = [number(freed * PEAK_MEMORY.scale, ".2f") for freed in values(line)]

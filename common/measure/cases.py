@@ -1,6 +1,6 @@
 """What a study names: its cases, and which of them are timed side by side."""
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ class Case:
     missing: str = ""                      # why it can't run on this machine, where that is known beforehand
     workload: Workload | None = None       # where it is known beforehand
     that_fits: Callable[[int], str] = lambda total: "give smaller inputs"      # into so many bytes, in words
+    metered: Collection[str] = ()          # ways of launching that are metered, too, where its group is
 
     @property
     def bytes_needed(self) -> int:

@@ -292,13 +292,14 @@ class Session:
             take()
             if profiled and not number % 2:
                 profile()
-            if looked_into and number == self.rounds - 1:
-                self.say(Phase.METERING if group.metered else Phase.READING_CLOCKS, mode)
+            is_metered = group.metered and (looked_into or launch in entry.case.metered)
+            if number == self.rounds - 1 and (looked_into or is_metered):
+                self.say(Phase.METERING if is_metered else Phase.READING_CLOCKS, mode)
                 row = entry.result.rows[mode, launch]
                 self._fits(lambda: measurement.read_state(work, row, entry.result, self.device, expected[key],
-                                                          group.metered))
+                                                          is_metered))
                 for other in self._launches(group):
-                    entry.result.rows[mode, other].state = row.state
+                    entry.result.rows[mode, other].state = entry.result.rows[mode, other].state or row.state
 
         samples = self._sample(mode, works, clock, expected, visit)
         if samples is None:                                   # one has failed: time the others without it

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.assistant import ByHand, Task, optimize
+from benchmarks.assistant.combination import Combination
 from benchmarks.assistant.optimized import Optimized
 from benchmarks.assistant.technique import Found, Technique
 from benchmarks.examples import by_hand, public
@@ -106,6 +107,7 @@ def test_the_page_shows_it_beside_the_fastest_rung(studies_in_seconds, tmp_path,
                        assistants.models().splitlines())
     cells = dict(zip(headers, row, strict=True))
     by_hand, rung = result.version_by_hand(), result.fastest_rung()
+    assert cells["ms"] == figures(result.together.ms(Combination(), result.mode))
     assert cells["by hand, ms"] == figures(result.together.ms(by_hand, result.mode))
     assert cells["fastest"] == figures(result.together.ms(rung, result.mode))
     assert cells["of its speed"] == ratio(result.together.gain(rung, by_hand, result.mode))

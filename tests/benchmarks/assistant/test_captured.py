@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from benchmarks.assistant import ladder, optimize, optimized, rungs, verdicts
-from benchmarks.assistant.combination import Combination
-from benchmarks.assistant.optimized import SLOWER, Optimized
+from benchmarks.assistant.combination import Combination, Measured
+from benchmarks.assistant.optimized import SLOWER, Added, Optimized
+from benchmarks.assistant.side_by_side import WORTH_IT
 from benchmarks.assistant.technique import Found, Technique
-from benchmarks.assistant.techniques import channels_last, compiled, cuda_graph
+from benchmarks.assistant.techniques import EVERY, compiled, cuda_graph
 from common.block import oracle
 
 
@@ -95,21 +96,46 @@ def test_in_a_hurry_one_rung_is_compiled_and_what_is_slower_is_left_out(quick, o
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("in_16_bits, order", [(True, ["autocast", "slow"]), (False, ["autocast"])])
-def test_what_16_bits_make_faster_stays_behind_autocast(in_16_bits, order, studies_in_seconds, monkeypatch):
-    """A layout of convolutions, which pays on tensor cores; alone it is measured in FP32."""
+@pytest.mark.parametrize("in_16_bits, on_top, captured, order", [
+    (True, 1.021, 0.9, ["first", "autocast", "layout", "graph"]), (True, 1.019, 0.9, ["first", "autocast", "graph"]),
+    (True, 0.9, 1.021, ["first", "autocast", "layout", "graph"]), (False, 1.5, 1.5, ["first", "autocast", "graph"])])
+@pytest.mark.parametrize("for_16_bits", [True, False])
+def test_what_is_slower_in_fp32_is_tried_in_16_bits(for_16_bits, in_16_bits, on_top, captured, order,
+                                                    studies_in_seconds, monkeypatch):
+    """A layout of convolutions, which pays on tensor cores; alone it is measured in FP32. It is tried once."""
     autocast = replace(same("autocast"), apply=lambda plan: setattr(plan, "autocast", in_16_bits or None))
-    monkeypatch.setattr(optimized, "SLOWER", SLOWER)
-    gains = {"autocast": 1.1, "slow": 0.9}
+    layout = replace(same("layout"), for_16_bits=for_16_bits)
+    gains = {"first": 1.4, "autocast": 1.3, "graph": 1.2, "layout": 0.9}
+    climbed = []
+
+    def gain(measured, of, over, mode):
+        last = of.techniques[-1].name if of.techniques else ""
+        return ((captured if of.launch == "graph" else on_top) if "layout" in of.words else gains.get(last, 1.0),) * 3
+
+    def climb_once(rung_of, order, beside):
+        climbed.append(([each.name for each in order], [each.words for each in beside]))
+        rung_of.result.ladder.extend(Added(each, Combination(tuple(order[:place + 1])), (1.1,) * 3)
+                                   for place, each in enumerate(order))
+    for bound, value in (("SLOWER", SLOWER), ("WORTH_IT", WORTH_IT)):
+        monkeypatch.setattr(optimized, bound, value)
     monkeypatch.setattr(Optimized, "gains_measured", lambda result, technique: [(gains[technique.name],) * 3])
-    monkeypatch.setattr(ladder, "_climb_once", lambda rungs, order: None)
-    result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=True, rounds=2, inference=True,
-                      techniques=[autocast])
-    slow, others = replace(same("slow"), for_16_bits=True), replace(same("slow"), for_16_bits=False)
-    rungs = SimpleNamespace(result=result, quick=True)
-    assert [each.name for each in ladder._in_order(rungs, [slow, autocast])] == order
-    assert [each.name for each in ladder._in_order(rungs, [others, autocast])] == ["autocast"]
-    assert channels_last.TECHNIQUE.for_16_bits
+    techniques = [FIRST, autocast, layout, GRAPH]
+    result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=True, rounds=2, inference=True, techniques=[])
+    result.looked.found = {each: [Found(None, "", 1, "the call")] for each in techniques}
+    monkeypatch.setattr(ladder, "_climb_once", climb_once)
+    monkeypatch.setattr(Measured, "gain", gain)
+    ladder.climb(SimpleNamespace(result=result, quick=True, task=SimpleNamespace(by_hand=False), ladders=1), techniques)
+    without = [each for each in order if each != "layout"]
+    wanted = [(without, ["first + autocast + layout"] if in_16_bits and for_16_bits else [])]
+    if for_16_bits and "layout" in order:
+        wanted.append((order, []))
+    assert climbed == wanted
+    assert [each.technique.name for each in result.dropped] == ["layout"] * (for_16_bits and on_top == 1.019)
+
+
+@pytest.mark.unit
+def test_a_layout_is_for_16_bits():
+    assert [each.name for each in EVERY if each.for_16_bits] == ["channels-last"]
 
 
 @pytest.mark.integration
@@ -135,7 +161,7 @@ def test_what_captures_comes_behind_what_lets_it(order, captured, wanted, studie
 @pytest.mark.integration
 def test_two_orders_that_are_better_than_each_other_end(studies_in_seconds, monkeypatch):
     climbed = []
-    monkeypatch.setattr(ladder, "_climb_once", lambda rungs, order: climbed.append(list(order)))
+    monkeypatch.setattr(ladder, "_climb_once", lambda rungs, order, beside: climbed.append(list(order)))
     monkeypatch.setattr(ladder, "_faster", lambda result, order: list(reversed(order)))
     optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=True, rounds=2, inference=True, techniques=[FIRST, SECOND])
     assert len(climbed) == 2 and climbed[0] == climbed[1][::-1]

@@ -207,6 +207,7 @@ def test_only_samples_of_the_same_rounds_are_paired():
     a, b = runs(made("0_baseline", both([4.0] * 6, []), run="x") + made("2_sdpa", both([2.0] * 6, []), run="x"))
     assert paired(a, b, FORWARD) == (2.0, 2.0, 2.0)
     assert paired(a, b, FORWARD, "eager") == (2.0, 2.0, 2.0) and paired(a, b, FORWARD, "graph") is None
+    assert paired(a, b, FORWARD, None, "eager") == (2.0, 2.0, 2.0) and paired(a, b, FORWARD, None, "graph") is None
     assert paired(a, b, BOTH) is None and paired(a, None, FORWARD) is None and paired(None, b, FORWARD) is None
     (c,) = runs(made("2_sdpa", both([2.0] * 6, []), run="y"))
     assert paired(a, c, FORWARD) is None

@@ -2,6 +2,7 @@
 import contextlib
 import statistics
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +70,29 @@ def test_a_group_is_checked_timed_and_looked_into(some):
         assert run.value(BOTH, "limit", "eager") > 2 * run.value(FORWARD, "limit", "eager")
     assert all(paired(*runs.values(), mode) for mode in MODES)
     assert some.alive() == []
+
+
+@integration
+@pytest.mark.parametrize("metered, also, wanted", [
+    (True, (), {"eager": True}), (True, ["graph"], {"eager": True, "graph": True}),
+    (False, ["graph"], {"eager": False})])
+def test_the_faster_way_of_launching_is_metered_and_those_a_case_names(some, metered, also, wanted, monkeypatch):
+    ready, seen = measurement.ready, {}
+
+    def read_state(work, row, result, device, ms, is_metered):
+        seen[next(launch for (_, launch), each in result.rows.items() if each is row)] = is_metered
+        row.state = {"sm_mhz": 1000 + len(seen)}
+    monkeypatch.setattr(measurement, "ready", lambda subject, mode, launch, *rest, **more: ready(
+        subject, mode, "eager", *rest, **more))
+    monkeypatch.setattr(measurement, "read_state", read_state)
+    monkeypatch.setattr(some, "_faster", lambda expected: {key.entry: "eager" for key in expected
+                                                           if not isinstance(key, Calibration)})
+    case = replace(step_case(steps.load(0), CPU_CONFIG, CPU), metered=also)
+    some.measure(Group([case], modes=(FORWARD,), launches=LAUNCHES, metered=metered))
+    assert seen == wanted
+    (entry,) = some.entries
+    states = [entry.result.rows[FORWARD, launch].state["sm_mhz"] for launch in LAUNCHES]
+    assert len(set(states)) == len(wanted)
 
 
 @integration
