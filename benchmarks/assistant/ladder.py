@@ -20,8 +20,9 @@ def climb(rungs: Rungs, tried: Sequence[Technique]) -> None:
         _climb_once(rungs, order, _in_16_bits(rungs.result, order, doubtful))
         climbed.append(order)
         better = _without_a_clash(rungs.result, order)
+        with_more = _with_what_gains_in_16_bits(rungs.result, order, doubtful)
         if better is None:                                 # an empty one is another: what was alone has failed
-            better = _faster(rungs.result, order) or _with_what_gains_in_16_bits(rungs.result, order, doubtful)
+            better = _faster(rungs.result, order) or with_more
         if better is None or better in climbed:            # two orders may each be better by what is measured of one
             return
         order = better
@@ -32,7 +33,7 @@ def climb(rungs: Rungs, tried: Sequence[Technique]) -> None:
 
 
 def _in_order(rungs: Rungs, tried: Sequence[Technique]) -> list[Technique]:
-    """Those that can be on it, the one that gains most first."""
+    """Those that can be on it, the one that gains most first. What captures comes before what launching hides."""
     result = rungs.result
     gains = {each: gain for each in tried if (gain := result.most_gained(each))}
     order = sorted(gains, key=lambda each: -gains[each])
@@ -40,7 +41,16 @@ def _in_order(rungs: Rungs, tried: Sequence[Technique]) -> list[Technique]:
         order = [each for each in order if not result.is_slower(each)]
         order.sort(key=lambda each: plan_of((each,), found=result.found).compiles)
     needless = {each.instead_of for each in order}
-    return [each for each in order if each.name not in needless]
+    order = [each for each in order if each.name not in needless]
+    graph, hidden = _graph_in(order), next(filter(result.launching_hides, order), None)
+    return _captured_before(order, graph, hidden) if graph and hidden else order
+
+
+def _captured_before(order: Sequence[Technique], graph: Technique, technique: Technique) -> list[Technique]:
+    """The order in which that technique is captured."""
+    others = _without(order, graph)
+    place = min(order.index(graph), others.index(technique))
+    return [*others[:place], graph, *others[place:]]
 
 
 def _climb_once(rungs: Rungs, order: Sequence[Technique], beside: Sequence[Combination]) -> None:
@@ -144,9 +154,7 @@ def _faster(result: Optimized, order: Sequence[Technique]) -> list[Technique] | 
         return None
     technique, graph = slowing.technique, _graph_in(order)
     if graph and result.may_gain_captured(slowing):
-        others = _without(order, graph)
-        place = others.index(technique)
-        return [*others[:place], graph, *others[place:]]
+        return _captured_before(order, graph, technique)
     if len(order) == 2:                                    # without it there would be no ladder
         return None
     result.dropped.append(slowing)

@@ -207,6 +207,11 @@ class Optimized(Shown):
         """The most of these."""
         return max((gain[0] for gain in self.gains_measured(technique)), default=None)
 
+    def launching_hides(self, technique: Technique) -> bool:
+        """Whether it gains more where both are captured than where both are launched one by one."""
+        alone, captured = self.gain_alone(technique), self.gain_captured(technique)
+        return bool(alone and captured and captured[1] > alone[2])
+
     def is_slower(self, technique: Technique) -> bool:
         """Whether the model is slower with it, in each way that this was measured."""
         gains = self.gains_measured(technique)

@@ -92,7 +92,7 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
     elif verdict == "different numerics" and not result.others and (for_nothing := _rounds_for_nothing(on_top)):
         advice, elsewhere = None, for_nothing
     loses = result.where_it_loses(technique)
-    said = [why, _where_captured(result, technique, gain), loses, elsewhere,
+    said = [why, _where_captured(result, technique), loses, elsewhere,
             not_fired and f"it did not fire: {not_fired}", remark, _less_accurate(judgement), _unproven(judgement)]
     why = "; ".join(filter(None, said))
     return Opportunity(technique.name, found, verdict, why, gain[0], gain[1:], _error(judgement), advice)
@@ -217,10 +217,10 @@ def _worth(judgement: Judgement | None, alone: Interval, added: Added | None) ->
     return "no gain", ""
 
 
-def _where_captured(result: Optimized, technique: Technique, alone: Interval) -> str:
+def _where_captured(result: Optimized, technique: Technique) -> str:
     """What it gains as a graph, where launching hides that; "" where it does not."""
-    captured = result.gain_captured(technique)
-    return f"captured in a graph it is {ratio(captured)}" if captured and captured[1] > alone[2] else ""
+    captured = result.gain_captured(technique) if result.launching_hides(technique) else None
+    return f"captured in a graph it is {ratio(captured)}" if captured else ""
 
 
 def _in_the_way(ladder: Sequence[Added]) -> Added | None:

@@ -96,6 +96,19 @@ def test_in_a_hurry_one_rung_is_compiled_and_what_is_slower_is_left_out(quick, o
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("captured, order", [(7.0, ["second", "graph", "first"]), (8.0, ["second", "first", "graph"])])
+def test_what_captures_comes_before_what_launching_hides(captured, order, studies_in_seconds):
+    """The first gains 1.25 launched one by one. On top of the second, which needs half the time, the host would hide
+    that, and the ladder would be climbed again."""
+    result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=True, inference=True,
+                      techniques=[GRAPH, FIRST, SECOND])
+    timed(result, {"as it is": 10.0, "first": 8.0, "second": 5.0},
+          {"as it is": 9.9, "first": captured, "second": 5.0})
+    rung_of = SimpleNamespace(result=result, quick=True)
+    assert [each.name for each in ladder._in_order(rung_of, [GRAPH, FIRST, SECOND])] == order
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("in_16_bits, on_top, captured, order", [
     (True, 1.021, 0.9, ["first", "autocast", "layout", "graph"]), (True, 1.019, 0.9, ["first", "autocast", "graph"]),
     (True, 0.9, 1.021, ["first", "autocast", "layout", "graph"]), (False, 1.5, 1.5, ["first", "autocast", "graph"])])
