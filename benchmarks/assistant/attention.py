@@ -128,10 +128,21 @@ class Attention(Region):
         return self.query, self.key, self.value
 
     @property
+    def merged(self) -> int:
+        """How many of the first dimensions become one: the fused kernels take four alone. 1 where none do, as where a
+        mask differs between them.
+        """
+        differs = any(size != 1 for mask in self.masks for size in shape_of(mask.tensor)[:-3])
+        return 1 if differs and not self.is_causal else max(1, len(self.shape) - 3)
+
+    @property
     def operand_shapes(self) -> list[tuple[int, ...]]:
         """Of these, as the fused function gets them: with batch and heads where the scores have them anywhere."""
         shapes = [operand.shape for operand in self.operands]
-        return [(*self.leading, *shape[-2:]) for shape in shapes] if self.is_viewed else shapes
+        if self.merged == 1 and not self.is_viewed:
+            return shapes
+        leading = math.prod(self.leading[:self.merged]), *self.leading[self.merged:]
+        return [(*leading, *shape[-2:]) for shape in shapes]
 
     @property
     def device(self) -> torch.device:

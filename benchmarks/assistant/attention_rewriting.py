@@ -56,6 +56,12 @@ def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
                         for t, wanted in zip(operands, attention.operand_shapes, strict=True)]
             masks = [_split(mask, attention.leading, nodes) for mask in masks]
         mask_node = None if attention.is_causal else _one_mask(masks, operands[0], nodes)
+        if attention.merged > 1:
+            operands = [_merged(t, attention, operand.shape, nodes)
+                        for t, operand in zip(operands, attention.operands, strict=True)]
+            beyond = attention.dimensions_of_the_mask - 4        # each of size 1
+            if mask_node is not None and beyond > 0:
+                mask_node = nodes.call_method("flatten", (mask_node, 0, beyond))
         if len(shape) == 3:                                      # the fused kernels take four dimensions alone
             operands = [nodes.call_method("unsqueeze", (t, 0)) for t in operands]
         fused = call(attention, operands, mask_node, nodes)
@@ -65,6 +71,8 @@ def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
             result = nodes.call_method("squeeze", (fused, 0))
         elif attention.is_viewed and len(shape_of(attention.output)) == 3:
             result = nodes.call_method("flatten", (fused, 0, 1))
+        elif attention.merged > 1:
+            result = nodes.call_method("unflatten", (fused, 0, attention.leading[:attention.merged]))
         if attention.order:
             result = nodes.call_method("permute", (result, *attention.order))
     attention.output.replace_all_uses_with(result)
@@ -73,6 +81,13 @@ def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
     for mask in attention.masks:
         erase_unused(mask.tensor, nodes)
     return assumed
+
+
+def _merged(operand: Any, attention: Attention, shape: tuple[int, ...], nodes: fx.Graph) -> fx.Node:
+    """A tensor [..., S, D] of that shape, with its first dimensions as one."""
+    if shape[:-2] != attention.leading:
+        operand = nodes.call_method("expand", (operand, *attention.leading, *shape[-2:]))
+    return nodes.call_method("flatten", (operand, 0, attention.merged - 1))
 
 
 def _erase(node: fx.Node, nodes: fx.Graph) -> None:

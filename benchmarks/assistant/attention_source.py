@@ -30,6 +30,7 @@ from benchmarks.assistant.statements import (
     with_code,
 )
 from benchmarks.assistant.technique import Advice, Found, NotWritten
+from benchmarks.assistant.words import called
 
 MASK, QUERY, KEY = "attn_mask", "query", "key"       # the names that these get, where nothing has them yet
 SCORE_MOD = "score_mod", "score", "b", "h", "q_idx", "kv_idx"        # and a score function, and what it is given
@@ -397,11 +398,37 @@ class _Writer:
         query = self._with_temperatures(query, found)
         operands = [self._dense(words, each.needs_a_copy) for words, each
                     in zip((query, key, found.value), self.attention.operands, strict=True)]
+        if self.attention.merged > 1:
+            return permuted(self._merged(operands, options), self.reader.order)
         if not self._lacks_a_dimension(found):
             return permuted(f"F.scaled_dot_product_attention({', '.join([*operands, *options])})", self.reader.order)
         operands = [f"{grouped(words)}.unsqueeze(0)" for words in operands]
         call = f"F.scaled_dot_product_attention({', '.join([*operands, *options])}).squeeze(0)"
         return permuted(call, self.reader.order)
+
+    def _merged(self, operands: Sequence[str], options: Sequence[str]) -> str:
+        """The call with the first dimensions as one. Raises NotWritten where queries have no name, or are broadcast."""
+        count = self.attention.merged
+        query = operands[0].removesuffix(".contiguous()")
+        parts = list(ast.walk(ast.parse(query)))
+        calls = {called(part) for part in parts if isinstance(part, ast.Call)}
+        if calls - {"permute", "transpose"} or any(isinstance(part, ast.BinOp) for part in parts):
+            raise NotWritten(f"queries of {len(self.attention.shape)} dimensions have no name")
+        if self.attention.query.shape[:-2] != self.attention.leading:
+            raise NotWritten(f"queries of {len(self.attention.shape)} dimensions are broadcast")
+        whole = [self._whole(words, operand.shape, query)
+                 for words, operand in zip(operands, self.attention.operands, strict=True)]
+        merged = [f"{grouped(words)}.flatten(0, {count - 1})" for words in whole]
+        call = f"F.scaled_dot_product_attention({', '.join([*merged, *options])})"
+        return f"{call}.unflatten(0, {query}.shape[:{count}])"
+
+    def _whole(self, operand: str, shape: tuple[int, ...], query: str) -> str:
+        """Keys or values of that shape, expanded where they are broadcast to the queries."""
+        leading = self.attention.leading
+        if shape[:-2] == leading:
+            return operand
+        sizes = ["-1" if shape[dim] == size else f"{query}.size({dim})" for dim, size in enumerate(leading)]
+        return f"{grouped(operand)}.expand({', '.join([*sizes, '-1', '-1'])})"
 
     def _lacks_a_dimension(self, found: Scores) -> bool:
         """Whether batch and heads are one: the fused kernels take four dimensions alone. A mask of three that may be
@@ -429,11 +456,14 @@ class _Writer:
 
     def _of_enough_dimensions(self, found: Scores, mask: str) -> str:
         """A mask of fewer, in words, as the fused kernels take it. Raises NotWritten where it may be None."""
-        missing = missing_dimensions(self.attention, len(self.attention.shape))
+        whole = 4 if self.attention.merged > 1 else len(self.attention.shape)
+        missing = missing_dimensions(self.attention, whole)
         if not self.attention.masks:                           # of what was not given nothing is known
             return mask
         if self.attention.dimensions_of_the_mask == 3 and self._lacks_a_dimension(found):
             return f"{grouped(mask)}.unsqueeze(0)"
+        if missing < 0 and self.attention.merged > 1:
+            return f"{grouped(mask)}.flatten(0, {-missing})"
         if missing <= 0:
             return mask
         if self._may_be_none(found):

@@ -203,6 +203,12 @@ class Given:
             every = [(*shape[:-3], self.query[-3], *shape[-2:]) for shape in (self.key, self.value)]
             yield Change(f"{self.query[-3]} heads of queries and {self.key[-3]} of keys", "keys and values repeated",
                          replace(self, key=every[0], value=every[1], enable_gqa=False))
+        if len(self.query) > 4:
+            count = math.prod(self.query[:-3])
+            merged = [(count, *shape[-3:]) for shape in (self.query, self.key, self.value)]
+            of_four = replace(mask, shape=(count, *mask.shape[-3:])) if mask and len(mask.shape) > 3 else mask
+            yield Change(f"tensors of {len(self.query)} dimensions", "with all before the heads as one",
+                         replace(self, query=merged[0], key=merged[1], value=merged[2], mask=of_four))
         if len(self.query) == 3:
             batched = [(1, *shape) for shape in (self.query, self.key, self.value)]
             yield Change("tensors of three dimensions", "with a batch of one before them",
@@ -305,4 +311,6 @@ def _combined(attention: Attention, dtype: torch.dtype) -> MaskGiven:
     shapes = [(*attention.leading, *value.shape[1:]) if mask.splits(attention.leading) else tuple(value.shape)
               for mask, value in zip(attention.masks, values, strict=True)]
     shape = torch.broadcast_shapes((1, 1), *shapes)
+    if attention.merged > 1:
+        shape = shape[-4:]
     return MaskGiven(tuple(shape), torch.bool if is_boolean else dtype, any(value.requires_grad for value in values))

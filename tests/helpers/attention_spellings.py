@@ -503,6 +503,63 @@ class WithItsWeightsAtOnce(WithItsWeights):
         return weights @ v, weights
 
 
+class InBlocks(Attention):
+    """Five dimensions, of which the fused kernels take four."""
+
+    def attend(self, q, k, v):
+        q, k, v = (t.unflatten(2, (4, 4)) for t in (q, k, v))
+        weights = (q @ k.mT * self.scale).softmax(-1)
+        return (weights @ v).flatten(2, 3)
+
+
+class InCausalBlocks(Attention):
+    def attend(self, q, k, v):
+        q, k, v = (t.unflatten(2, (4, 4)) for t in (q, k, v))
+        scores = q @ k.mT * self.scale + self.minus[:4, :4]
+        return (scores.softmax(-1) @ v).flatten(2, 3)
+
+
+class InBlocksWithABias(Attention):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bias", torch.randn(4, 4, 4))             # of each block
+
+    def attend(self, q, k, v):
+        q, k, v = (t.unflatten(2, (4, 4)) for t in (q, k, v))
+        weights = (q @ k.mT * self.scale + self.bias).softmax(-1)
+        return (weights @ v).flatten(2, 3)
+
+
+class InBlocksThatSeeFour(Attention):
+    """Its mask has five dimensions, too, and is the same for all but the last two."""
+
+    def attend(self, q, k, v):
+        q, k, v = (t.unflatten(2, (2, 8)) for t in (q, k, v))
+        near = torch.ones(8, 8, device=q.device).tril().triu(-3)[None, None, None]
+        scores = (q @ k.mT * self.scale).masked_fill(near == 0, -math.inf)
+        return (scores.softmax(-1) @ v).flatten(2, 3)
+
+
+class InGroups(Attention):
+    """Two groups of heads, each with keys and values of its own."""
+    key_heads = 2
+
+    def attend(self, q, k, v):
+        q, k, v = q.unflatten(1, (2, 2)), k.unsqueeze(2), v.unsqueeze(2)
+        weights = (q @ k.transpose(-2, -1) * self.scale).softmax(-1)
+        y = weights @ v
+        return y.flatten(1, 2)
+
+
+class OverFrames(Attention):
+    """Four frames of four pixels: each pixel sees itself in all frames."""
+
+    def attend(self, q, k, v):
+        q, k, v = (t.unflatten(2, (4, 4)) for t in (q, k, v))
+        scores = torch.einsum("bhfpd,bhgpd->bhpfg", q, k) * self.scale
+        return torch.einsum("bhpfg,bhgpd->bhfpd", scores.softmax(-1), v).flatten(2, 3)
+
+
 RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereBlocked, FilledLikeItsScores,
          FilledWithANewTensor, Unmasked, OtherScale,
          LocalWindow, Slopes, InFloat32, GroupedHeads, Einsum, EinsumAcross, Batched, InPlace,
@@ -510,10 +567,19 @@ RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereB
          Cosine, DividedByATemperature, ShiftedByANumber, KeptFinite, ClampedFromBelow,
          WithItsWeights, WithItsWeightsAtOnce,
          SoftmaxByHand, ExponentialsOverTheirSum, NamedSum, NamedPlaces, NamedValues, LessItsLogarithm,
-         OfALogSoftmax, DividedLate, DividedLateByName)
+         OfALogSoftmax, DividedLate, DividedLateByName,
+         InBlocks, InCausalBlocks, InBlocksWithABias, InBlocksThatSeeFour, InGroups, OverFrames)
 
 
 # ------------------------------------------------------------------------------------- what can't be rewritten, and why
+
+
+class InBlocksWithABiasOfEachHead(InBlocksWithABias):
+    """It differs between the dimensions that would become one."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.randn(HEADS, 1, 4, 4)
 
 
 class ReturnsWeights(Attention):

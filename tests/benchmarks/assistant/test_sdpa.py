@@ -1,6 +1,8 @@
 """Attention by hand, in many spellings: it is found, rewritten, the same function, and its advice can be pasted."""
 import contextlib
 import inspect
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,6 +69,19 @@ def test_its_advice_can_be_pasted(spelling, evaluated, tmp_path):
     assert judgement.passed and judgement.outputs_proven, f"{advice.code}\n{judgement}"
     if evaluated:                                          # a CPU has no fused kernel with dropout
         assert "softmax" not in kinds_of(lambda: other(X)), advice.code
+
+
+@pytest.mark.integration
+def test_a_mask_that_differs_between_five_dimensions_keeps_them(tmp_path):
+    """Then no fused kernel runs, and that is said."""
+    model = made(spellings.InBlocksWithABiasOfEachHead)
+    program = read(model, Inputs.of(X))
+    (found,) = sdpa.find(program)
+    assert found.region.merged == 1 and validate(Rung(model, [sdpa.TECHNIQUE]), model, (X,)).passed
+    other = made(pasted(sdpa.advice(program, found), spellings, tmp_path / "pasted.py").InBlocksWithABiasOfEachHead)
+    assert validate(other, model, (X,)).passed
+    why_not = sdpa.fired(program, None, SimpleNamespace(kinds=Counter()))
+    assert "tensors of 5 dimensions; with all before the heads as one, FlashAttention ran" in why_not
 
 
 @pytest.mark.integration
