@@ -67,19 +67,20 @@ class Mask:
 class Operand:
     """A tensor of the graph, and in which order its dimensions are [..., S, D]; None: as they are."""
     node: Any
-    order: tuple[int, ...] | None = None
+    order: einsum.Order = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[..., S, D]."""
+        """[..., S, D], 1 where a dimension is lacking."""
         shape = shape_of(self.node)
-        return tuple(shape[dim] for dim in self.order) if self.order else shape
+        return tuple(1 if dim is None else shape[dim] for dim in self.order) if self.order else shape
 
     @property
     def needs_a_copy(self) -> bool:
         """Whether the numbers of one row lie apart in memory: the fused kernels take only what is dense there."""
         value = self.node.meta.get("example_value")
         last = self.order[-1] if self.order else -1
+        assert last is not None                                # a batch alone may be lacking
         return isinstance(value, Tensor) and value.shape[last] > 1 and value.stride(last) != 1
 
     def put_into(self, nodes: fx.Graph) -> Any:
@@ -92,7 +93,13 @@ class Operand:
             return self.node
         if _swaps_the_last(self.node, len(self.order)) and self.order == _swapped(len(self.order)):
             return self.node.args[0]
-        return nodes.call_method("permute", (self.node, *self.order))
+        given, t = [dim for dim in self.order if dim is not None], self.node
+        if given != sorted(given):
+            t = nodes.call_method("permute", (t, *given))
+        for place, dim in enumerate(self.order):
+            if dim is None:
+                t = nodes.call_method("unsqueeze", (t, place))
+        return t
 
 
 @dataclass(eq=False)
@@ -104,7 +111,7 @@ class Attention(Region):
     query: Operand
     key: Operand
     value: Operand
-    order: tuple[int, ...] | None            # of [..., S, D] in the output; None: as it is
+    order: einsum.Order                      # of [..., S, D] in the output; None: as it is
     scale: float
     masks: list[Mask]
     dropout: tuple[float, bool]              # rate, and whether it is in training
@@ -138,11 +145,8 @@ class Attention(Region):
     @property
     def operand_shapes(self) -> list[tuple[int, ...]]:
         """Of these, as the fused function gets them: with batch and heads where the scores have them anywhere."""
-        shapes = [operand.shape for operand in self.operands]
-        if self.merged == 1 and not self.is_viewed:
-            return shapes
         leading = math.prod(self.leading[:self.merged]), *self.leading[self.merged:]
-        return [(*leading, *shape[-2:]) for shape in shapes]
+        return [(*leading, *operand.shape[-2:]) for operand in self.operands]
 
     @property
     def device(self) -> torch.device:
@@ -500,7 +504,7 @@ def _operands(product: fx.Node) -> list[Any]:
     return list(given[0]) if isinstance(given[0], (tuple, list)) else given
 
 
-def _values(output: fx.Node, weights: Sequence[fx.Node]) -> tuple[Operand, tuple[int, ...] | None]:
+def _values(output: fx.Node, weights: Sequence[fx.Node]) -> tuple[Operand, einsum.Order]:
     """(the values, the order of [..., S, D] in the output), where some of `weights` is the other factor."""
     first, second = _operands(output)
     are_first = first in weights

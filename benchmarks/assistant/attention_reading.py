@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.assistant import einsum
 from benchmarks.assistant.attention import CASTS
+from benchmarks.assistant.operands import as_operand, grouped, permuted, transposed
 from benchmarks.assistant.softmaxes import LOG_SOFTMAX, SOFTMAX
 from benchmarks.assistant.technique import NotWritten
 from benchmarks.assistant.words import called, is_of_module, literal
@@ -396,10 +397,6 @@ def _is_least(node: ast.expr) -> bool:
     return isinstance(inner, ast.Attribute) and inner.attr == "min" and called(inner.value) == "finfo"
 
 
-def permuted(words: str, order: einsum.Order) -> str:
-    """With its dimensions in that order."""
-    return f"{grouped(words)}.permute({', '.join(map(str, order))})" if order else words
-
 
 def _filled_with(node: ast.expr) -> ast.expr:
     """The number of a tensor that is full of it; any other expression itself."""
@@ -410,29 +407,3 @@ def _filled_with(node: ast.expr) -> ast.expr:
         return node
     by_name = [keyword.value for keyword in inner.keywords if keyword.arg == "fill_value"]
     return (by_name or inner.args[FILLED[called(inner)]:] or [node])[0]
-
-
-def grouped(words: str) -> str:
-    """In parentheses, where an attribute behind it would belong to a part of it."""
-    node = ast.parse(words, mode="eval").body
-    return words if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) else f"({words})"
-
-
-def as_operand(words: str) -> str:
-    """In parentheses, where an operator beside it would bind more tightly."""
-    return words if grouped(words) == words or words.startswith(("torch.where(", "~")) else f"({words})"
-
-
-def transposed(words: str, dimensions: int) -> str:
-    """With its last two dimensions the other way round; a transpose that is already there is taken back."""
-    last_two = {"-2", "-1"}, {str(dimensions - 2), str(dimensions - 1)}
-    node = ast.parse(words, mode="eval").body
-    if isinstance(node, ast.Attribute) and node.attr in ("mT", "T"):
-        return ast.unparse(node.value)
-    if isinstance(node, ast.Call) and called(node) in ("transpose", "swapaxes"):
-        given = [ast.unparse(argument) for argument in (*node.args, *(each.value for each in node.keywords))]
-        if is_of_module(node) and set(given[1:]) in last_two:
-            return given[0]
-        if isinstance(node.func, ast.Attribute) and set(given) in last_two:
-            return ast.unparse(node.func.value)
-    return f"{grouped(words)}.transpose(-2, -1)"

@@ -55,10 +55,12 @@ def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
             operands = [nodes.call_method("reshape", (t, *wanted))
                         for t, wanted in zip(operands, attention.operand_shapes, strict=True)]
             masks = [_split(mask, attention.leading, nodes) for mask in masks]
+        else:
+            operands = [_whole(t, operand.shape, attention.leading, nodes)
+                        for t, operand in zip(operands, attention.operands, strict=True)]
         mask_node = None if attention.is_causal else _one_mask(masks, operands[0], nodes)
         if attention.merged > 1:
-            operands = [_merged(t, attention, operand.shape, nodes)
-                        for t, operand in zip(operands, attention.operands, strict=True)]
+            operands = [nodes.call_method("flatten", (t, 0, attention.merged - 1)) for t in operands]
             beyond = attention.dimensions_of_the_mask - 4        # each of size 1
             if mask_node is not None and beyond > 0:
                 mask_node = nodes.call_method("flatten", (mask_node, 0, beyond))
@@ -83,11 +85,9 @@ def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
     return assumed
 
 
-def _merged(operand: Any, attention: Attention, shape: tuple[int, ...], nodes: fx.Graph) -> fx.Node:
-    """A tensor [..., S, D] of that shape, with its first dimensions as one."""
-    if shape[:-2] != attention.leading:
-        operand = nodes.call_method("expand", (operand, *attention.leading, *shape[-2:]))
-    return nodes.call_method("flatten", (operand, 0, attention.merged - 1))
+def _whole(operand: Any, shape: tuple[int, ...], leading: tuple[int, ...], nodes: fx.Graph) -> Any:
+    """A tensor [..., S, D] of that shape, expanded where it is broadcast: a GPU's fused kernels broadcast nothing."""
+    return operand if shape[:-2] == leading else nodes.call_method("expand", (operand, *leading, *shape[-2:]))
 
 
 def _erase(node: fx.Node, nodes: fx.Graph) -> None:

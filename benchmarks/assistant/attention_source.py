@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.assistant.attention import Attention, missing_dimensions
-from benchmarks.assistant.attention_reading import Fill, Reader, Scores, as_operand, grouped, permuted, transposed
+from benchmarks.assistant.attention_reading import Fill, Reader, Scores
 from benchmarks.assistant.graph import place_of, shape_of
 from benchmarks.assistant.lengths import may_follow_a_length, values_named
+from benchmarks.assistant.operands import as_operand, grouped, is_named, permuted, product, size_of, transposed
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.source import Place, function_at, function_node_at, text_of
 from benchmarks.assistant.statements import (
@@ -30,7 +31,6 @@ from benchmarks.assistant.statements import (
     with_code,
 )
 from benchmarks.assistant.technique import Advice, Found, NotWritten
-from benchmarks.assistant.words import called
 
 MASK, QUERY, KEY = "attn_mask", "query", "key"       # the names that these get, where nothing has them yet
 SCORE_MOD = "score_mod", "score", "b", "h", "q_idx", "kv_idx"        # and a score function, and what it is given
@@ -289,7 +289,7 @@ class _Writer:
         query, key, named = self._operands_of_flex(found, saved)
         lines = [*named, *self._expanded(mask, masks.may_be_none, f"*{query}.shape[:-1], {key}.shape[-2]")]
         lines += [*([""] if lines else []), *self._score_mod(found, bool(mask), masks.may_be_none), ""]
-        options = [f"scale={_product(found.outside if found.test else found.inside)}"]
+        options = [f"scale={product(found.outside if found.test else found.inside)}"]
         if self.all_causal:
             options.insert(0, f"block_mask=causal_blocks({query}.shape[-2], {query}.device)")
         operands = [query, key, found.value]
@@ -398,36 +398,34 @@ class _Writer:
         query = self._with_temperatures(query, found)
         operands = [self._dense(words, each.needs_a_copy) for words, each
                     in zip((query, key, found.value), self.attention.operands, strict=True)]
+        sized = operands[0].removesuffix(".contiguous()")
+        if is_named(sized):
+            operands = [self._whole(words, operand.shape, sized)
+                        for words, operand in zip(operands, self.attention.operands, strict=True)]
         if self.attention.merged > 1:
-            return permuted(self._merged(operands, options), self.reader.order)
+            return permuted(self._merged(operands, options, sized), self.reader.order)
         if not self._lacks_a_dimension(found):
             return permuted(f"F.scaled_dot_product_attention({', '.join([*operands, *options])})", self.reader.order)
         operands = [f"{grouped(words)}.unsqueeze(0)" for words in operands]
         call = f"F.scaled_dot_product_attention({', '.join([*operands, *options])}).squeeze(0)"
         return permuted(call, self.reader.order)
 
-    def _merged(self, operands: Sequence[str], options: Sequence[str]) -> str:
+    def _merged(self, operands: Sequence[str], options: Sequence[str], query: str) -> str:
         """The call with the first dimensions as one. Raises NotWritten where queries have no name, or are broadcast."""
         count = self.attention.merged
-        query = operands[0].removesuffix(".contiguous()")
-        parts = list(ast.walk(ast.parse(query)))
-        calls = {called(part) for part in parts if isinstance(part, ast.Call)}
-        if calls - {"permute", "transpose"} or any(isinstance(part, ast.BinOp) for part in parts):
-            raise NotWritten(f"queries of {len(self.attention.shape)} dimensions have no name")
-        if self.attention.query.shape[:-2] != self.attention.leading:
-            raise NotWritten(f"queries of {len(self.attention.shape)} dimensions are broadcast")
-        whole = [self._whole(words, operand.shape, query)
-                 for words, operand in zip(operands, self.attention.operands, strict=True)]
-        merged = [f"{grouped(words)}.flatten(0, {count - 1})" for words in whole]
+        if not is_named(query) or self.attention.query.shape[:-2] != self.attention.leading:
+            raise NotWritten(f"queries of {len(self.attention.shape)} dimensions have no name, or are broadcast")
+        merged = [f"{grouped(words)}.flatten(0, {count - 1})" for words in operands]
         call = f"F.scaled_dot_product_attention({', '.join([*merged, *options])})"
-        return f"{call}.unflatten(0, {query}.shape[:{count}])"
+        return f"{call}.unflatten(0, ({', '.join(size_of(query, dim) for dim in range(count))}))"
 
     def _whole(self, operand: str, shape: tuple[int, ...], query: str) -> str:
         """Keys or values of that shape, expanded where they are broadcast to the queries."""
         leading = self.attention.leading
-        if shape[:-2] == leading:
+        if shape[:-2] == leading or self.attention.is_viewed or self.attention.query.shape[:-2] != leading:
             return operand
-        sizes = ["-1" if shape[dim] == size else f"{query}.size({dim})" for dim, size in enumerate(leading)]
+        own = (*[0] * (len(leading) + 2 - len(shape)), *shape)         # a dimension that it lacks has no size to keep
+        sizes = ["-1" if own[dim] == size else size_of(query, dim) for dim, size in enumerate(leading)]
         return f"{grouped(operand)}.expand({', '.join([*sizes, '-1', '-1'])})"
 
     def _lacks_a_dimension(self, found: Scores) -> bool:
@@ -480,9 +478,11 @@ class _Writer:
         width = shape_of(attention.query.node)[-1] if attention.query.order is None else 0
         is_default = width and math.isclose(attention.scale, width ** -0.5, rel_tol=1e-6)
         function = function_node_at(self.file, self.statements[0].lineno)
-        if is_default and not may_follow_a_length([_product([scale]) for scale in found.scales], function):
+        if is_default and not may_follow_a_length([product([scale]) for scale in found.scales], function):
             return ""
-        return _product(found.scales) if found.scales else repr(attention.scale)
+        return product(found.scales) if found.scales else repr(attention.scale)
+
+
 
 
 def _makes_a_mask_alone(expression: ast.expr) -> bool:
@@ -490,13 +490,6 @@ def _makes_a_mask_alone(expression: ast.expr) -> bool:
     calls = [node.func for node in ast.walk(expression) if isinstance(node, ast.Call)]
     return bool(calls) and all(isinstance(call, ast.Attribute) and call.attr in OF_MASKS for call in calls)
 
-
-def _product(scales: Sequence[str]) -> str:
-    """Of " * x" and " / y", in words."""
-    if not scales:
-        return "1.0"
-    first, *rest = scales
-    return "".join([first.removeprefix(" * ") if first.startswith(" * ") else f"1{first}", *rest])
 
 
 class _Masks:

@@ -560,6 +560,42 @@ class OverFrames(Attention):
         return torch.einsum("bhpfg,bhgpd->bhfpd", scores.softmax(-1), v).flatten(2, 3)
 
 
+class OneHeadOfKeys(Attention):
+    key_heads = 1
+
+    def attend(self, q, k, v):
+        scores = torch.einsum("bhid,bjd->bhij", q, k[:, 0]) * self.scale
+        return torch.einsum("bhij,bjd->bhid", scores.softmax(-1), v[:, 0])
+
+
+class OneHeadOfKeysLast(Attention):
+    """Positions first."""
+    key_heads = 1
+
+    def attend(self, q, k, v):
+        q, k, v = q.transpose(1, 2), k[:, 0], v[:, 0]
+        scores = torch.einsum("bjd,bihd->bhij", k, q) * self.scale + self.minus
+        return torch.einsum("bhij,bjd->bhid", scores.softmax(-1), v)
+
+
+class InGroupsByEinsum(Attention):
+    key_heads = 2
+
+    def attend(self, q, k, v):
+        q = q.transpose(1, 2).unflatten(2, (2, 2))
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        weights = (torch.einsum("btkgd,bskd->bkgts", q, k) * self.scale).softmax(-1)
+        return torch.einsum("bkgts,bskd->btkgd", weights, v).flatten(2, 3).transpose(1, 2)
+
+
+class OneHeadOfKeysByBroadcasting(Attention):
+    key_heads = 1
+
+    def attend(self, q, k, v):
+        weights = (q @ k.transpose(-2, -1) * self.scale).softmax(-1)
+        return weights @ v
+
+
 RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereBlocked, FilledLikeItsScores,
          FilledWithANewTensor, Unmasked, OtherScale,
          LocalWindow, Slopes, InFloat32, GroupedHeads, Einsum, EinsumAcross, Batched, InPlace,
@@ -568,7 +604,8 @@ RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereB
          WithItsWeights, WithItsWeightsAtOnce,
          SoftmaxByHand, ExponentialsOverTheirSum, NamedSum, NamedPlaces, NamedValues, LessItsLogarithm,
          OfALogSoftmax, DividedLate, DividedLateByName,
-         InBlocks, InCausalBlocks, InBlocksWithABias, InBlocksThatSeeFour, InGroups, OverFrames)
+         InBlocks, InCausalBlocks, InBlocksWithABias, InBlocksThatSeeFour, InGroups, OverFrames,
+         OneHeadOfKeys, OneHeadOfKeysLast, InGroupsByEinsum, OneHeadOfKeysByBroadcasting)
 
 
 # ------------------------------------------------------------------------------------- what can't be rewritten, and why

@@ -11,7 +11,7 @@ from benchmarks.assistant import attention_source
 from benchmarks.assistant.attention import Attention
 from benchmarks.assistant.attention_rewriting import rewrite_attention
 from benchmarks.assistant.fusing import softmax_left
-from benchmarks.assistant.graph import Captured, shape_of
+from benchmarks.assistant.graph import Captured
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed, traced_again
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique, found_at, unique
@@ -43,7 +43,7 @@ def _why_not(attention: Attention, program: Program) -> str:
 
 def _can_take(attention: Attention) -> bool:
     leading = attention.shape[:-2]
-    is_whole = all(shape_of(operand.node)[:-2] == leading for operand in attention.operands if operand.order is None)
+    is_whole = attention.is_viewed or all(operand.shape[:-2] == leading for operand in attention.operands)
     return attention.cap is not None and not attention.dropout_p and is_whole
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from benchmarks.assistant.attention_reading import grouped
 from benchmarks.assistant.graph import Captured, Refused, place_of, shape_of
 from benchmarks.assistant.installed import modules_around, replacing
 from benchmarks.assistant.norms import Norm, norm_at, roots
 from benchmarks.assistant.one_call import in_one_call
+from benchmarks.assistant.operands import grouped
 from benchmarks.assistant.predicting import Basis, Prediction, in_one_pass
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rewriting import Assumed, put_in_place
