@@ -349,7 +349,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def flops_of(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
-    """Of an operator: 2 for a multiplication and its addition, causal attention counted half; 0 of any but matmuls."""
+    """Of an operator: 2 for a multiplication and its addition, 8 of complex numbers, half of causal attention; 0 of any
+    but matmuls.
+    """
     packet = getattr(func, "overloadpacket", func)
     formula = flop_registry.get(packet)
     if formula is None:
@@ -358,6 +360,8 @@ def flops_of(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
         flops = float(_of_attention(*(each.shape for each in args[:3])))
     else:
         flops = float(formula(*args, **kwargs, out_val=result))
+    if isinstance(result, Tensor) and result.is_complex():     # four real multiplications, four additions
+        flops *= 4
     if isinstance(func, HigherOrderOperator):
         return flops
     is_causal = any(argument.name == "is_causal" and _given(func, args, kwargs, place)

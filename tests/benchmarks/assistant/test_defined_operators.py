@@ -98,6 +98,13 @@ def test_a_grouped_matmul_counts_each_row_once(left, right, multiplications):
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("dtype, times", [(torch.float32, 2), (torch.complex64, 8)])
+def test_complex_numbers_are_four_multiplications_and_four_additions(dtype, times):
+    left, right = torch.ones(3, 4, dtype=dtype), torch.ones(4, 5, dtype=dtype)
+    assert flops_of(torch.ops.aten.mm.default, (left, right), {}, left @ right) == times * 3 * 4 * 5
+
+
+@pytest.mark.unit
 def test_what_autocast_casts_nothing_of_is_named():
     found, = autocast.find(read(Experts(), Inputs.of(X)))
     assert "; 50 % stay in float32, as autocast casts no operand at test_defined_operators.py:" in found.reason
