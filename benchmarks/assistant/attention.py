@@ -22,12 +22,14 @@ from benchmarks.assistant.graph import (
     ancestors,
     args_of,
     argument,
+    place_of,
     refuse_mixed_gradients,
     regions,
     shape_of,
 )
 from benchmarks.assistant.normal import name_of
 from benchmarks.assistant.softmaxes import SOFTMAX, divided_late, row_maximum_of, softmax_by_hand, softmaxes
+from benchmarks.assistant.source import Place
 from benchmarks.measure.calls import BLOCKING
 
 CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous")
@@ -128,6 +130,11 @@ class Attention(Region):
     def is_viewed(self) -> bool:
         """Whether batch and heads are one dimension in some of it, and two in the rest."""
         return len(self.leading) == 2 and any(len(shape_of(each)) == 3 for each in (self.scores, self.output))
+
+    @property
+    def lines(self) -> set[Place | None]:
+        """Of its two matmuls."""
+        return {place_of(self.scores), place_of(self.output)}
 
     @property
     def operands(self) -> tuple[Operand, Operand, Operand]:

@@ -33,7 +33,7 @@ def parser() -> Parser:
     add = made.add_argument
     add("target", metavar="FILE:FUNCTION", help="the function that builds the model and its inputs")
     add("--inference", action="store_true", help="forward alone")
-    add("--quick", action="store_true", help="6 rounds, techniques in one pass alone: a look, not a measurement")
+    add("--quick", action="store_true", help="6 rounds, of a large model in one pass: a look, not a measurement")
     add("--look", action="store_true", help="read it alone: where its time goes, and what could be done, in seconds")
     add("--why", metavar="TECHNIQUE", choices=NAMES, help="where this one applies and where not, and whether it fired")
     add("--only", metavar="TECHNIQUE", action="append", choices=NAMES, default=[],

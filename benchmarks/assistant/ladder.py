@@ -82,7 +82,9 @@ def _in_16_bits(result: Optimized, order: Sequence[Technique], doubtful: Sequenc
 
 def _with_what_gains_in_16_bits(result: Optimized, order: Sequence[Technique], doubtful: Sequence[Technique]
                                 ) -> list[Technique] | None:
-    """The order with the first of them that gains in 16 bits, behind what computes in them. None where none does."""
+    """The order with the first of them that gains in 16 bits, behind what computes in them. None where none does: those
+    are dropped.
+    """
     graph = _graph_in(order)
     for beside in _in_16_bits(result, order, doubtful):
         technique = beside.techniques[-1]

@@ -88,7 +88,7 @@ class Optimized(Shown):
     together: Measured = field(default_factory=Measured)
     ladder: list[Added] = field(default_factory=list)
     clashes: dict[str, str] = field(default_factory=dict)              # technique -> on top of which it fails, and why
-    dropped: list[Added] = field(default_factory=list)                 # what slowed a ladder down: it went on without
+    dropped: list[Added] = field(default_factory=list)                 # what gained nothing on a ladder, or beside it
     proofs: dict[Advice, str] = field(default_factory=dict)            # code that was pasted -> what is wrong with it
     file_known: bool = False                           # what is to be written can be pasted into a copy of it
     pieces: Measured = field(default_factory=Measured)                 # the code for each technique, as it is written

@@ -86,6 +86,11 @@ class Basis:
         casts = 1e3 * bytes_cast / self.bandwidth()
         return self.saves(saved + (self.ms_of({PASSES}) / 2 if bytes_cast else 0.0), saved / 2 - casts)
 
+    def matmuls_ms(self, lines: Collection[Place | None], arithmetic: Arithmetic) -> float:
+        """Of the matmuls at these lines, in a forward and by the rate of a large one."""
+        calls = [call for call in self.program.trace.calls if call.place in lines and call.is_matmul]
+        return 1e3 * sum(call.flops / self.rate(arithmetic(call)) for call in calls)
+
     def ms_of(self, kinds: Collection[str], places: Iterable[Place] | None = None) -> float:
         """Of these kinds of work; at these lines alone, where some are given."""
         within = None if places is None else list(places)

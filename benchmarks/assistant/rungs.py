@@ -37,6 +37,7 @@ from common.runtime.iteration import FORWARD, MODES
 ALONE, TOGETHER, PIECES, WRITTEN = "alone", "together", "each as written", "written out"
 ITERATIONS = 30                        # a guess: compiling, judging and warming up a rung takes as long as so many
 GRADIENTS = 3                          # recorded of each rung, those nearest to their bounds
+LONG_MS = 20.0                         # an iteration of a large model: each pass of a rung is compiled and judged anew
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,9 @@ class Rungs:
         return every if phase == ALONE else (self.result.mode,)
 
     def _modes_of_rungs(self, phase: str) -> tuple[str, ...]:
-        """Those of a rung: where it must be quick, the one that verdicts go by. Another is compiled anew."""
-        return (self.result.mode,) if self.quick else self._modes_of(phase)
+        """Those of a rung: of a large model that must be quick, the one that verdicts go by."""
+        is_long = self.result.looked.spending.total_ms > LONG_MS
+        return (self.result.mode,) if self.quick and is_long else self._modes_of(phase)
 
     def _estimate(self, rungs: int) -> str:
         """How long measuring them takes, in words."""

@@ -9,8 +9,9 @@ from benchmarks.assistant import memory, regions
 from benchmarks.assistant.predicting import Basis, Prediction, share_of_fused
 from benchmarks.assistant.program import Program, fresh_dynamo
 from benchmarks.assistant.side_by_side import compiled_work, times_as_fast
-from benchmarks.assistant.spending import PASSES
+from benchmarks.assistant.spending import BY_HAND, PASSES
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
+from benchmarks.assistant.workload import arithmetic_of
 from benchmarks.measure.copying import shared_copy
 from benchmarks.measure.keeping import kept, parameters_kept
 from common.block.evidence import Evidence
@@ -64,9 +65,16 @@ def remark(program: Program, before: Evidence, seen: Evidence) -> str:
 
 
 def predict(basis: Basis, found: Sequence[Found]) -> Prediction:
-    """What is passed from one pass over memory to the next stays in registers; at most nothing is idle any more."""
-    saved = (1 - share_of_fused(basis.program.graphs)) * basis.ms_of({PASSES})
-    return basis.saves(saved + basis.spending.idle_ms, saved / 2)
+    """What is passed from one pass over memory to the next stays in registers; at most so inside of attention by hand,
+    too, and nothing is idle any more.
+    """
+    program, fused = basis.program, 1 - share_of_fused(basis.program.graphs)
+    lines = set().union(*(attention.lines for attention in program.analysis.attentions))
+    products = basis.matmuls_ms(lines, arithmetic_of(Plan(), program.inputs.device))
+    with_backward = products * (1 if program.is_inference else 3)
+    inside = max(0.0, basis.ms_of({BY_HAND}) - with_backward)
+    passes = basis.ms_of({PASSES})
+    return basis.saves(fused * (passes + inside) + basis.spending.idle_ms, fused * passes / 2)
 
 
 def seen_alone(program: Program) -> list[tuple[str, str]]:

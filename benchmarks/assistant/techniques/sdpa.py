@@ -146,15 +146,13 @@ def predict(basis: Basis, found: Sequence[Found]) -> Prediction | None:
     """Its matmuls alone are left, causal half of them, at the best to a fourth of the rate of a large one."""
     attentions = [each.region for each in found if isinstance(each.region, Attention) and each.place]
     arithmetic = arithmetic_of(Plan(), basis.program.inputs.device)
-    places, seconds = [each.place for each in attentions if each.place], 0.0
+    places, forward = [each.place for each in attentions if each.place], 0.0
     for attention in attentions:
-        lines = {place_of(attention.scores), place_of(attention.output)}
-        calls = [call for call in basis.program.trace.calls if call.place in lines and call.is_matmul]
         share = 0.5 if attention.is_causal else 1.0
-        seconds += share * sum(call.flops / basis.rate(arithmetic(call)) for call in calls)
-    if not seconds:
+        forward += share * basis.matmuls_ms(attention.lines, arithmetic)
+    if not forward:
         return None
-    best = 1e3 * seconds * (1.0 if basis.program.is_inference else WITH_BACKWARD)
+    best = forward * (1.0 if basis.program.is_inference else WITH_BACKWARD)
     by_hand = basis.ms_of({BY_HAND}, places)
     return basis.saves(by_hand - best, by_hand - best / SLOWEST)
 

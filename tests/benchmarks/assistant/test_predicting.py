@@ -169,6 +169,21 @@ def test_of_compiling_passes_are_fused_and_at_most_nothing_is_idle():
 
 
 @unit
+@pytest.mark.parametrize("inference, times", [(True, 1), (False, 3)])
+def test_of_compiling_passes_inside_of_attention_by_hand_are_fused_at_most(inference, times):
+    """Its matmuls stay; what is left of its time is passes."""
+    length, width = attention_spellings.LENGTH, attention_spellings.WIDTH
+    basis = basis_of(attention_spellings.Unmasked().eval(), torch.randn(2, length, width), spent(BY_HAND, 4.0))
+    basis.program.is_inference = inference
+    products = 1e3 * times * 2 * (2 * 2 * length * length * width) / RATES["float32"]
+    fused = 1 - share_of_fused(basis.program.graphs)
+    prediction = compiled.predict(basis, [])
+    assert (prediction.least_ms, prediction.most_ms) == pytest.approx((10 - fused * (4 - products) - 6, 10))
+    basis.spending.spent = [spent(BY_HAND, products / 2), spent(MATMUL, 10 - products / 2)]
+    assert compiled.predict(basis, []).least_ms == pytest.approx(10)
+
+
+@unit
 @pytest.mark.parametrize("inference, times", [(True, 1), (False, 2)])
 def test_of_layers_on_one_input_that_is_read_once(inference, times):
     model = attention_spellings.Unmasked()
