@@ -52,8 +52,9 @@ def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
             function = torch.mul if power > 0 else torch.div
             operands[0] = nodes.call_function(function, (operands[0], tensor))
         if attention.is_viewed:
-            operands = [nodes.call_method("reshape", (t, *wanted))
-                        for t, wanted in zip(operands, attention.operand_shapes, strict=True)]
+            sizes = _sizes(attention.leading)
+            operands = [nodes.call_method("unflatten", (t, 0, sizes)) if len(operand.shape) == 3 else t
+                        for t, operand in zip(operands, attention.operands, strict=True)]
             masks = [_split(mask, attention.leading, nodes) for mask in masks]
         else:
             operands = [_whole(t, operand.shape, attention.leading, nodes)
@@ -74,7 +75,7 @@ def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
         elif attention.is_viewed and len(shape_of(attention.output)) == 3:
             result = nodes.call_method("flatten", (fused, 0, 1))
         elif attention.merged > 1:
-            result = nodes.call_method("unflatten", (fused, 0, attention.leading[:attention.merged]))
+            result = nodes.call_method("unflatten", (fused, 0, _sizes(attention.leading[:attention.merged])))
         if attention.order:
             result = nodes.call_method("permute", (result, *attention.order))
     attention.output.replace_all_uses_with(result)
@@ -87,7 +88,11 @@ def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
 
 def _whole(operand: Any, shape: tuple[int, ...], leading: tuple[int, ...], nodes: fx.Graph) -> Any:
     """A tensor [..., S, D] of that shape, expanded where it is broadcast: a GPU's fused kernels broadcast nothing."""
-    return operand if shape[:-2] == leading else nodes.call_method("expand", (operand, *leading, *shape[-2:]))
+    if shape[:-2] == leading:
+        return operand
+    own = (*[0] * (len(leading) + 2 - len(shape)), *shape)         # a dimension that it lacks has no size to keep
+    sizes = [-1 if own[dim] == size else size for dim, size in enumerate(leading)]
+    return nodes.call_method("expand", (operand, *sizes, -1, -1))
 
 
 def _erase(node: fx.Node, nodes: fx.Graph) -> None:
@@ -103,7 +108,14 @@ def _split(mask: Mask, leading: tuple[int, ...], nodes: fx.Graph) -> Mask:
     """The mask of scores whose batch and heads are two dimensions."""
     if not mask.splits(leading):
         return mask
-    return replace(mask, tensor=nodes.call_method("unflatten", (mask.tensor, 0, leading)))
+    return replace(mask, tensor=nodes.call_method("unflatten", (mask.tensor, 0, _sizes(leading))))
+
+
+def _sizes(leading: tuple[int, ...]) -> tuple[int, ...]:
+    """As a graph holds them: one that varies from call to call, of which it has no number, is what is left."""
+    varies = [type(size) is not int for size in leading]
+    return leading if sum(varies) > 1 else tuple(-1 if one else size
+                                                 for one, size in zip(varies, leading, strict=True))
 
 
 def _assumed(mask: Mask, by_values: Causal, graph: Captured, length: int) -> Assumed:

@@ -72,6 +72,19 @@ def test_its_advice_can_be_pasted(spelling, evaluated, tmp_path):
 
 
 @pytest.mark.integration
+@pytest.mark.filterwarnings("error:Raw SymInt")
+@pytest.mark.parametrize("spelling", [spellings.OneHeadOfKeys, spellings.InGroups, spellings.InBlocks,
+                                      spellings.Batched], ids=lambda spelling: spelling.__name__)
+def test_sizes_that_vary_are_no_numbers_of_the_graph(spelling):
+    model = made(spelling)
+    rung = Rung(model, [sdpa.TECHNIQUE], dynamic=True)
+    with torch.no_grad():
+        for batch in (2, 3, 5):
+            x = torch.randn(batch, *X.shape[1:])
+            torch.testing.assert_close(rung(x), model(x))
+
+
+@pytest.mark.integration
 def test_a_mask_that_differs_between_five_dimensions_keeps_them(tmp_path):
     """Then no fused kernel runs, and that is said."""
     model = made(spellings.InBlocksWithABiasOfEachHead)
