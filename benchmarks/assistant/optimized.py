@@ -222,9 +222,13 @@ class Optimized(Shown):
         if added.gain is None:
             return False
         judgement = self.judgements.get(Combination((added.technique,)).name)
-        is_first = len(added.combination.techniques) == 1
-        rounds_for_nothing = added.gain[1] < WORTH_IT and not is_first and judgement and judgement.rounds_more
+        rounds_for_nothing = self.gains_nothing_on_top(added) and judgement and judgement.rounds_more
         return added.gain[2] < SLOWER or bool(rounds_for_nothing)
+
+    @staticmethod
+    def gains_nothing_on_top(added: Added) -> bool:
+        """Whether others come before it, and it makes them no faster."""
+        return added.gain is not None and added.gain[1] < WORTH_IT and len(added.combination.techniques) > 1
 
     def may_gain_captured(self, added: Added) -> bool:
         """Whether it is launched one by one on the ladder, and captured it makes the model no slower."""

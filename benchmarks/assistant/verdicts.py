@@ -194,10 +194,10 @@ def _on_top_of_one(result: Optimized, technique: Technique) -> Added | None:
 
 def _rounds_for_nothing(added: Added | None) -> str:
     """That what rounds more than the model does gains nothing on top of the others; "" where it does."""
-    if added is None or added.gain is None or added.gain[1] >= WORTH_IT:
+    if added is None or added.gain is None or not Optimized.gains_nothing_on_top(added):
         return ""
     before = added.combination.without(added.technique).words
-    return f"on top of {before} it gains nothing, {ratio(added.gain)}, and is not written beside it" if before else ""
+    return f"on top of {before} it gains nothing, {ratio(added.gain)}, and is not written beside it"
 
 
 def _worth(judgement: Judgement | None, alone: Interval, added: Added | None) -> tuple[str, str]:

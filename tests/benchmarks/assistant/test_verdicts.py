@@ -167,7 +167,8 @@ def measured(ms_by_name: dict[str, float], as_graphs: dict[str, float] | None = 
 
 @pytest.mark.unit
 @pytest.mark.parametrize("low, others, gains", [(1.021, 1, True), (1.019, 1, False), (1.0, 0, True)])
-def test_what_rounds_more_and_gains_nothing_on_top_of_others_is_not_written(low, others, gains):
+def test_what_rounds_more_and_gains_nothing_on_top_of_others_is_not_written(low, others, gains, monkeypatch):
+    monkeypatch.setattr(optimized, "WORTH_IT", WORTH_IT)
     techniques = tuple(Technique(f"t{place}", "", lambda program: ()) for place in range(others + 1))
     said = verdicts._rounds_for_nothing(Added(techniques[-1], Combination(techniques), gain(low)))
     assert said == ("" if gains else "on top of t0 it gains nothing, 1.03 [1.02, 1.04], and is not written beside it")
@@ -276,7 +277,8 @@ def waiting_on_top(alone, on_top):
     ("bfloat16", "different numerics", "on top of first it gains nothing, 0.")])
 def test_the_ladder_goes_on_without_what_slows_it(numerics, verdict, why, studies_in_seconds, monkeypatch, tmp_path):
     """What comes after it gains beside the others, and is written. The page shows the last ladder."""
-    monkeypatch.setattr(optimized, "SLOWER", SLOWER)
+    for bound, value in (("SLOWER", SLOWER), ("WORTH_IT", WORTH_IT)):
+        monkeypatch.setattr(optimized, bound, value)
     monkeypatch.setattr(assistants, "RESULTS", tmp_path)
     (tmp_path / "cpu").mkdir()
 
