@@ -52,8 +52,7 @@ def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
             function = torch.mul if power > 0 else torch.div
             operands[0] = nodes.call_function(function, (operands[0], tensor))
         if attention.is_viewed:
-            sizes = _sizes(attention.leading)
-            operands = [nodes.call_method("unflatten", (t, 0, sizes)) if len(operand.shape) == 3 else t
+            operands = [_split_operand(t, operand.shape, attention.leading, nodes)
                         for t, operand in zip(operands, attention.operands, strict=True)]
             masks = [_split(mask, attention.leading, nodes) for mask in masks]
         else:
@@ -102,6 +101,13 @@ def _erase(node: fx.Node, nodes: fx.Graph) -> None:
             _erase(user, nodes)
     if not node.users:
         nodes.erase_node(node)
+
+
+def _split_operand(operand: Any, shape: tuple[int, ...], leading: tuple[int, ...], nodes: fx.Graph) -> Any:
+    """A tensor of that shape with batch and heads as two dimensions."""
+    if len(shape) == 3:
+        return nodes.call_method("unflatten", (operand, 0, _sizes(leading)))
+    return operand if shape[:-2] == leading else nodes.call_method("reshape", (operand, *leading, *shape[-2:]))
 
 
 def _split(mask: Mask, leading: tuple[int, ...], nodes: fx.Graph) -> Mask:
