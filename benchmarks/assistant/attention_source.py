@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from benchmarks.assistant.attention import Attention, missing_dimensions
 from benchmarks.assistant.attention_reading import Fill, Reader, Scores
-from benchmarks.assistant.graph import place_of, shape_of
+from benchmarks.assistant.graph import args_of, place_of, shape_of
 from benchmarks.assistant.lengths import may_follow_a_length, values_named
+from benchmarks.assistant.normal import name_of
 from benchmarks.assistant.operands import as_operand, grouped, is_named, permuted, product, size_of, transposed
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.source import Place, function_at, function_node_at, text_of
@@ -398,7 +399,7 @@ class _Writer:
         query = self._with_temperatures(query, found)
         operands = [self._dense(words, each.needs_a_copy) for words, each
                     in zip((query, key, found.value), self.attention.operands, strict=True)]
-        sized = operands[0].removesuffix(".contiguous()")
+        sized = self._unscaled(operands[0].removesuffix(".contiguous()"))
         if is_named(sized):
             operands = [self._whole(words, operand.shape, sized)
                         for words, operand in zip(operands, self.attention.operands, strict=True)]
@@ -418,6 +419,16 @@ class _Writer:
         merged = [f"{grouped(words)}.flatten(0, {count - 1})" for words in operands]
         call = f"F.scaled_dot_product_attention({', '.join([*merged, *options])})"
         return f"{call}.unflatten(0, ({', '.join(size_of(query, dim) for dim in range(count))}))"
+
+    def _unscaled(self, query: str) -> str:
+        """What has the shape of the queries: of a product with a number the other factor."""
+        made, node = ast.parse(query, mode="eval").body, self.attention.query.node
+        if not isinstance(made, ast.BinOp) or name_of(node) not in ("mul", "div") or len(args_of(node)) != 2:
+            return query
+        left, right = args_of(node)
+        if isinstance(right, (int, float)):
+            return ast.unparse(made.left)
+        return ast.unparse(made.right) if isinstance(left, (int, float)) else query
 
     def _whole(self, operand: str, shape: tuple[int, ...], query: str) -> str:
         """Keys or values of that shape, expanded where they are broadcast to the queries."""

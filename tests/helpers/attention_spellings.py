@@ -596,6 +596,24 @@ class OneHeadOfKeysByBroadcasting(Attention):
         return weights @ v
 
 
+class OneHeadOfKeysScaledInPlace(Attention):
+    """Its queries have no name where they are multiplied."""
+    key_heads = 1
+
+    def attend(self, q, k, v):
+        weights = ((q * self.scale) @ k.transpose(-2, -1)).softmax(-1)
+        return weights @ v
+
+
+class InScaledGroups(Attention):
+    key_heads = 2
+
+    def attend(self, q, k, v):
+        q, k, v = q.unflatten(1, (2, 2)), k.unsqueeze(2), v.unsqueeze(2)
+        weights = torch.softmax(self.scale * q @ k.mT, -1)
+        return (weights @ v).flatten(1, 2)
+
+
 RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereBlocked, FilledLikeItsScores,
          FilledWithANewTensor, Unmasked, OtherScale,
          LocalWindow, Slopes, InFloat32, GroupedHeads, Einsum, EinsumAcross, Batched, InPlace,
@@ -605,7 +623,8 @@ RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereB
          SoftmaxByHand, ExponentialsOverTheirSum, NamedSum, NamedPlaces, NamedValues, LessItsLogarithm,
          OfALogSoftmax, DividedLate, DividedLateByName,
          InBlocks, InCausalBlocks, InBlocksWithABias, InBlocksThatSeeFour, InGroups, OverFrames,
-         OneHeadOfKeys, OneHeadOfKeysLast, InGroupsByEinsum, OneHeadOfKeysByBroadcasting)
+         OneHeadOfKeys, OneHeadOfKeysLast, InGroupsByEinsum, OneHeadOfKeysByBroadcasting,
+         OneHeadOfKeysScaledInPlace, InScaledGroups)
 
 
 # ------------------------------------------------------------------------------------- what can't be rewritten, and why
