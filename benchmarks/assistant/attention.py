@@ -77,6 +77,12 @@ class Operand:
         shape = shape_of(self.node)
         return tuple(1 if dim is None else shape[dim] for dim in self.order) if self.order else shape
 
+    def is_broadcast(self, leading: tuple[int, ...]) -> list[bool]:
+        """Of each dimension of the scores but the last two, whether it is lacking here, or of size 1."""
+        own = self.shape[:-2]
+        lacking = len(leading) - len(own)
+        return [dim < lacking or own[dim - lacking] != size for dim, size in enumerate(leading)]
+
     @property
     def needs_a_copy(self) -> bool:
         """Whether the numbers of one row lie apart in memory: the fused kernels take only what is dense there."""

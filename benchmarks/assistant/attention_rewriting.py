@@ -56,7 +56,7 @@ def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
                         for t, operand in zip(operands, attention.operands, strict=True)]
             masks = [_split(mask, attention.leading, nodes) for mask in masks]
         else:
-            operands = [_whole(t, operand.shape, attention.leading, nodes)
+            operands = [_whole(t, operand.is_broadcast(attention.leading), attention.leading, nodes)
                         for t, operand in zip(operands, attention.operands, strict=True)]
         mask_node = None if attention.is_causal else _one_mask(masks, operands[0], nodes)
         if attention.merged > 1:
@@ -85,12 +85,11 @@ def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
     return assumed
 
 
-def _whole(operand: Any, shape: tuple[int, ...], leading: tuple[int, ...], nodes: fx.Graph) -> Any:
-    """A tensor [..., S, D] of that shape, expanded where it is broadcast: a GPU's fused kernels broadcast nothing."""
-    if shape[:-2] == leading:
+def _whole(operand: Any, is_broadcast: list[bool], leading: tuple[int, ...], nodes: fx.Graph) -> Any:
+    """A tensor [..., S, D], expanded where it is broadcast: a GPU's fused kernels broadcast nothing."""
+    if not any(is_broadcast):
         return operand
-    own = (*[0] * (len(leading) + 2 - len(shape)), *shape)         # a dimension that it lacks has no size to keep
-    sizes = [-1 if own[dim] == size else size for dim, size in enumerate(leading)]
+    sizes = [size if one else -1 for one, size in zip(is_broadcast, leading, strict=True)]
     return nodes.call_method("expand", (operand, *sizes, -1, -1))
 
 

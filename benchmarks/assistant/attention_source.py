@@ -16,7 +16,7 @@ from benchmarks.assistant.attention_reading import Fill, Reader, Scores
 from benchmarks.assistant.graph import args_of, place_of, shape_of
 from benchmarks.assistant.lengths import may_follow_a_length, values_named
 from benchmarks.assistant.normal import name_of
-from benchmarks.assistant.operands import as_operand, grouped, is_named, permuted, product, size_of, transposed
+from benchmarks.assistant.operands import as_operand, grouped, is_a_view, permuted, product, size_of, transposed
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.source import Place, function_at, function_node_at, text_of
 from benchmarks.assistant.statements import (
@@ -396,13 +396,15 @@ class _Writer:
             options.append(f"dropout_p={found.dropout}")
         if scale := self._scale(found):
             options.append(f"scale={scale}")
+        sized = self._unscaled(query)
         query = self._with_temperatures(query, found)
         operands = [self._dense(words, each.needs_a_copy) for words, each
                     in zip((query, key, found.value), self.attention.operands, strict=True)]
-        sized = self._unscaled(operands[0].removesuffix(".contiguous()"))
-        if is_named(sized):
-            operands = [self._whole(words, operand.shape, sized)
+        if is_a_view(sized) and not any(self.attention.query.is_broadcast(self.attention.leading)):
+            operands = [self._whole(words, operand.is_broadcast(self.attention.leading), sized)
                         for words, operand in zip(operands, self.attention.operands, strict=True)]
+        elif self.attention.merged > 1:
+            raise NotWritten(f"queries of {len(self.attention.shape)} dimensions have no name, or are broadcast")
         if self.attention.merged > 1:
             return permuted(self._merged(operands, options, sized), self.reader.order)
         if not self._lacks_a_dimension(found):
@@ -412,10 +414,8 @@ class _Writer:
         return permuted(call, self.reader.order)
 
     def _merged(self, operands: Sequence[str], options: Sequence[str], query: str) -> str:
-        """The call with the first dimensions as one. Raises NotWritten where queries have no name, or are broadcast."""
+        """The call with the first dimensions as one, whose sizes are those of the queries."""
         count = self.attention.merged
-        if not is_named(query) or self.attention.query.shape[:-2] != self.attention.leading:
-            raise NotWritten(f"queries of {len(self.attention.shape)} dimensions have no name, or are broadcast")
         merged = [f"{grouped(words)}.flatten(0, {count - 1})" for words in operands]
         call = f"F.scaled_dot_product_attention({', '.join([*merged, *options])})"
         return f"{call}.unflatten(0, ({', '.join(size_of(query, dim) for dim in range(count))}))"
@@ -430,13 +430,12 @@ class _Writer:
             return ast.unparse(made.left)
         return ast.unparse(made.right) if isinstance(left, (int, float)) else query
 
-    def _whole(self, operand: str, shape: tuple[int, ...], query: str) -> str:
-        """Keys or values of that shape, expanded where they are broadcast to the queries."""
-        leading = self.attention.leading
-        if shape[:-2] == leading or self.attention.is_viewed or self.attention.query.shape[:-2] != leading:
+    @staticmethod
+    def _whole(operand: str, is_broadcast: list[bool], query: str) -> str:
+        """Keys or values, expanded along the dimensions where they are broadcast to the queries."""
+        if not any(is_broadcast):
             return operand
-        own = (*[0] * (len(leading) + 2 - len(shape)), *shape)         # a dimension that it lacks has no size to keep
-        sizes = ["-1" if own[dim] == size else size_of(query, dim) for dim, size in enumerate(leading)]
+        sizes = [size_of(query, dim) if one else "-1" for dim, one in enumerate(is_broadcast)]
         return f"{grouped(operand)}.expand({', '.join([*sizes, '-1', '-1'])})"
 
     def _lacks_a_dimension(self, found: Scores) -> bool:

@@ -48,10 +48,10 @@ def of_output(equation: str, weights_first: bool = True) -> tuple[Order, Order]:
     return order_of(values, wanted), order_of([*batch, row, *width], result)
 
 
-def _has(letters_of_it: Sequence[str], batch: Sequence[str], others: Sequence[str]) -> bool:
-    """Whether these are all others, and some of the batch, each once."""
-    own = [letter for letter in letters_of_it if letter not in batch]
-    return sorted(own) == sorted(others) and len(set(letters_of_it)) == len(letters_of_it)
+def _has(given: Sequence[str], batch: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether the letters given are all others, and some of the batch, each once."""
+    own = [letter for letter in given if letter not in batch]
+    return sorted(own) == sorted(others) and len(set(given)) == len(given)
 
 
 def order_of(names: Sequence[str], wanted: Sequence[str]) -> Order:

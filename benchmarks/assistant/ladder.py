@@ -1,7 +1,6 @@
 """The ladder: one technique on top of the other, in an order in which each gains."""
 from collections.abc import Sequence
 
-from benchmarks.assistant import optimized
 from benchmarks.assistant.combination import Combination
 from benchmarks.assistant.optimized import Added, Optimized
 from benchmarks.assistant.rungs import TOGETHER, Rungs
@@ -14,13 +13,13 @@ def climb(rungs: Rungs, tried: Sequence[Technique]) -> None:
     Where one fails or slows down what is below it, it is measured again, without it or in another order.
     """
     order, climbed = _in_order(rungs, tried), []
-    doubtful = [each for each in tried if each.for_16_bits and rungs.result.is_slower(each)]
+    slower = [each for each in tried if each.for_16_bits and rungs.result.is_slower(each)]
     least = 1 if rungs.task.by_hand else 2                 # one alone is measured already
     while len(order) >= least:
-        _climb_once(rungs, order, _in_16_bits(rungs.result, order, doubtful))
+        _climb_once(rungs, order, _tried_in_16_bits(rungs.result, order, slower))
         climbed.append(order)
+        with_more = _with_what_gains_in_16_bits(rungs.result, order, slower)
         better = _without_a_clash(rungs.result, order)
-        with_more = _with_what_gains_in_16_bits(rungs.result, order, doubtful)
         if better is None:                                 # an empty one is another: what was alone has failed
             better = _faster(rungs.result, order) or with_more
         if better is None or better in climbed:            # two orders may each be better by what is measured of one
@@ -70,23 +69,23 @@ def _combinations(order: Sequence[Technique]) -> list[Combination]:
     return [Combination(tuple(order[:count])) for count in range(len(order) + 1)]
 
 
-def _in_16_bits(result: Optimized, order: Sequence[Technique], doubtful: Sequence[Technique]) -> list[Combination]:
+def _tried_in_16_bits(result: Optimized, order: Sequence[Technique], slower: Sequence[Technique]) -> list[Combination]:
     """Each of those that are slower in FP32, on top of the rung of the ladder that is the first in 16 bits."""
     tried = [*order, *(added.technique for added in result.dropped)]
-    untried = [each for each in doubtful if each not in tried]
+    untried = [each for each in slower if each not in tried]
     for below in _combinations(order) if untried else []:
         if plan_of(below.techniques, found=result.found).autocast:
             return [Combination((*below.techniques, each)) for each in untried]
     return []
 
 
-def _with_what_gains_in_16_bits(result: Optimized, order: Sequence[Technique], doubtful: Sequence[Technique]
+def _with_what_gains_in_16_bits(result: Optimized, order: Sequence[Technique], slower: Sequence[Technique]
                                 ) -> list[Technique] | None:
     """The order with the first of them that gains in 16 bits, behind what computes in them. None where none does: those
     are dropped.
     """
     graph = _graph_in(order)
-    for beside in _in_16_bits(result, order, doubtful):
+    for beside in _tried_in_16_bits(result, order, slower):
         technique = beside.techniques[-1]
         captured = [Combination((*beside.techniques, graph))] if graph and graph not in beside.techniques else []
         gains = {gain: rung for rung in (beside, *captured)
@@ -94,9 +93,10 @@ def _with_what_gains_in_16_bits(result: Optimized, order: Sequence[Technique], d
         if not gains:
             continue
         best, place = max(gains, key=lambda gain: gain[1]), len(beside.techniques) - 1
-        if best[1] >= optimized.WORTH_IT:
+        added = Added(technique, gains[best], best)
+        if not result.gains_nothing_on_top(added):
             return [*order[:place], technique, *order[place:]]
-        result.dropped.append(Added(technique, gains[best], best))
+        result.dropped.append(added)
     return None
 
 

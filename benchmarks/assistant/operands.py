@@ -41,8 +41,8 @@ def transposed(words: str, dimensions: int) -> str:
     return f"{grouped(words)}.transpose(-2, -1)"
 
 
-def is_named(words: str) -> bool:
-    """Whether its shape can be asked for without a computation."""
+def is_a_view(words: str) -> bool:
+    """Whether they name a tensor or a view of one: asking for its shape computes nothing."""
     parts = list(ast.walk(ast.parse(words)))
     calls = {called(part) for part in parts if isinstance(part, ast.Call)}
     return not calls - {"permute", "transpose"} and not any(isinstance(part, ast.BinOp) for part in parts)

@@ -205,15 +205,15 @@ def _worth(judgement: Judgement | None, alone: Interval, added: Added | None) ->
     kind = "different numerics" if judgement and judgement.rounds_more else "take"
     if alone[1] >= WORTH_IT:
         return kind, ""
+    before = added.combination.without(added.technique).words if added else ""
     if added and added.gain and added.gain[1] >= WORTH_IT:
-        before = added.combination.without(added.technique).words
         if before:
             return kind, f"not alone, but on top of {before}"
         if alone[2] >= WORTH_IT:
             return kind, "not alone, but in the ladder's rounds"
         return "no gain", f"measured twice, the two differ: in the ladder's rounds it is {ratio(added.gain)}"
-    if added and added.gain and added.technique.for_16_bits:
-        return "no gain", f"on top of {added.combination.without(added.technique).words} it is {ratio(added.gain)}"
+    if added and added.gain and added.technique.for_16_bits and before:
+        return "no gain", f"on top of {before} it is {ratio(added.gain)}"
     return "no gain", ""
 
 

@@ -60,7 +60,7 @@ def _row(found: list[Run]) -> list[str] | None:
     share = paired(version, after, mode) if version else None
     both = (before, EAGER), (after, launched)
     return [mode, figures(before.median(mode, EAGER) or ms), figures(ms), ratio(gain) if gain else NOT_AVAILABLE,
-            *(_both(run.figure(metric, mode, launch) for run, launch in both) for metric in (SHARE[BURST], ENERGY)),
+            *(_both(run.figure(each, mode, launch) for run, launch in both) for each in (SHARE[BURST], ENERGY)),
             *([figures(version.best_ms(mode) or 0.0), ratio(share)] if version and share else [NOT_AVAILABLE] * 2),
             *(_named(verdicts, verdict) for verdict in ("take", "different numerics", "by hand", "unsafe"))]
 

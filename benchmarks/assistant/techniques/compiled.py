@@ -71,7 +71,7 @@ def predict(basis: Basis, found: Sequence[Found]) -> Prediction:
     program, fused = basis.program, 1 - share_of_fused(basis.program.graphs)
     lines = set().union(*(attention.lines for attention in program.analysis.attentions))
     products = basis.matmuls_ms(lines, arithmetic_of(Plan(), program.inputs.device))
-    with_backward = products * (1 if program.is_inference else 3)
+    with_backward = products * (1 if program.is_inference else 3)      # whose backward multiplies twice as much
     inside = max(0.0, basis.ms_of({BY_HAND}) - with_backward)
     passes = basis.ms_of({PASSES})
     return basis.saves(fused * (passes + inside) + basis.spending.idle_ms, fused * passes / 2)

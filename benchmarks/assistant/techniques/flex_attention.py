@@ -42,8 +42,7 @@ def _why_not(attention: Attention, program: Program) -> str:
 
 
 def _can_take(attention: Attention) -> bool:
-    leading = attention.shape[:-2]
-    is_whole = all(operand.shape[:-2] == leading for operand in attention.operands)
+    is_whole = all(operand.shape[:-2] == attention.leading for operand in attention.operands)
     return attention.cap is not None and not attention.dropout_p and is_whole
 
 

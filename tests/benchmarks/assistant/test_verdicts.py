@@ -59,6 +59,16 @@ def test_what_is_slower_alone_and_faster_in_the_next_rounds_is_not_taken(high, o
     assert verdicts._worth(Judgement([RIGHT], "FP64"), (0.65, 0.6, high), added) == (verdict, why)
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize("others, for_16_bits, why", [
+    (1, True, "on top of t0 it is 0.78 [0.77, 0.79]"), (0, True, ""), (1, False, "")])
+def test_what_16_bits_do_not_make_faster_either_is_said(others, for_16_bits, why):
+    techniques = tuple(Technique(f"t{place}", "", lambda program: (), for_16_bits=for_16_bits)
+                       for place in range(others + 1))
+    added = Added(techniques[-1], Combination(techniques), (0.78, 0.77, 0.79))
+    assert verdicts._worth(Judgement([RIGHT], "FP64"), (0.87, 0.86, 0.88), added) == ("no gain", why)
+
+
 def ladder(*times: float | None) -> list[Added]:
     """Of so many techniques: how many times as fast all are as all but this one, at most."""
     made = []
