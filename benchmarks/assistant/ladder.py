@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from benchmarks.assistant.combination import Combination
 from benchmarks.assistant.optimized import Added, Optimized
 from benchmarks.assistant.rungs import TOGETHER, Rungs
-from benchmarks.assistant.technique import Technique, plan_of
+from benchmarks.assistant.technique import Plan, Technique, plan_of
 
 
 def climb(rungs: Rungs, tried: Sequence[Technique]) -> None:
@@ -12,17 +12,19 @@ def climb(rungs: Rungs, tried: Sequence[Technique]) -> None:
 
     Where one fails or slows down what is below it, it is measured again, without it or in another order.
     """
-    order, climbed = _in_order(rungs, tried), []
-    slower = [each for each in tried if each.for_16_bits and rungs.result.is_slower(each)]
+    aside = [each for each in tried if _stands_aside(rungs, each)]
+    order, climbed = _in_order(rungs, tried, aside), []
     least = 1 if rungs.task.by_hand else 2                 # one alone is measured already
     while len(order) >= least:
-        _climb_once(rungs, order, _tried_in_16_bits(rungs.result, order, slower))
+        _climb_once(rungs, order, _tried_in_16_bits(rungs.result, order, aside))
         climbed.append(order)
-        with_more = _with_what_gains_in_16_bits(rungs.result, order, slower)
+        with_more = _with_what_gains_in_16_bits(rungs.result, order, aside)
         better = _without_a_clash(rungs.result, order)
         if better is None:                                 # an empty one is another: what was alone has failed
             better = _faster(rungs.result, order) or with_more
         if better is None or better in climbed:            # two orders may each be better by what is measured of one
+            if rungs.quick:
+                _end_before_what_slows(rungs.result)
             return
         order = better
         rungs.result.ladder.clear()
@@ -31,18 +33,35 @@ def climb(rungs: Rungs, tried: Sequence[Technique]) -> None:
         rungs.measure([Combination()], TOGETHER, rungs.result.together, rungs.by_hand())
 
 
-def _in_order(rungs: Rungs, tried: Sequence[Technique]) -> list[Technique]:
+def _stands_aside(rungs: Rungs, technique: Technique) -> bool:
+    """Whether it is tried once beside the ladder: what is made for 16 bits and slower in FP32, and in a hurry what
+    gains nothing and was not predicted to.
+    """
+    result = rungs.result
+    if result.is_slower(technique):
+        return technique.for_16_bits
+    return rungs.quick and technique.launch == "eager" and not result.may_gain(technique)
+
+
+def _in_order(rungs: Rungs, tried: Sequence[Technique], aside: Sequence[Technique]) -> list[Technique]:
     """Those that can be on it, the one that gains most first. What captures comes before what launching hides."""
     result = rungs.result
     gains = {each: gain for each in tried if (gain := result.most_gained(each))}
     order = sorted(gains, key=lambda each: -gains[each])
     if rungs.quick:                                        # each rung on top of what compiles is compiled anew
-        order = [each for each in order if not result.is_slower(each)]
-        order.sort(key=lambda each: plan_of((each,), found=result.found).compiles)
+        order = [each for each in order if each not in aside and not result.is_slower(each)]
+        order.sort(key=lambda each: _is_late(plan_of((each,), found=result.found)))
     needless = {each.instead_of for each in order}
     order = [each for each in order if each.name not in needless]
     graph, hidden = _graph_in(order), next(filter(result.launching_hides, order), None)
     return _captured_before(order, graph, hidden) if graph and hidden else order
+
+
+def _is_late(plan: Plan) -> tuple[bool, bool]:
+    """What comes last on a ladder in a hurry: what compiles, and behind it FP8, which mostly gains nothing on top of 16
+    bits and leaves the end again.
+    """
+    return bool(plan.in_fp8), plan.compiles
 
 
 def _captured_before(order: Sequence[Technique], graph: Technique, technique: Technique) -> list[Technique]:
@@ -69,23 +88,23 @@ def _combinations(order: Sequence[Technique]) -> list[Combination]:
     return [Combination(tuple(order[:count])) for count in range(len(order) + 1)]
 
 
-def _tried_in_16_bits(result: Optimized, order: Sequence[Technique], slower: Sequence[Technique]) -> list[Combination]:
-    """Each of those that are slower in FP32, on top of the rung of the ladder that is the first in 16 bits."""
+def _tried_in_16_bits(result: Optimized, order: Sequence[Technique], aside: Sequence[Technique]) -> list[Combination]:
+    """Each of those that stand aside, on top of the rung of the ladder that is the first in 16 bits."""
     tried = [*order, *(added.technique for added in result.dropped)]
-    untried = [each for each in slower if each not in tried]
+    untried = [each for each in aside if each not in tried and result.most_gained(each)]
     for below in _combinations(order) if untried else []:
         if plan_of(below.techniques, found=result.found).autocast:
             return [Combination((*below.techniques, each)) for each in untried]
     return []
 
 
-def _with_what_gains_in_16_bits(result: Optimized, order: Sequence[Technique], slower: Sequence[Technique]
+def _with_what_gains_in_16_bits(result: Optimized, order: Sequence[Technique], aside: Sequence[Technique]
                                 ) -> list[Technique] | None:
     """The order with the first of them that gains in 16 bits, behind what computes in them. None where none does: those
     are dropped.
     """
     graph = _graph_in(order)
-    for beside in _tried_in_16_bits(result, order, slower):
+    for beside in _tried_in_16_bits(result, order, aside):
         technique = beside.techniques[-1]
         captured = [Combination((*beside.techniques, graph))] if graph and graph not in beside.techniques else []
         gains = {gain: rung for rung in (beside, *captured)
@@ -161,6 +180,12 @@ def _faster(result: Optimized, order: Sequence[Technique]) -> list[Technique] | 
         return None
     result.dropped.append(slowing)
     return _without(order, technique)
+
+
+def _end_before_what_slows(result: Optimized) -> None:
+    """What slows the ladder down leaves its end: nothing stands on it, so nothing is measured again."""
+    while len(result.ladder) > 1 and result.slows_down(result.ladder[-1]):
+        result.dropped.append(result.ladder.pop())
 
 
 def _graph_in(techniques: Sequence[Technique]) -> Technique | None:

@@ -207,6 +207,12 @@ class Optimized(Shown):
         """The most of these."""
         return max((gain[0] for gain in self.gains_measured(technique)), default=None)
 
+    def may_gain(self, technique: Technique) -> bool:
+        """Whether it gains in one of these ways, or was predicted to."""
+        predicted = self.predictions.get(technique.name)
+        most = predicted.gain[1] if predicted else 0.0
+        return most >= WORTH_IT or any(gain[1] >= WORTH_IT for gain in self.gains_measured(technique))
+
     def launching_hides(self, technique: Technique) -> bool:
         """Whether it gains more where both are captured than where both are launched one by one."""
         alone, captured = self.gain_alone(technique), self.gain_captured(technique)
@@ -383,12 +389,14 @@ class Optimized(Shown):
         if not self.ladder and not self.version_by_hand():
             return None
         rows = [["as it is", *self._row(AS_IT_IS), "", ""]]
+        captured = self.captured_at_the_top()
         for added in self.ladder:
-            gains = [interval(gain) for gain in (added.gain, added.left_out)]
+            left_out = captured.gain if captured and added.technique is captured.technique else added.left_out
+            gains = [interval(gain) for gain in (added.gain, left_out)]
             rows.append([f"+ {added.technique.name}", *self._row(added.combination), *gains])
         for graph in (each for each in self.looked.found if each.launch == "graph"):
-            if captured := self.captured_where_compiled(graph):
-                rows.append([f"+ {graph.name}", *self._row(captured.combination), interval(captured.gain), ""])
+            if on_compiled := self.captured_where_compiled(graph):
+                rows.append([f"+ {graph.name}", *self._row(on_compiled.combination), interval(on_compiled.gain), ""])
         if by_hand := self.version_by_hand():
             launched = ", as a graph" if by_hand.launch == "graph" else ""
             rows.append([f"{BY_HAND}{launched}", *self._row(by_hand), "", ""])
@@ -412,6 +420,14 @@ class Optimized(Shown):
         """What a person wrote, as it is launched fastest; None where there is none, or it was not timed."""
         ways = [Combination(called=BY_HAND, launched=launch) for launch in LAUNCHES]
         return self.together.fastest(ways, self.mode)
+
+    def captured_at_the_top(self) -> Added | None:
+        """All of the ladder as a graph, over the same launched one by one; None where nothing on it captures."""
+        graph = next((added.technique for added in self.ladder if added.technique.launch == "graph"), None)
+        if graph is None:
+            return None
+        every = self.ladder[-1].combination
+        return Added(graph, every, self.together.gain(every, every.without(graph), self.mode))
 
     def captured_where_compiled(self, graph: Technique) -> Added | None:
         """The last compiled rung as a graph, where the model as it is can't be captured: compiled code waits for no

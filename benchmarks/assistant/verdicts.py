@@ -68,7 +68,7 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
         reason = result.why_not_timed(technique)
         return Opportunity(technique.name, found, "not here" if reason else "not reached", reason)
     added = result.added(technique.name)
-    on_top = _on_top(result, technique.name) or _on_top_of_one(result, technique)
+    on_top = _captured_on_top(result, technique) if technique.launch == "graph" else _on_top(result, technique.name)
     verdict, why = _worth(judgement, gain, None if result.others else on_top)
     if result.others and verdict == "no gain" and added and added.gain and added.gain[1] >= WORTH_IT:
         why = f"in the ladder's rounds it is {ratio(added.gain)} {ON_THE_FIRST}, and was timed on no other"
@@ -178,10 +178,22 @@ def _on_top(result: Optimized, technique: str) -> Added | None:
     return next((each for each in result.dropped if each.technique.name == technique), None)
 
 
+def _captured_on_top(result: Optimized, technique: Technique) -> Added | None:
+    """What capturing was measured to gain on top of others. What is written is launched with all of the ladder: where
+    that gains nothing captured, an earlier rung's gain is none of the model's.
+    """
+    at_its_place, at_the_top = _on_top(result, technique.name), result.captured_at_the_top()
+    if at_its_place is None:
+        return _on_top_of_one(result, technique)
+    if at_the_top is None or at_the_top.gain is None:
+        return at_its_place
+    if at_the_top.gain[2] < WORTH_IT or at_its_place.gain is None or at_its_place.gain[1] < WORTH_IT:
+        return at_the_top
+    return at_its_place
+
+
 def _on_top_of_one(result: Optimized, technique: Technique) -> Added | None:
-    """Of what captures a rung, on top of the one technique where that gains most; None of any other technique."""
-    if technique.launch != "graph":
-        return None
+    """Of what captures, on top of the one technique where that gains most."""
     rungs: dict[Interval, Combination] = {}
     for each in result.looked.found:
         both = Combination((each, technique))
@@ -212,7 +224,7 @@ def _worth(judgement: Judgement | None, alone: Interval, added: Added | None) ->
         if alone[2] >= WORTH_IT:
             return kind, "not alone, but in the ladder's rounds"
         return "no gain", f"measured twice, the two differ: in the ladder's rounds it is {ratio(added.gain)}"
-    if added and added.gain and added.technique.for_16_bits and before:
+    if added and added.gain and before:
         return "no gain", f"on top of {before} it is {ratio(added.gain)}"
     return "no gain", ""
 
@@ -238,7 +250,7 @@ def _kernels_show(result: Optimized, technique: Technique, added: Added | None) 
     results, before, after = result.alone.results, Combination(), Combination((technique,))
     if added:
         results, after = result.together.results, added.combination
-        before = Combination(after.techniques[:-1])
+        before = after.without(technique)
     runs = [results.get(rung.name) for rung in (before, after)]
     seen = [run.evidence.get(result.mode) if run else None for run in runs]
     if not (seen[0] and seen[1]):

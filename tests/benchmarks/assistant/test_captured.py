@@ -9,6 +9,7 @@ from torch import nn
 from benchmarks.assistant import ladder, optimize, optimized, rungs, verdicts
 from benchmarks.assistant.combination import Combination, Measured
 from benchmarks.assistant.optimized import SLOWER, Added, Optimized
+from benchmarks.assistant.predicting import Prediction
 from benchmarks.assistant.side_by_side import WORTH_IT
 from benchmarks.assistant.technique import Found, Technique
 from benchmarks.assistant.techniques import EVERY, compiled, cuda_graph
@@ -82,16 +83,18 @@ def test_what_is_slower_one_by_one_and_faster_captured_is_not_slower(studies_in_
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("quick, order", [(True, ["second", "first", "as fast", "compiling"]),
-                                          (False, ["compiling", "second", "first", "as fast", "slow"])])
+@pytest.mark.parametrize("quick, order", [
+    (True, ["second", "first", "as fast", "compiling", "in FP8"]),
+    (False, ["in FP8", "compiling", "second", "first", "as fast", "slow"])])
 def test_in_a_hurry_one_rung_is_compiled_and_what_is_slower_is_left_out(quick, order, studies_in_seconds, monkeypatch):
     compiling = replace(same("compiling"), apply=lambda plan: setattr(plan, "compiles", True))
+    in_fp8 = replace(same("in FP8"), apply=lambda plan: setattr(plan, "in_fp8", ("0",)))
     monkeypatch.setattr(optimized, "SLOWER", SLOWER)
-    gains = {"first": 1.1, "second": 1.2, "compiling": 1.3, "as fast": 0.981, "slow": 0.979}
+    gains = {"first": 1.1, "second": 1.2, "compiling": 1.3, "in FP8": 1.4, "as fast": 0.981, "slow": 0.979}
     monkeypatch.setattr(Optimized, "gains_measured", lambda result, technique: [(gains[technique.name],) * 3])
     monkeypatch.setattr(Optimized, "slows_down", lambda result, added: False)              # whatever the noise is
     result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=quick, rounds=2, inference=True,
-                      techniques=[FIRST, same("slow"), same("as fast"), compiling, SECOND])
+                      techniques=[FIRST, same("slow"), same("as fast"), compiling, in_fp8, SECOND])
     assert [added.technique.name for added in result.ladder] == order
 
 
@@ -105,7 +108,7 @@ def test_what_captures_comes_before_what_launching_hides(captured, order, studie
     timed(result, {"as it is": 10.0, "first": 8.0, "second": 5.0},
           {"as it is": 9.9, "first": captured, "second": 5.0})
     rung_of = SimpleNamespace(result=result, quick=True)
-    assert [each.name for each in ladder._in_order(rung_of, [GRAPH, FIRST, SECOND])] == order
+    assert [each.name for each in ladder._in_order(rung_of, [GRAPH, FIRST, SECOND], [])] == order
 
 
 @pytest.mark.integration
@@ -144,6 +147,42 @@ def test_what_is_slower_in_fp32_is_tried_in_16_bits(for_16_bits, in_16_bits, on_
         wanted.append((order, []))
     assert climbed == wanted
     assert [each.technique.name for each in result.dropped] == ["layout"] * (for_16_bits and on_top == 1.019)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("low, predicted, is_slower, for_16_bits, quick, aside", [
+    (1.019, None, False, False, True, True), (1.021, None, False, False, True, False),
+    (1.0, 1.019, False, False, True, True), (1.0, 1.021, False, False, True, False),
+    (1.0, None, False, False, False, False), (0.9, None, True, False, True, False),
+    (0.9, None, True, True, False, True)])
+def test_in_a_hurry_what_gains_nothing_and_was_not_predicted_to_stands_aside(low, predicted, is_slower, for_16_bits,
+                                                                             quick, aside, monkeypatch):
+    """On the ladder the others would be measured on top of what is not written."""
+    for bound, value in (("SLOWER", SLOWER), ("WORTH_IT", WORTH_IT)):
+        monkeypatch.setattr(optimized, bound, value)
+    high = 0.97 if is_slower else 1.2
+    monkeypatch.setattr(Optimized, "gains_measured", lambda result, technique: [(low, low, high)])
+    expected = {"it": Prediction(1.0 / predicted, 1.0, 1.0)} if predicted else {}
+    monkeypatch.setattr(Optimized, "predictions", expected)
+    technique = replace(same("it"), for_16_bits=for_16_bits)
+    assert ladder._stands_aside(SimpleNamespace(result=Optimized(None, ""), quick=quick), technique) == aside
+    assert not ladder._stands_aside(SimpleNamespace(result=Optimized(None, ""), quick=quick), GRAPH)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("last, stays", [(0.97, 2), (0.985, 3)])
+def test_what_slows_the_end_of_a_ladder_leaves_it(last, stays, monkeypatch):
+    """FP8 behind what compiles, say: nothing stands on it, and nothing is measured again."""
+    monkeypatch.setattr(optimized, "SLOWER", SLOWER)
+    techniques = [FIRST, SECOND, same("third")]
+    added = [Added(each, Combination(tuple(techniques[:place + 1])), (gain,) * 3)
+             for place, (each, gain) in enumerate(zip(techniques, (0.9, 1.2, last), strict=True))]
+    result = Optimized(None, "", ladder=list(added))
+    ladder._end_before_what_slows(result)
+    assert (result.ladder, result.dropped) == (added[:stays], added[stays:])
+    result = Optimized(None, "", ladder=added[:1])
+    ladder._end_before_what_slows(result)
+    assert result.ladder == added[:1]
 
 
 @pytest.mark.unit

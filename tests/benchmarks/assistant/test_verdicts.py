@@ -60,11 +60,9 @@ def test_what_is_slower_alone_and_faster_in_the_next_rounds_is_not_taken(high, o
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("others, for_16_bits, why", [
-    (1, True, "on top of t0 it is 0.78 [0.77, 0.79]"), (0, True, ""), (1, False, "")])
-def test_what_16_bits_do_not_make_faster_either_is_said(others, for_16_bits, why):
-    techniques = tuple(Technique(f"t{place}", "", lambda program: (), for_16_bits=for_16_bits)
-                       for place in range(others + 1))
+@pytest.mark.parametrize("others, why", [(1, "on top of t0 it is 0.78 [0.77, 0.79]"), (0, "")])
+def test_what_gains_nothing_on_top_of_others_either_is_said(others, why):
+    techniques = tuple(Technique(f"t{place}", "", lambda program: ()) for place in range(others + 1))
     added = Added(techniques[-1], Combination(techniques), (0.78, 0.77, 0.79))
     assert verdicts._worth(Judgement([RIGHT], "FP64"), (0.87, 0.86, 0.88), added) == ("no gain", why)
 
@@ -202,7 +200,42 @@ def test_a_graph_gains_on_top_of_one_that_gains_itself(autocast_ms, gains_on):
     found = verdicts._on_top_of_one(result, graph)
     assert (found and found.combination) == (Combination((autocast, graph)) if gains_on else None)
     assert found is None or found.gain == (4.85, 4.85, 4.85)
-    assert verdicts._on_top_of_one(result, autocast) is None
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("as_it_is, on_autocast, at_the_top, verdict, why", [
+    (100.0, None, (1.021, 1.021), "take", "not alone, but on top of autocast + compile"),
+    (100.0, None, (1.019, 1.019), "no gain", ""), (100.0, None, (0.9, 1.3), "no gain", ""),
+    (95.0, None, (1.0, 1.0), "take", ""), (100.0, 1.5, (1.019, 1.019), "no gain", ""),
+    (100.0, 1.5, (0.9, 1.3), "take", "not alone, but on top of autocast")])
+def test_capturing_is_judged_on_top_of_all_that_is_written(as_it_is, on_autocast, at_the_top, verdict, why,
+                                                           monkeypatch):
+    """The model as it is keeps its GPU busy; what is written needs less time there than its host takes to launch it. A
+    compiler may launch so few kernels that capturing them gains nothing more.
+    """
+    for bound, value in (("SLOWER", SLOWER), ("WORTH_IT", WORTH_IT)):
+        monkeypatch.setattr(optimized, bound, value)
+    here = Found(None, "", 1, "")
+    autocast, compiled = (Technique(name, "", lambda program: ()) for name in ("autocast", "compile"))
+    graph = Technique("cuda-graph", "", lambda program: [here], lambda plan: None, lambda *_: Advice("capture"),
+                      launch="graph")
+    alone = measured({AS_IT_IS: 100.0, "autocast": 50.0}, as_graphs={AS_IT_IS: as_it_is, "autocast": 30.0})
+    together = measured({"autocast + compile": 10.0}, as_graphs={"autocast + compile": 10.0})
+    one_by_one = together.results["autocast + compile"].rows[BOTH, "eager"].timing
+    one_by_one.samples[:] = [10 * each for each in at_the_top] * 4
+    order = [autocast, graph, compiled] if on_autocast else [graph, autocast, compiled]
+    gains = {"cuda-graph": gain(on_autocast or 1.0), "autocast": gain(2.0), "compile": gain(1.3)}
+    ladder = [Added(each, Combination(tuple(order[:place + 1])), gains[each.name])
+              for place, each in enumerate(order)]
+    looked = SimpleNamespace(mode=BOTH, found={autocast: [], compiled: [], graph: [here]}, missing=lambda technique: "",
+                             program=SimpleNamespace(model=nn.Linear(1, 1), inputs=None))
+    result = Optimized(looked, "", alone=alone, together=together, ladder=ladder)
+    one = verdicts._judged(result, graph, here)
+    shown = {row[0]: row[-1] for row in result._climbed().rows}["+ cuda-graph"]
+    every = Combination((autocast, compiled, graph))
+    assert shown == optimized.interval(together.gain(every, every.without(graph), BOTH))
+    why = why or (f"on top of autocast + compile it is {shown.removesuffix(' UNSURE')}" if verdict == "no gain" else "")
+    assert (one.verdict, one.why, bool(one.advice)) == (verdict, why, True)
 
 
 @pytest.mark.unit
@@ -343,7 +376,8 @@ def test_a_version_by_hand_without_a_ladder_has_rounds_of_its_own(monkeypatch):
     rungs = SimpleNamespace(task=SimpleNamespace(by_hand="a version"), result=Optimized(None, ""), ladders=1)
     rungs.by_hand = lambda: [rungs.ladders]
     rungs.measure = lambda combinations, phase, together, others: measured.append(others)
-    monkeypatch.setattr(ladders, "_in_order", lambda rungs, tried: tried)
+    monkeypatch.setattr(ladders, "_in_order", lambda rungs, tried, aside: tried)
+    monkeypatch.setattr(ladders, "_stands_aside", lambda rungs, technique: False)
     monkeypatch.setattr(ladders, "_climb_once", lambda rungs, order, beside: None)
     monkeypatch.setattr(ladders, "_without_a_clash", lambda result, order: [])
     ladders.climb(rungs, [technique])
