@@ -47,6 +47,14 @@ class Spent:
     elsewhere: str = ""                        # where it is, without a line
 
 
+@dataclass(frozen=True)
+class _Where:
+    """What is one row of a kind of work."""
+    place: Place | None = None                 # a line
+    elsewhere: str = ""                        # where it is, without a line
+    modules: str = ""                          # and of which modules there
+
+
 @dataclass
 class Spending:
     """Where the time of an iteration goes."""
@@ -115,40 +123,43 @@ def _spent(events: Iterable[FunctionEvent], recorded: Trace, by_hand: list[Place
            ) -> list[Spent]:
     events = list(events)
     owners = _owners(events, recorded.calls)
-    times: dict[tuple, float] = {}
-    calls: dict[tuple, list[Call]] = {}
+    times: dict[tuple[str, _Where], float] = {}
     for event in events:
         for name, ms in _own_work(event, device):
             call = owners(event)
-            place = _line(call, by_hand) if call else None
-            kind = BY_HAND if place in by_hand else kind_of(name)
-            key = kind, place, "" if place else _elsewhere(event, call)
-            times[key] = times.get(key, 0.0) + ms
+            where = _where(call, by_hand) if call else _Where(elsewhere=_outside(event))
+            kind = BY_HAND if where.place in by_hand else kind_of(name)
+            times[kind, where] = times.get((kind, where), 0.0) + ms
+    calls: dict[_Where, list[Call]] = {}
     for call in recorded.calls:
-        for key in times:
-            if key[1] == _line(call, by_hand) and key[2] in ("", NO_LINE):
-                calls.setdefault(key, []).append(call)
-    spent = [_row(kind, place, elsewhere, calls.get((kind, place, elsewhere), []), ms)
-             for (kind, place, elsewhere), ms in times.items()]
+        calls.setdefault(_where(call, by_hand), []).append(call)
+    spent = [_row(kind, where, calls.get(where, []), ms) for (kind, where), ms in times.items()]
     return sorted(spent, key=lambda each: -each.ms)
 
 
-def _elsewhere(event: FunctionEvent, call: Call | None) -> str:
-    """Where an event is that belongs to no line."""
+def _where(call: Call, by_hand: list[Place]) -> _Where:
+    """A line; what a library calls has none, and is told by its module, of all layers one path."""
+    if place := _line(call, by_hand):
+        return _Where(place)
+    return _Where(None, NO_LINE, ".".join("*" if part.isdigit() else part for part in call.module.split(".")))
+
+
+def _outside(event: FunctionEvent) -> str:
+    """Where an event is that belongs to no call."""
     around: FunctionEvent | None = event
     while around is not None:
         if around.name.startswith(_COMPILED):
             return COMPILED
-        if around.name.startswith(_STEP) and call is None:
+        if around.name.startswith(_STEP):
             return BACKWARD
         around = around.cpu_parent
     return NO_LINE
 
 
-def _row(kind: str, place: Place | None, elsewhere: str, calls: list[Call], ms: float) -> Spent:
+def _row(kind: str, where: _Where, calls: list[Call], ms: float) -> Spent:
     names = [(call.name, call.place) for call in calls]
     count = min(map(names.count, names), default=1)                    # a function may be called twice in one line
-    return Spent(kind, place, with_stars([call.module for call in calls]), count, ms, elsewhere)
+    return Spent(kind, where.place, with_stars([call.module for call in calls]), count, ms, where.elsewhere)
 
 
 def _line(call: Call, by_hand: list[Place]) -> Place | None:

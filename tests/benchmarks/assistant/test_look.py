@@ -75,6 +75,15 @@ def test_attention_by_hand_is_one_row():
     assert row.place.last > row.place.line and row.count == 1
 
 
+@pytest.mark.integration
+def test_what_a_library_calls_is_told_by_its_module():
+    """All layers are one row. The model's own lines have theirs."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
+    spent = look(nn.TransformerEncoder(layer, 3), (torch.randn(2, 16, 32),)).spending.spent
+    rows = {each.module: (each.elsewhere, each.count) for each in spent if each.kind == MATMUL}
+    assert rows == {f"layers.*.{name}": ("no line of the model", 3) for name in ("linear1", "linear2", "self_attn")}
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize("name, kind", [
     ("sm90_xmma_fprop_implicit_gemm_f32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize", CONVOLUTION),
