@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.assistant.combination import Combination, Interval, Measured, gain_on_the_mix
 from benchmarks.assistant.look import Looked, shapes_in_words, times
+from benchmarks.assistant.missing import missing_by_kind
 from benchmarks.assistant.predicting import Prediction
 from benchmarks.assistant.sections import Code, Said, Section, Shown, Table
 from benchmarks.assistant.side_by_side import WORTH_IT
@@ -466,6 +467,8 @@ class Optimized(Shown):
         ran = [self.together.results[each.name].evidence.get(self.mode) for each in (rung, by_hand) if each]
         if ran[0] and ran[1]:
             words += f"; it launches {ran[1].launches:,} kernels, and the ladder's {ran[0].launches:,}"
+            if by_kind := missing_by_kind(ran[0].ms, ran[1].ms):
+                words += f"; ms of kernels more than by hand: {by_kind}"
         return Said("", [(BY_HAND, words)])
 
     def _write_this(self) -> Code | None:

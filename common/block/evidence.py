@@ -9,13 +9,14 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")      # the profiler's own chatter; read when it first starts
 
 import torch
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 # Inductor names a kernel of its own by all operators whose passes it fuses: one that makes a mask, by attention.
@@ -57,6 +58,7 @@ class Evidence:
     kinds: Counter
     verdict: str                  # "proven", "unproven" or "refuted"; "n/a" where nothing is claimed
     because: str
+    ms: Mapping[str, float] = field(default_factory=dict)      # name -> of all its launches, as they were seen
 
     @property
     def launches(self) -> int:
@@ -68,7 +70,21 @@ class Evidence:
 
 
 def observe(iteration: Callable, device: torch.device, trace: str | None = None) -> Counter:
-    """Run an iteration under the profiler: kernel name -> launches (operators on a CPU).
+    """Run an iteration under the profiler: kernel name -> launches (operators on a CPU)."""
+    return Counter(event.name for event in observed(iteration, device, trace))
+
+
+def milliseconds(events: Iterable[FunctionEvent]) -> dict[str, float]:
+    """Name -> what all of them took: a kernel on a GPU; an operator on a CPU, without those that it calls."""
+    taken: dict[str, float] = {}
+    for event in events:
+        us = event.time_range.elapsed_us() if _is_kernel(event) else event.self_cpu_time_total
+        taken[event.name] = taken.get(event.name, 0.0) + us / 1e3
+    return taken
+
+
+def observed(iteration: Callable, device: torch.device, trace: str | None = None) -> list[FunctionEvent]:
+    """The kernels of an iteration that runs under the profiler (operators on a CPU).
 
     `trace` names a file for the timeline, in the Chrome format that Perfetto reads.
     """
@@ -83,8 +99,12 @@ def observe(iteration: Callable, device: torch.device, trace: str | None = None)
     if trace:
         _save_timeline(profiler, trace)
     if on_gpu:
-        return Counter(e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA)
-    return Counter(e.name for e in profiler.events() if e.name.startswith(("aten::", "## Call CompiledFxGraph")))
+        return [event for event in profiler.events() if _is_kernel(event)]
+    return [event for event in profiler.events() if event.name.startswith(("aten::", "## Call CompiledFxGraph"))]
+
+
+def _is_kernel(event: FunctionEvent) -> bool:
+    return event.device_type == torch.autograd.DeviceType.CUDA
 
 
 def _save_timeline(profiler, path: str) -> None:

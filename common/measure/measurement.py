@@ -1,7 +1,8 @@
 """One row: what is timed, its limit, in which state the machine was meanwhile, and which kernels ran."""
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -183,18 +184,20 @@ def see_kernels(subject: Subject, iteration: Iteration, mode: str, result: Resul
         iteration.run()
 
     try:
-        kernels = evidence.observe(clean_iteration, device, trace)
+        events = evidence.observed(clean_iteration, device, trace)
     except OSError as error:
         raise Failed(f"--profile {trace}: {error.strerror}") from None
     claims = result.traits.claims(result.matmul, device, result.config.attention if result.config else SDPA)
     uncompiled = None
     if claims and compiler.is_compiled(subject.call):
         with torch.compiler.set_stance("force_eager"):
-            uncompiled = sum(evidence.observe(clean_iteration, device).values())
+            uncompiled = len(evidence.observed(clean_iteration, device))
             if mode == BOTH and result.compilation and result.study == "step":
                 result.compilation.uncompiled = _a_few_samples(iteration, device)
     iteration.between()
-    result.evidence[mode] = evidence.judge(kernels, claims, uncompiled, result.emulated)
+    kernels = Counter(event.name for event in events)
+    seen = evidence.judge(kernels, claims, uncompiled, result.emulated)
+    result.evidence[mode] = replace(seen, ms=evidence.milliseconds(events))
 
 
 def _a_few_samples(iteration: Iteration, device: torch.device) -> list[float]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.assistant import ByHand, Task, optimize
 from benchmarks.assistant.combination import Combination
+from benchmarks.assistant.missing import missing_by_kind
 from benchmarks.assistant.optimized import Optimized
 from benchmarks.assistant.technique import Found, Technique
 from benchmarks.examples import by_hand, public
@@ -66,6 +67,17 @@ def test_the_fastest_rung_is_held_against_it(names, ms, share, said, studies_in_
     assert result.fastest_rung() == result.ladder[0].combination
     gain = result.together.gain(result.fastest_rung(), result.version_by_hand(), result.mode)
     assert gain == (share, share, share)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("ms, by_hand, words", [
+    ({"sgemm": 8.0, "relu": 2.0}, {"sgemm": 5.0, "cutlass_gemm": 1.0, "relu": 2.5},
+     "matmul 2.00, passes over memory -0.500"),
+    ({"sgemm": 8.0, "relu": 2.0}, {"sgemm": 8.0, "relu": 1.951}, ""),
+    ({"sgemm": 8.0, "relu": 2.0}, {"sgemm": 8.0, "relu": 1.949}, "passes over memory 0.051"),
+    ({}, {"sgemm": 5.0}, ""), ({"sgemm": 5.0}, {}, "")])
+def test_what_is_missing_is_said_by_kind_of_work(ms, by_hand, words):
+    assert missing_by_kind(ms, by_hand) == words
 
 
 @pytest.mark.integration

@@ -49,6 +49,12 @@ def test_clocks_are_read_with_work_still_to_run(count, still_to_run, monkeypatch
 # ------------------------------------------------------------------------------------------------------------- kernels
 
 
+def events(kernels: Counter) -> list[SimpleNamespace]:
+    """As a profiler gives them: each took 2 ms."""
+    on_cpu = torch.autograd.DeviceType.CPU
+    return [SimpleNamespace(name=name, device_type=on_cpu, self_cpu_time_total=2e3) for name in kernels.elements()]
+
+
 def seen(monkeypatch, traits: Traits, kernels: list[Counter], mode=BOTH, study="step", compiled=False) -> Result:
     """The result of a case with these traits, of whose iterations the profiler sees those kernels."""
     step = steps.load(2)
@@ -58,11 +64,11 @@ def seen(monkeypatch, traits: Traits, kernels: list[Counter], mode=BOTH, study="
     monkeypatch.setattr(compiler, "is_compiled", lambda call: compiled)
     remaining = iter(kernels)
 
-    def observe(iteration, device, trace=None):
+    def observed(iteration, device, trace=None):
         iteration()
         assert order[-2:] == ["between", "run"]
-        return next(remaining)
-    monkeypatch.setattr(evidence, "observe", observe)
+        return events(next(remaining))
+    monkeypatch.setattr(evidence, "observed", observed)
     one = Iteration(lambda: order.append("run"), lambda: order.append("between"), [], {})
     subject = SimpleNamespace(inputs=[torch.ones(1)], call=None)
     measurement.see_kernels(subject, one, mode, result)
@@ -81,6 +87,7 @@ def test_kernels_are_held_against_what_the_traits_claim(monkeypatch):
 def test_what_claims_nothing_is_only_counted(monkeypatch):
     result = seen(monkeypatch, Traits(), [Counter({"aten::mm": 3})], compiled=True)
     assert (result.evidence[BOTH].verdict, result.evidence[BOTH].launches) == ("n/a", 3)
+    assert result.evidence[BOTH].ms == {"aten::mm": 6.0}
     assert result.compilation.uncompiled is None
 
 
@@ -112,9 +119,9 @@ def test_slow_uncompiled_iterations_are_sampled_once(monkeypatch):
 
 
 def test_a_timeline_that_cannot_be_written_fails_the_run(monkeypatch):
-    def observe(*_):
+    def observed(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(evidence, "observe", observe)
+    monkeypatch.setattr(evidence, "observed", observed)
     one = Iteration(lambda: [], lambda: None, [], {})
     result = Result("2_sdpa", PRESETS["tiny"], "float32", FACTS)
     with pytest.raises(Failed, match=r"--profile a\.json: No space left on device"):
@@ -130,8 +137,7 @@ def test_when_compiling_pays_is_told_by_the_block_without_the_compiler(monkeypat
         return [1.0]
     monkeypatch.setattr(compiler, "is_compiled", lambda call: True)
     monkeypatch.setattr(measurement, "_a_few_samples", few)
-    monkeypatch.setattr(evidence, "observe", lambda run, device, trace=None: Counter({"a kernel": 1}))
-    monkeypatch.setattr(evidence, "judge", lambda *_: "seen")
+    monkeypatch.setattr(evidence, "observed", lambda run, device, trace=None: events(Counter({"a kernel": 1})))
     result = Result("3_compile", PRESETS["tiny"], "float32", FACTS, traits=steps.load(3).traits, matmul="float32")
     result.compilation = Compilation(1.0, 0.5)
     subject = SimpleNamespace(inputs=[torch.zeros(1)], call=None)
