@@ -43,7 +43,7 @@ from benchmarks.measure.keeping import (
     without_dropout,
 )
 from benchmarks.measure.names import THE_CALL, Kind, Named
-from benchmarks.measure.observing import Loss, Observation, RoundedAnew, Work, norm, observe, rounding_in
+from benchmarks.measure.observing import Loss, Observation, RoundedAnew, Work, distance, norm, observe, rounding_in
 from benchmarks.measure.process_state import Globals
 from benchmarks.measure.referee import NOT_PLAIN, TIMES_ROUNDING, TIMES_THE_REFERENCE, Referee
 from benchmarks.measure.refreshing import fresh, unguessable_seed
@@ -194,7 +194,7 @@ class Judge:
                 except Exception as error:                             # it has no answer for such inputs
                     self.notes.append(f"not judged on fresh inputs: {why_not(error)}")
                     return
-                self._compare_fresh_outputs(seen, own)
+                self._compare_fresh_outputs(seen, own, work)
                 if self._failed():
                     return
                 moved = self._gradients_moved(seen, own, work)
@@ -202,13 +202,21 @@ class Judge:
                 if times == FRESH:
                     self.checks += moved
 
-    def _compare_fresh_outputs(self, seen: Observation, own: Observation) -> None:
+    def _compare_fresh_outputs(self, seen: Observation, own: Observation, work: Work) -> None:
         if not self.truth.same_twice or self.truth.draws:
             return
         for name, output in own.outputs.items():
             if takes_gradient(output):
-                self.checks += self._fresh_check(names.output(name), seen.outputs.get(name), output,
-                                                 self.allowed_between * norm([output]))
+                mine, bound = seen.outputs.get(name), self.allowed_between * norm([output])
+                if self._fresh_check(names.output(name), mine, output, bound):
+                    bound = max(bound, TIMES_THE_REFERENCE * self._output_moves(name, output, work))
+                self.checks += self._fresh_check(names.output(name), mine, output, bound)
+
+    def _output_moves(self, name: str, own: Tensor, work: Work) -> float:
+        """How far rounding the inputs moves an output of the reference at most: a sum that is nearly zero moves far."""
+        moved = [distance([seen.outputs[name]], [own])
+                 for seen in self.truth.off_by_a_rounding(work, self._multiplies_in)]
+        return max(filter(math.isfinite, moved), default=0.0)
 
     def _gradients_moved(self, seen: Observation, own: Observation, work: Work) -> list[Check]:
         """A failed check of each gradient that is another one."""

@@ -603,6 +603,28 @@ def test_a_state_of_other_names_leaves_values_untold():
     assert found.results["it"].status == "ok", found
 
 
+class Cancelling(nn.Module):
+    """A sum of which little is left. Once it has been judged it may be off."""
+
+    def __init__(self, summed=lambda x, y: (x - y).sum(), late=0.0):
+        super().__init__()
+        self.summed, self.late, self.calls = summed, late, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.summed(x, x.roll(1)) + 1e-2 * x.sum() + self.late * (self.calls >= cheats.CALLS)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("late, status", [(0.0, "ok"), (1e-2, "failed")])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_output_near_zero_is_held_against_what_rounding_the_inputs_does_to_it(late, status, seed):
+    torch.manual_seed(seed)
+    added_otherwise = Cancelling(lambda x, y: x.sum() - y.sum(), late)
+    run = compare({"it": added_otherwise}, (torch.randn(64, 64),), Cancelling(), rounds=20, seed=seed).results["it"]
+    assert run.status == status, run.info["reason"]
+
+
 class Checkpointed(nn.Module):
     """Half of it is computed again in the backward. Once it has been judged it is another function, where it is told to
     be: in its result, or in its gradients alone.
