@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -131,12 +132,12 @@ def modules_running(paths: dict[int, str]) -> Iterator[list[str]]:
         last.remove()
 
 
-def here() -> tuple[Place | None, frozenset[Place]]:
-    """(the innermost line that is no wrapper's, the lines of wrappers behind it).
+def here(frame: FrameType | None = None) -> tuple[Place | None, frozenset[Place]]:
+    """(the innermost line that is no wrapper's, the lines of wrappers behind it), of a frame or of who calls this.
 
     The line is None where the suite itself called, not somebody's model.
     """
-    frame, through = sys._getframe(1), []
+    frame, through = frame or sys._getframe(1), []
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(WRAPPERS):
@@ -144,7 +145,7 @@ def here() -> tuple[Place | None, frozenset[Place]]:
         elif not file.startswith((_HERE, "<")):
             place = None if file.startswith(OURS) else Place(os.path.abspath(file), frame.f_lineno)
             return place, frozenset(through)
-        frame = frame.f_back                                           # type: ignore[assignment]
+        frame = frame.f_back
     return None, frozenset(through)
 
 
