@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from benchmarks.assistant.combination import Combination
 from benchmarks.assistant.optimized import Added, Optimized
 from benchmarks.assistant.rungs import TOGETHER, Rungs
-from benchmarks.assistant.technique import Plan, Technique, plan_of
+from benchmarks.assistant.technique import Plan, Technique, needless_beside, plan_of
 
 
 def climb(rungs: Rungs, tried: Sequence[Technique]) -> None:
@@ -51,7 +51,7 @@ def _in_order(rungs: Rungs, tried: Sequence[Technique], aside: Sequence[Techniqu
     if rungs.quick:                                        # each rung on top of what compiles is compiled anew
         order = [each for each in order if each not in aside and not result.is_slower(each)]
         order.sort(key=lambda each: _is_late(plan_of((each,), found=result.found)))
-    needless = {each.instead_of for each in order}
+    needless = {needless_beside(each, result.found[each.name]) for each in order}
     order = [each for each in order if each.name not in needless]
     graph, hidden = _graph_in(order), next(filter(result.launching_hides, order), None)
     return _captured_before(order, graph, hidden) if graph and hidden else order

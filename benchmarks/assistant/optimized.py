@@ -1,6 +1,6 @@
 """What `optimize` found, and how it is shown."""
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.assistant.combination import Combination, Interval, Measured, gain_on_the_mix
@@ -10,7 +10,7 @@ from benchmarks.assistant.predicting import Prediction
 from benchmarks.assistant.sections import Code, Said, Section, Shown, Table
 from benchmarks.assistant.side_by_side import WORTH_IT
 from benchmarks.assistant.source import Place
-from benchmarks.assistant.technique import Advice, Found, Technique, plan_of
+from benchmarks.assistant.technique import Advice, Found, Technique, needless_beside, plan_of
 from benchmarks.assistant.techniques import compiled
 from benchmarks.assistant.written import WrittenOut
 from benchmarks.measure.calls import Inputs
@@ -313,7 +313,7 @@ class Optimized(Shown):
 
     def _to_be_written(self) -> list[Opportunity]:
         """Those whose code is worth it; not what is needless beside another of them."""
-        needless = needless_beside(self.opportunities, self.looked.found)
+        needless = needless_beside_what_is_written(self.opportunities, self.looked.found)
         return [one for one in self.opportunities if one.is_to_write and one.technique not in needless]
 
     def placed(self, technique: str = "") -> list[Advice]:
@@ -497,10 +497,12 @@ class Optimized(Shown):
         return Said("why", lines) if lines else None
 
 
-def needless_beside(opportunities: Iterable[Opportunity], techniques: Iterable[Technique]) -> dict[str, str]:
+def needless_beside_what_is_written(opportunities: Iterable[Opportunity], found: Mapping[Technique, Sequence[Found]]
+                                    ) -> dict[str, str]:
     """A technique -> another, whose code is to be written, and beside which it is needless."""
     written = {one.technique for one in opportunities if one.is_to_write}
-    return {each.instead_of: each.name for each in techniques if each.instead_of and each.name in written}
+    pairs = {needless_beside(each, places): each.name for each, places in found.items() if each.name in written}
+    return {needless: name for needless, name in pairs.items() if needless}
 
 
 def _elements(inputs: Inputs) -> int:

@@ -31,6 +31,7 @@ class Found:
     dtype: torch.dtype | None = None   # that it is about
     by_hand: str = ""                  # why no rung has it and no code is tried: a person does it
     library: str = ""                  # that does it, where several could
+    is_partial: bool = False           # some of what the technique is about stays as it is
 
     @property
     def can_be_tried(self) -> bool:
@@ -98,8 +99,13 @@ class Technique:
     predict: Callable[[Basis, Sequence[Found]], Prediction | None] = lambda basis, found: None    # of all its places
     frees: Callable[[Program, Sequence[Found]], Freed | None] | None = None            # where they are no regions
     seen_alone: Callable[[Program], Sequence[tuple[str, str]]] = lambda program: ()    # (place, what running it shows)
-    instead_of: str = ""                                               # the name of another, needless beside this
+    instead_of: str = ""                                               # another, needless where this does all of it
     for_16_bits: bool = False                                          # what is slower in FP32 may be faster there
+
+
+def needless_beside(technique: Technique, found: Iterable[Found]) -> str:
+    """The name of another technique, for which this one leaves nothing to do; "" where there is none."""
+    return "" if any(each.is_partial for each in found) else technique.instead_of
 
 
 def plan_of(techniques: Sequence[Technique], compiles: bool = False,

@@ -12,7 +12,7 @@ from benchmarks.assistant.optimized import (
     Opportunity,
     Optimized,
     as_written,
-    needless_beside,
+    needless_beside_what_is_written,
 )
 from benchmarks.assistant.side_by_side import WORTH_IT
 from benchmarks.assistant.technique import Advice, Found, NotWritten, Technique
@@ -26,7 +26,7 @@ def opportunities(result: Optimized) -> list[Opportunity]:
     """All that was found, the best first."""
     judged = [_unless_it_breaks(result, technique, each)
               for technique, found in result.looked.found.items() for each in found]
-    needless = needless_beside(judged, result.looked.found)
+    needless = needless_beside_what_is_written(judged, result.looked.found)
     judged = [_or_instead(one, needless[one.technique]) if one.technique in needless else one for one in judged]
     return sorted(judged, key=lambda one: (VERDICTS.index(one.verdict), -(one.speedup or 0.0)))
 

@@ -56,7 +56,7 @@ def _tried(program: Program, reason: str) -> Cast:
     why_cast = _why_the_loss_needs_float32(program)
     if why_cast:
         in_words += f"; the loss takes its output in FP32 alone: {why_cast}"
-    return Cast(None, "", 1, reason + in_words, stay=stay, output_too=bool(why_cast))
+    return Cast(None, "", 1, reason + in_words, is_partial=bool(stay), stay=stay, output_too=bool(why_cast))
 
 
 def _what_stays(program: Program) -> tuple[frozenset[Place], str]:

@@ -272,11 +272,24 @@ def waiting(share):
     return lambda plan: plan.changes.append(lambda model: setattr(model, "seconds", share * model.seconds))
 
 
+def technique(name, share, is_partial=False, **others):
+    found = Found(None, "", 1, "it waits", is_partial=is_partial)
+    return Technique(name, "", lambda program: [found], waiting(share),
+                     lambda program, found: Advice(f"model.seconds *= {share}"), **others)
+
+
+@pytest.mark.integration
+def test_beside_what_leaves_some_as_it_is_nothing_is_needless(studies_in_seconds):
+    """Autocast has no list of an expert's grouped matmul: it stays in FP32, and gains by TF32."""
+    techniques = [technique("tf32", 0.5), technique("autocast", 0.6, is_partial=True, instead_of="tf32")]
+    result = optimize(Waiting(), (torch.randn(4, 8),), quick=True, techniques=techniques)
+    assert [added.technique.name for added in result.ladder] == ["tf32", "autocast"]
+    assert {advice.code for advice in result.to_write()} == {"model.seconds *= 0.5", "model.seconds *= 0.6"}
+    assert not any("needless" in one.why for one in result.opportunities)
+
+
 @pytest.mark.integration
 def test_what_is_needless_beside_another_is_neither_climbed_nor_written(studies_in_seconds):
-    def technique(name, share, **others):
-        return Technique(name, "", lambda program: [Found(None, "", 1, "it waits")], waiting(share),
-                         lambda program, found: Advice(f"model.seconds *= {share}"), **others)
     tf32, autocast, third = (technique("tf32", 0.6), technique("autocast", 0.3, instead_of="tf32"),
                              technique("third", 0.4))
     result = optimize(Waiting(), (torch.randn(4, 8),), rounds=6, techniques=[tf32, autocast, third])
