@@ -14,6 +14,9 @@ from benchmarks.assistant.side_by_side import WORTH_IT
 from benchmarks.assistant.technique import Found, Technique
 from benchmarks.assistant.techniques import EVERY, compiled, cuda_graph
 from common.block import oracle
+from common.report.result import Result, Row
+from common.runtime.iteration import BOTH, FORWARD
+from common.runtime.timing import Timing
 
 
 def same(name: str, launch: str = "eager", why_not: str = "") -> Technique:
@@ -149,6 +152,23 @@ def test_what_is_slower_in_fp32_is_tried_in_16_bits(for_16_bits, in_16_bits, on_
     assert [each.technique.name for each in result.dropped] == ["layout"] * (for_16_bits and on_top == 1.019)
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize("shortest, may", [(25.0, True), (26.0, False), (None, False)])
+def test_what_saves_little_of_the_model_may_save_much_of_it_in_16_bits(shortest, may, monkeypatch):
+    """0.5 ms of 100, say, of which 25 are left: 2 %."""
+    monkeypatch.setattr(optimized, "WORTH_IT", WORTH_IT)
+    monkeypatch.setattr(Optimized, "gains_measured", lambda result, technique: [(1.0, 1.0, 1.0)])
+    monkeypatch.setattr(Optimized, "predictions", {"it": Prediction(99.5, 100.0, 100.0)})
+    monkeypatch.setattr(Optimized, "mode", BOTH)
+    result = Optimized(None, "")
+    for name, samples in (("as it is", [100.0] * 6), ("autocast", [shortest or 100.0] * 6)):
+        timed_one = Result(name, None, "float32", {})
+        timed_one.rows[BOTH, "eager"] = Row(timing=Timing(samples, True, "rounds"))
+        timed_one.rows[FORWARD, "eager"] = Row(timing=Timing([1.0] * 6, True, "rounds"))
+        result.alone.results[name] = timed_one
+    assert result.may_gain(same("it")) == may
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("low, predicted, is_slower, for_16_bits, quick, aside", [
     (1.019, None, False, False, True, True), (1.021, None, False, False, True, False),
@@ -164,6 +184,7 @@ def test_in_a_hurry_what_gains_nothing_and_was_not_predicted_to_stands_aside(low
     monkeypatch.setattr(Optimized, "gains_measured", lambda result, technique: [(low, low, high)])
     expected = {"it": Prediction(1.0 / predicted, 1.0, 1.0)} if predicted else {}
     monkeypatch.setattr(Optimized, "predictions", expected)
+    monkeypatch.setattr(Optimized, "mode", BOTH)
     technique = replace(same("it"), for_16_bits=for_16_bits)
     assert ladder._stands_aside(SimpleNamespace(result=Optimized(None, ""), quick=quick), technique) == aside
     assert not ladder._stands_aside(SimpleNamespace(result=Optimized(None, ""), quick=quick), GRAPH)
