@@ -21,7 +21,7 @@ from benchmarks.assistant.payback import pays_after
 from benchmarks.assistant.proving import Prover
 from benchmarks.assistant.rungs import ALONE, PIECES, WRITTEN, Rungs
 from benchmarks.assistant.task import Task
-from benchmarks.assistant.technique import Found, Technique
+from benchmarks.assistant.technique import Found, Technique, plan_of
 from benchmarks.assistant.techniques import EVERY
 from benchmarks.assistant.verdicts import opportunities
 from benchmarks.assistant.why import Why, explain
@@ -39,6 +39,7 @@ from common.report.record_file import RecordFile
 from common.report.result import Result
 
 QUICK_ROUNDS, ROUNDS = 6, {"cuda": 20, "cpu": 12}
+MOST_UNROLLED = 4000                   # operations of loops: for half as many Inductor takes a minute or two a pass
 
 
 class Interrupted(KeyboardInterrupt):
@@ -217,7 +218,16 @@ class _Assistant:
 
     def _can_try(self, technique: Technique, found: Sequence[Found]) -> bool:
         possible = technique.apply is not None and not technique.missing(self.session.device)
-        return possible and any(each.can_be_tried for each in found)
+        return possible and any(each.can_be_tried for each in found) and not self._takes_too_long(technique)
+
+    def _takes_too_long(self, technique: Technique) -> bool:
+        """Whether it compiles loops over so many steps that somebody in a hurry would wait for nothing else."""
+        unrolled = sum(len(loop.nodes) for loop in self.result.looked.program.analysis.loops)
+        if not self.quick or unrolled <= MOST_UNROLLED or not plan_of((technique,), found=self.result.found).compiles:
+            return False
+        self.result.postponed[technique.name] = (
+            f"its loops are {unrolled:,} operations for a compiler, which takes minutes: leave out --quick to try it")
+        return True
 
     def _prove(self) -> None:
         """Paste each piece of advice into a copy of the files: is it right, and do those of a technique gain?"""

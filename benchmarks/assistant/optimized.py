@@ -89,6 +89,7 @@ class Optimized(Shown):
     together: Measured = field(default_factory=Measured)
     ladder: list[Added] = field(default_factory=list)
     clashes: dict[str, str] = field(default_factory=dict)              # technique -> on top of which it fails, and why
+    postponed: dict[str, str] = field(default_factory=dict)            # technique -> why a hurry leaves it out
     dropped: list[Added] = field(default_factory=list)                 # what gained nothing on a ladder, or beside it
     proofs: dict[Advice, str] = field(default_factory=dict)            # code that was pasted -> what is wrong with it
     file_known: bool = False                           # what is to be written can be pasted into a copy of it

@@ -65,6 +65,8 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
         return Opportunity(technique.name, found, "unsafe", wrong)
     gain = result.gain_alone(technique)
     if gain is None:
+        if postponed := result.postponed.get(technique.name):
+            return Opportunity(technique.name, found, "not reached", postponed)
         reason = result.why_not_timed(technique)
         return Opportunity(technique.name, found, "not here" if reason else "not reached", reason)
     added = result.added(technique.name)

@@ -1,4 +1,5 @@
 """Python loops over steps: which are found, what a step hands on, and which form is named."""
+import sys
 from pathlib import Path
 
 import pytest
@@ -6,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.assistant import optimize
 from benchmarks.assistant.program import read
-from benchmarks.assistant.techniques import loop
+from benchmarks.assistant.techniques import compiled, loop
 from benchmarks.assistant.techniques.loop import BATCHED, CHUNKED, IN_MEMORY, RECURRENT, SCANNED
 from benchmarks.measure.calls import Inputs
 
@@ -321,3 +323,14 @@ def test_eight_steps_are_enough():
                 h = x[:, t] * h + x[:, t]
             return h
     assert len(loop.find(read(Eight(), Inputs.of(X)))) == 1
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("more, quick, waits", [(-1, True, True), (0, True, False), (-1, False, False)])
+def test_in_a_hurry_a_long_loop_is_not_compiled(more, quick, waits, studies_in_seconds, without_inductor, monkeypatch):
+    """Unrolled, its operations keep a compiler busy for minutes."""
+    (found,) = read(Scan(), Inputs((X,), {})).analysis.loops
+    monkeypatch.setattr(sys.modules["benchmarks.assistant.optimize"], "MOST_UNROLLED", len(found.nodes) + more)
+    (one,) = optimize(Scan(), (X,), quick=quick, rounds=2, techniques=[compiled.TECHNIQUE]).opportunities
+    assert (one.verdict == "not reached") == waits, one
+    assert (f"its loops are {len(found.nodes)} operations for a compiler" in one.why) == waits
