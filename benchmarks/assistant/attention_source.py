@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from benchmarks.assistant.attention import Attention
 from benchmarks.assistant.attention_call import FusedCall, dense
 from benchmarks.assistant.attention_reading import Fill, Scores
-from benchmarks.assistant.attention_statements import Followed
+from benchmarks.assistant.attention_statements import StatementReader
 from benchmarks.assistant.graph import place_of
 from benchmarks.assistant.lengths import values_named
 from benchmarks.assistant.operands import as_operand, grouped, permuted, product, transposed
@@ -78,7 +78,7 @@ class _Writer:
 
     def __init__(self, attention: Attention, start: Place, end: Place):
         self.attention, self.all_causal, self.file = attention, attention.is_causal, start.file
-        self.followed = Followed(self.file, len(attention.shape))
+        self.reading = StatementReader(self.file, len(attention.shape))
         self.statements = statements_of(start, end)
         self.mask, self.query, self.key = (self._free(name) for name in (MASK, QUERY, KEY))
         self.score_mod, *self.score_names = (self._free(name) for name in SCORE_MOD)
@@ -96,14 +96,14 @@ class _Writer:
     def advice(self) -> Advice:
         *before, last = self.statements
         for statement in before:
-            self.followed.read(statement)
-            self.followed.reader.may_begin = False
+            self.reading.read(statement)
+            self.reading.reader.may_begin = False
         if isinstance(last, (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)) and last.value:
-            self.followed.reader.value(last.value)
-        found, output = self.followed.reader.found, self.followed.reader.output
+            self.reading.reader.value(last.value)
+        found, output = self.reading.reader.found, self.reading.reader.output
         if found is None or output is None:
             raise NotWritten("the product with the values is not read")
-        returned = self.followed.returned_weights(last, output)
+        returned = self.reading.returned_weights(last, output)
         if (found.inside is None) != (self.attention.cap is None):
             raise NotWritten("the tanh of its soft cap is not read")
         lines = [f"{name} = None  # {NOT_MADE}" for name in returned] + self._lines(found, output, last)
@@ -122,8 +122,8 @@ class _Writer:
         inline, saved = self._mask_inline(found), self._saved(found)
         masks = _Masks(self.mask, all(fill.only_blocks for fill in found.fills))
         fills = iter(found.fills)
-        instead: dict[ast.stmt, list[str]] = {statement: [words] for statement, words in self.followed.changed.items()}
-        for statement, count in self.followed.removed.items():
+        instead: dict[ast.stmt, list[str]] = {statement: [words] for statement, words in self.reading.changed.items()}
+        for statement, count in self.reading.removed.items():
             put_on = list(itertools.islice(fills, count))
             instead[statement] = [] if inline else masks.lines(put_on)
         if self.all_causal:
@@ -151,11 +151,11 @@ class _Writer:
             return []
         masks = set[str]().union(*(values_named(ast.parse(fill.words)) for fill in found.fills))
         dropped: list[ast.stmt] = []
-        for place, statement in reversed(list(enumerate(self.followed.kept))):
+        for place, statement in reversed(list(enumerate(self.reading.kept))):
             target = target_of(statement)
             if not isinstance(statement, ast.Assign) or target is None or target[0] not in masks:
                 continue
-            behind = [each for each in self.followed.kept[place + 1:] if each not in dropped]
+            behind = [each for each in self.reading.kept[place + 1:] if each not in dropped]
             if _makes_a_mask_alone(target[1]) and not needed_later({target[0]}, behind, last, output, self.file):
                 dropped.append(statement)
                 masks |= values_named(target[1])
@@ -164,7 +164,7 @@ class _Writer:
     def _fused(self, found: Scores, saved: dict[str, str]) -> FusedCall:
         query, key = self._queries_and_keys(found, saved)
         function = function_node_at(self.file, self.statements[0].lineno)
-        return FusedCall(self.attention, found, query, key, self.all_causal, self.followed.reader.order, function)
+        return FusedCall(self.attention, found, query, key, self.all_causal, self.reading.reader.order, function)
 
     def _queries_and_keys(self, found: Scores, saved: dict[str, str]) -> tuple[str, str]:
         """In words, by the names that some were given."""
@@ -185,7 +185,7 @@ class _Writer:
         if self.attention.device.type == "cpu":                # Inductor can't compile it on views of a matmul's output
             operands = [dense(operand, True) for operand in operands]
         given = ", ".join([*operands, self.score_mod, *options])
-        return lines, permuted(f"compiled_flex_attention({given})", self.followed.reader.order)
+        return lines, permuted(f"compiled_flex_attention({given})", self.reading.reader.order)
 
     def _score_mod(self, found: Scores, is_masked: bool, may_be_none: bool) -> list[str]:
         """The function that caps a score, and masks it."""
@@ -260,11 +260,11 @@ class _Writer:
     def _mask_inline(self, found: Scores) -> bool:
         """Whether one mask can stand in the call itself: nothing comes between that could change what it names."""
         is_one = len(found.fills) <= 1 and not any(fill.test and not fill.may_be_none for fill in found.fills)
-        return self.all_causal or (is_one and not self.followed.kept)
+        return self.all_causal or (is_one and not self.reading.kept)
 
     def _saved(self, found: Scores) -> dict[str, str]:
         """Name -> words, of queries and keys that a statement in between assigns to."""
-        changed = {name for statement in self.followed.kept for name in assigned(statement)}
+        changed = {name for statement in self.reading.kept for name in assigned(statement)}
         saved = {}
         for name, words in ((self.query, found.query), (self.key, found.key)):
             if {node.id for node in ast.walk(ast.parse(words)) if isinstance(node, ast.Name)} & changed:
@@ -276,7 +276,6 @@ def _makes_a_mask_alone(expression: ast.expr) -> bool:
     """Whether it calls nothing but functions of torch's that make a mask, and methods that change its form."""
     calls = [node.func for node in ast.walk(expression) if isinstance(node, ast.Call)]
     return bool(calls) and all(isinstance(call, ast.Attribute) and call.attr in OF_MASKS for call in calls)
-
 
 
 class _Masks:

@@ -17,8 +17,8 @@ from benchmarks.assistant.statements import (
 from benchmarks.assistant.technique import NotWritten
 
 
-class Followed:
-    """The statements before the product with the values, read in their order."""
+class StatementReader:
+    """Reads the statements before the product with the values, in their order."""
 
     def __init__(self, file: str, dimensions: int):
         self.file, self.text = file, text_of(file)

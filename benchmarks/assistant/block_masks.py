@@ -28,13 +28,13 @@ _FILE, _COMPILED = _CODE.co_filename, torch._dynamo.eval_frame.__file__        #
 class Built:
     """The block masks that are built at one line."""
     place: Place
-    given: dict[str, Any]              # the arguments of create_block_mask, of the first
-    identities: list[Any] = field(default_factory=list)                # of each mask: equal where it is the same one
     is_compiled: bool = False          # create_block_mask is
+    given: list[dict[str, Any]] = field(default_factory=list)          # its arguments, of each mask
+    identities: list[Any] = field(default_factory=list)                # of each mask: equal where it is the same one
 
-    def build(self, create: Callable = flex.create_block_mask) -> Any:
-        """One of them."""
-        return create(**self.given)
+    def build(self, create: Callable = flex.create_block_mask) -> flex.BlockMask:
+        """The first of them."""
+        return create(**self.given[0])
 
     @property
     def different(self) -> int:
@@ -43,9 +43,12 @@ class Built:
 
     def separates_documents(self, device: torch.device) -> bool:
         """Whether it hides other documents, and in a document at most the future: each query sees one run of keys, and
-        the next query either a run that begins at the same key or one behind it. In the first sample and head.
+        the next query either a run that begins at the same key or one behind it. Asked of some queries of the first
+        mask, in its first sample and head.
         """
-        queries, keys, mask_mod = self.given["Q_LEN"], self.given["KV_LEN"], self.given["mask_mod"]
+        queries, keys, mask_mod = (self.given[0][name] for name in ("Q_LEN", "KV_LEN", "mask_mod"))
+        if queries < 2:
+            return False
         rows = torch.linspace(0, queries - 2, min(ROWS, queries - 1), device=device).long()
         both = torch.stack([rows, rows + 1], -1).flatten()
         sees = flex.create_mask(lambda b, h, q, k: mask_mod(b, h, both[q], k), 1, 1, len(both), keys, str(device))
@@ -56,8 +59,8 @@ class Built:
         return all(after[0] in (before[0], before[1] + 1) for before, after in pairs if before and after)
 
 
-def built_in(program: Program) -> list[Built]:
-    """Those of a forward."""
+def block_masks_of(program: Program) -> list[Built]:
+    """Those that a forward builds."""
     if not any(place.file == _FILE for call in program.trace.calls for place in call.through):
         return []
     found: dict[Place, Built] = {}
@@ -69,7 +72,8 @@ def built_in(program: Program) -> list[Built]:
         if place is not None:
             given = {name: frame.f_locals[name] for name in GIVEN}
             is_compiled = frame.f_back is not None and frame.f_back.f_code.co_filename == _COMPILED
-            built = found.setdefault(place, Built(place, given, is_compiled=is_compiled))
+            built = found.setdefault(place, Built(place, is_compiled))
+            built.given.append(given)                      # which keeps its tensors: another one may not get their ids
             built.identities.append(_identity(list(given.values())))
     before = sys.getprofile()
     with kept(program.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -82,9 +86,13 @@ def built_in(program: Program) -> list[Built]:
 
 
 def _identity(value: Any) -> Any:
-    """Equal of two functions of the same code that close over the same tensors."""
+    """Equal of two functions of the same code that close over the same tensors, with the same values."""
     if isinstance(value, FunctionType):
-        return value.__code__, _identity([cell.cell_contents for cell in value.__closure__ or ()])
+        closure = [cell.cell_contents for cell in value.__closure__ or ()]
+        by_default = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return value.__code__, _identity(closure), _identity(by_default)
+    if isinstance(value, Tensor):
+        return id(value), value._version
     if isinstance(value, list | tuple):
         return tuple(map(_identity, value))
     return value if isinstance(value, int | float | str | None | torch.device) else id(value)

@@ -39,7 +39,7 @@ from common.report.record_file import RecordFile
 from common.report.result import Result
 
 QUICK_ROUNDS, ROUNDS = 6, {"cuda": 20, "cpu": 12}
-MOST_UNROLLED = 4000                   # operations of loops: for half as many Inductor takes a minute or two a pass
+MOST_UNROLLED = 4000                   # operations of loops, a guess: with more a compiler may take minutes
 
 
 class Interrupted(KeyboardInterrupt):
@@ -190,6 +190,8 @@ class _Assistant:
         """Every technique that can be tried here, alone and then on top of each other."""
         found = self.result.looked.found
         tried = [technique for technique in self.techniques if self._can_try(technique, found[technique])]
+        self.result.postponed = self._postponed(tried)
+        tried = [technique for technique in tried if technique.name not in self.result.postponed]
         alone = [Combination((each,)) for each in tried]
         bases = [self.result.base_of(each) for each in tried]
         wanted = list(dict.fromkeys([Combination(), *bases, *alone]))
@@ -218,16 +220,15 @@ class _Assistant:
 
     def _can_try(self, technique: Technique, found: Sequence[Found]) -> bool:
         possible = technique.apply is not None and not technique.missing(self.session.device)
-        return possible and any(each.can_be_tried for each in found) and not self._takes_too_long(technique)
+        return possible and any(each.can_be_tried for each in found)
 
-    def _takes_too_long(self, technique: Technique) -> bool:
-        """Whether it compiles loops over so many steps that somebody in a hurry would wait for nothing else."""
+    def _postponed(self, tried: Sequence[Technique]) -> dict[str, str]:
+        """Those that somebody in a hurry would wait for: what compiles loops over many steps, and why in words."""
         unrolled = sum(len(loop.nodes) for loop in self.result.looked.program.analysis.loops)
-        if not self.quick or unrolled <= MOST_UNROLLED or not plan_of((technique,), found=self.result.found).compiles:
-            return False
-        self.result.postponed[technique.name] = (
-            f"its loops are {unrolled:,} operations for a compiler, which takes minutes: leave out --quick to try it")
-        return True
+        if not self.quick or unrolled <= MOST_UNROLLED:
+            return {}
+        why = f"its loops are {unrolled:,} operations for a compiler, and may take it minutes: --quick leaves it out"
+        return {each.name: why for each in tried if plan_of((each,), found=self.result.found).compiles}
 
     def _prove(self) -> None:
         """Paste each piece of advice into a copy of the files: is it right, and do those of a technique gain?"""

@@ -471,13 +471,13 @@ class Optimized(Shown):
             return None
         name = rung.words or "the model as it is"
         words = f"{name} reaches {interval(share)} of its speed"
+        ran = [self.together.results[each.name].evidence.get(self.mode) for each in (rung, by_hand) if each]
         if share[2] < 1.0:
             words += f": {figures(before - after)} ms are missing to it"
-        ran = [self.together.results[each.name].evidence.get(self.mode) for each in (rung, by_hand) if each]
+            if ran[0] and ran[1] and (by_kind := missing_by_kind(ran[0].ms, ran[1].ms)):
+                words += f", in kernels: {by_kind}"
         if ran[0] and ran[1]:
             words += f"; it launches {ran[1].launches:,} kernels, and the ladder's {ran[0].launches:,}"
-            if by_kind := missing_by_kind(ran[0].ms, ran[1].ms):
-                words += f"; ms of kernels more than by hand: {by_kind}"
         return Said("", [(BY_HAND, words)])
 
     def _write_this(self) -> Code | None:

@@ -74,7 +74,7 @@ def observe(iteration: Callable, device: torch.device, trace: str | None = None)
     return Counter(event.name for event in observed(iteration, device, trace))
 
 
-def milliseconds(events: Iterable[FunctionEvent]) -> dict[str, float]:
+def ms_by_name(events: Iterable[FunctionEvent]) -> dict[str, float]:
     """Name -> what all of them took: a kernel on a GPU; an operator on a CPU, without those that it calls."""
     taken: dict[str, float] = {}
     for event in events:

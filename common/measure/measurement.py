@@ -197,7 +197,7 @@ def see_kernels(subject: Subject, iteration: Iteration, mode: str, result: Resul
     iteration.between()
     kernels = Counter(event.name for event in events)
     seen = evidence.judge(kernels, claims, uncompiled, result.emulated)
-    result.evidence[mode] = replace(seen, ms=evidence.milliseconds(events))
+    result.evidence[mode] = replace(seen, ms=evidence.ms_by_name(events))
 
 
 def _a_few_samples(iteration: Iteration, device: torch.device) -> list[float]:

@@ -5,15 +5,16 @@ What building takes is timed here, as it is and compiled. A person moves it to w
 import functools
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from benchmarks.assistant.block_masks import Built, built_in
-from benchmarks.assistant.program import Program
-from benchmarks.assistant.side_by_side import WORTH_IT, milliseconds, pays
+from benchmarks.assistant.block_masks import Built, block_masks_of
+from benchmarks.assistant.program import Program, fresh_dynamo
+from benchmarks.assistant.side_by_side import ROUNDS, WORTH_IT, milliseconds, pays
 from benchmarks.assistant.technique import Found, Technique
 from common.outcome import in_a_line, is_out_of_memory
 from common.runtime import compiler, rounds, timing
@@ -25,45 +26,62 @@ VARLEN = "torch.nn.attention.varlen"
 
 def find(program: Program) -> list[Found]:
     """Every line of a forward that builds one."""
-    return [_found(program, built) for built in built_in(program)]
+    return [_found(program, built) for built in block_masks_of(program)]
 
 
 def _found(program: Program, built: Built) -> Found:
-    count = len(built.identities)
-    queries, keys = built.given["Q_LEN"], built.given["KV_LEN"]
-    as_it_is, faster = _times(program, built)
-    share = min(0.99, count * as_it_is / program.iteration_ms)
-    took = f"{figures(count * as_it_is)} ms of {figures(program.iteration_ms)}"
-    said = [f"create_block_mask evaluates {queries:,} x {keys:,} scores in each forward: {took}", faster]
+    count, first = len(built.given), built.given[0]
+    timed = _timed(program, built)
+    ms = count * timed.ms
+    share = min(0.99, ms / program.iteration_ms)
+    said = [f"create_block_mask evaluates {first['Q_LEN']:,} x {first['KV_LEN']:,} scores in each forward: "
+            f"{figures(ms)} ms of {figures(program.iteration_ms)}"]
+    if timed.compiled_ms is not None:
+        said.append(f"by torch.compile(create_block_mask) {figures(count * timed.compiled_ms)}")
+    if timed.why_not_compiled:
+        said.append(f"it can't be compiled: {timed.why_not_compiled}")
     if built.different < count:
-        said.append(f"the same mask is built {count // built.different} times: hand it on")
+        said.append(f"{built.different} of its {count} masks would do: the others are the same again")
     said.append("build it where a batch is made, and give it to the model")
     if built.separates_documents(program.inputs.device) and importlib.util.find_spec(VARLEN):
         said.append(f"it separates packed documents: {VARLEN}.varlen_attn takes their lengths instead, in 16 bits")
     why_not = "" if 1 / (1 - share) >= WORTH_IT else "so small a share has nothing to gain"
-    return Found(built.place, "", count, "; ".join(filter(None, said)), why_not)
+    return Found(built.place, "", count, "; ".join(said), why_not)
 
 
-def _times(program: Program, built: Built) -> tuple[float, str]:
-    """(milliseconds of building one, what compiling that makes of it in words)."""
-    device, why_not = program.inputs.device, compiler.missing(program.inputs.device)
-    as_written, compiled = (Iteration(functools.partial(_built, built, create), timing.nothing, [], {})
-                            for create in (flex.create_block_mask, torch.compile(flex.create_block_mask)))
-    if not why_not:
+@dataclass(frozen=True)
+class _Timed:
+    """Milliseconds of building one mask."""
+    ms: float                              # as the model does it
+    compiled_ms: float | None = None       # where compiling makes it faster
+    why_not_compiled: str = ""             # what the compiler raised
+
+
+def _timed(program: Program, built: Built) -> _Timed:
+    device = program.inputs.device
+    as_written = _iteration(built, flex.create_block_mask)
+    if compiler.missing(device):
+        return _Timed(_alone(as_written, device))
+    with fresh_dynamo():
+        compiled = _iteration(built, torch.compile(flex.create_block_mask))
         try:
             compiled.run()
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            why_not = in_a_line(error)
-    if why_not:
-        return median(milliseconds(as_written, as_written, device)[0]), ""
-    before, after = milliseconds(as_written, compiled, device)
+            return _Timed(_alone(as_written, device), why_not_compiled=in_a_line(error))
+        before, after = milliseconds(as_written, compiled, device)
     if built.is_compiled or program.is_compiled:
-        return median(after), ""
-    is_faster = pays(rounds.paired_ratio(before, after))
-    words = f"by torch.compile(create_block_mask) {figures(len(built.identities) * median(after))}" if is_faster else ""
-    return median(before), words
+        return _Timed(median(after))
+    return _Timed(median(before), median(after) if pays(rounds.paired_ratio(before, after)) else None)
+
+
+def _alone(iteration: Iteration, device: torch.device) -> float:
+    return median(timing.clock_for(device).sample(iteration.run, iteration.between, ROUNDS))
+
+
+def _iteration(built: Built, create: Callable) -> Iteration:
+    return Iteration(functools.partial(_built, built, create), timing.nothing, [], {})
 
 
 def _built(built: Built, create: Callable) -> list[Tensor]:

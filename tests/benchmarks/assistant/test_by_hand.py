@@ -81,6 +81,19 @@ def test_what_is_missing_is_said_by_kind_of_work(ms, by_hand, words):
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("ms, said", [(5.0, ": 5.00 ms are missing to it, in kernels: matmul 3.00; it launches"),
+                                      (20.0, " of its speed; it launches")])
+def test_what_kernels_are_missing_is_said_where_some_are(ms, said, studies_in_seconds):
+    result = optimize(task, quick=True, inference=True, techniques=[same("a")])
+    timed(result, {"as it is": 30.0, "a": 10.0, BY_HAND: ms})
+    for name, each in (("a", 8.0), (BY_HAND, 5.0)):
+        evidence = result.together.results[name].evidence
+        evidence[result.mode] = replace(evidence[result.mode], ms={"sgemm": each})
+    words = " ".join(str(result).split())
+    assert said in words and ("in kernels" in words) == (ms == 5.0)
+
+
+@pytest.mark.integration
 def test_without_a_technique_the_model_as_it_is_is_held_against_it(studies_in_seconds):
     result = optimize(task, quick=True, inference=True, techniques=[])
     assert "the model as it is reaches " in " ".join(str(result).split())

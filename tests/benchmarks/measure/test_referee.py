@@ -625,6 +625,28 @@ def test_an_output_near_zero_is_held_against_what_rounding_the_inputs_does_to_it
     assert run.status == status, run.info["reason"]
 
 
+class Moving(nn.Module):
+    """A sum of which little is left, times a buffer that each call changes and the backward needs."""
+
+    def __init__(self, summed):
+        super().__init__()
+        self.summed = summed
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        self.scale.mul_(0.5).add_(1.0)
+        return self.scale * (self.summed(x, x.roll(1)) + 1e-2 * x.sum())
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("seed", range(3))
+def test_the_backward_of_the_reference_runs_before_its_buffers_change_again(seed):
+    torch.manual_seed(seed)
+    reference, otherwise = Moving(lambda x, y: (x - y).sum()), Moving(lambda x, y: x.sum() - y.sum())
+    run = compare({"it": otherwise}, (torch.randn(64, 64),), reference, rounds=20, seed=seed).results["it"]
+    assert run.status == "ok", run.info["reason"]
+
+
 class Checkpointed(nn.Module):
     """Half of it is computed again in the backward. Once it has been judged it is another function, where it is told to
     be: in its result, or in its gradients alone.

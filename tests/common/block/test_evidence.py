@@ -1,5 +1,6 @@
 """Kernel names, as profilers showed them on an H200 under CUDA 13 and on older GPUs, and the verdicts they lead to."""
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -257,3 +258,11 @@ def test_observing_counts_one_iteration(tmp_path):
     seen = evidence.observe(iteration, CPU, trace=str(tmp_path / "timeline.json"))
     assert seen["aten::softmax"] == 1 and len(calls) == 1
     assert '"traceEvents"' in (tmp_path / "timeline.json").read_text()
+
+
+def test_kernels_take_their_range_and_operators_what_they_do_themselves():
+    """A kernel that is launched twice counts twice."""
+    on_gpu, on_cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    kernel = SimpleNamespace(name="sgemm", device_type=on_gpu, time_range=SimpleNamespace(elapsed_us=lambda: 1500.0))
+    operator = SimpleNamespace(name="aten::mm", device_type=on_cpu, self_cpu_time_total=250.0)
+    assert evidence.ms_by_name([kernel, operator, kernel]) == {"sgemm": 3.0, "aten::mm": 0.25}
