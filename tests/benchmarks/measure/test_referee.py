@@ -228,8 +228,12 @@ def test_ones_beside_data_are_padded_at_the_end(shape, most):
     (torch.ones(2, 3), [tensor(3, 4)]), (torch.ones(2, 8), []), (torch.ones(2, 8), [torch.tensor([3])])])
 def test_few_ones_or_ones_alone_get_noise(ones, others):
     tensors = [ones.clone(), *others]
-    refreshing.Refresher(tensors).refresh()
-    assert (tensors[0] > 0).any() and not torch.equal(tensors[0], ones) and tensors[0].unique().numel() > 2
+    refresher = refreshing.Refresher(tensors)
+    values = set()
+    for _ in range(50):                                    # six of ten elements are clamped to 1: all in fifty, never
+        refresher.refresh()
+        values.update(tensors[0].unique().tolist())
+    assert len(values) > 2 and max(values) == 1
 
 
 @pytest.mark.unit
