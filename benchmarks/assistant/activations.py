@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from benchmarks.assistant.attention import CASTS
 from benchmarks.assistant.graph import (
     Captured,
     Refusal,
@@ -22,7 +21,7 @@ from benchmarks.assistant.graph import (
     regions,
     shape_of,
 )
-from benchmarks.assistant.normal import name_of
+from benchmarks.assistant.normal import CASTS, name_of
 
 ELEMENTWISE = {"add", "sub", "mul", "div", "pow", "square", "neg", "tanh", "erf", "exp", "log", "log1p", "sigmoid",
                "softplus", "relu6", "hardtanh", "clamp", *CASTS}

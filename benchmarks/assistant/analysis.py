@@ -2,7 +2,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.assistant.attention import Attention, attentions_in
+from benchmarks.assistant.attention import Attention
+from benchmarks.assistant.attention_finding import attentions_in
 from benchmarks.assistant.graph import Captured, Refusal
 from benchmarks.assistant.loops import Loop, loops_in
 from benchmarks.assistant.multihead import UnreadWeights, weights_in

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.assistant import einsum
-from benchmarks.assistant.attention import CASTS
+from benchmarks.assistant.normal import CASTS
 from benchmarks.assistant.operands import as_operand, grouped, permuted, transposed
 from benchmarks.assistant.softmaxes import LOG_SOFTMAX, SOFTMAX
 from benchmarks.assistant.technique import NotWritten

@@ -11,12 +11,11 @@ from benchmarks.assistant.attention import (
     Attention,
     Causal,
     Mask,
-    attention_at,
     causal,
     infinite,
     is_causal,
-    number_of,
 )
+from benchmarks.assistant.attention_finding import attention_at, number_of
 from benchmarks.assistant.graph import Captured, Refused, shape_of
 from benchmarks.assistant.rewriting import Assumed, erase_unused, same_buffers
 from benchmarks.assistant.softmaxes import softmaxes

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from benchmarks.assistant.attention import CASTS
 from benchmarks.assistant.graph import (
     Captured,
     Refusal,
@@ -26,7 +25,7 @@ from benchmarks.assistant.graph import (
     regions,
     shape_of,
 )
-from benchmarks.assistant.normal import name_of
+from benchmarks.assistant.normal import CASTS, name_of
 from benchmarks.assistant.softmaxes import LOG_SOFTMAX, is_last
 from benchmarks.measure.observing import largest_difference
 

@@ -19,6 +19,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "swapdims": ("input", "dim0", "dim1"),
     "scaled_dot_product_attention": ("query", "key", "value")}
 _OTHER_NAMES = {"train": "training", "axis": "dim"}
+CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous")
 VIEWS = frozenset({"view", "reshape", "transpose", "permute", "getitem", "unsqueeze", "squeeze", "expand", "chunk",
                    "split", "flatten", "unflatten", "size", "select", "movedim", "mT", "t", "detach", "unbind"})
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.imatmul, operator.ipow)

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import fx
 
-from benchmarks.assistant.attention import CASTS
 from benchmarks.assistant.graph import (
     Captured,
     Refusal,
@@ -18,7 +17,7 @@ from benchmarks.assistant.graph import (
     regions,
     shape_of,
 )
-from benchmarks.assistant.normal import name_of
+from benchmarks.assistant.normal import CASTS, name_of
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.assistant import why
-from benchmarks.assistant.attention import attention_at
+from benchmarks.assistant.attention_finding import attention_at
 from benchmarks.assistant.fusing import EVERY_BACKEND, Given, MaskGiven, fused_or_why_not
 from benchmarks.assistant.program import read
 from benchmarks.assistant.softmaxes import softmaxes

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.assistant.attention import attention_at
+from benchmarks.assistant.attention_finding import attention_at
 from benchmarks.assistant.normal import is_in_place, name_of
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung

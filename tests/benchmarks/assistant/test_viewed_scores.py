@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.assistant.attention import Attention, attentions_in
+from benchmarks.assistant.attention import Attention
+from benchmarks.assistant.attention_finding import attentions_in
 from benchmarks.assistant.fusing import Given
 from benchmarks.assistant.graph import Refusal
 from benchmarks.assistant.program import read
