@@ -13,6 +13,7 @@ from benchmarks.assistant.graph import (
     args_of,
     argument,
     between,
+    place_of,
     refuse_mixed_gradients,
     regions,
     shape_of,
@@ -95,8 +96,8 @@ def norm_at(root: fx.Node, graph: Captured) -> Norm | None:
         return None
     if norm.weight is None:
         norm.alone = replace(norm, nodes=between(x, user, graph))
-    norm.x = _uncast(x)
     _with_affine(norm)
+    norm.x = _uncast(x, root, norm.output)
     norm.nodes = between(norm.x, norm.output, graph)
     refuse_mixed_gradients(graph, norm.nodes)
     return norm
@@ -172,11 +173,12 @@ def _by_length(length: fx.Node, graph: Captured) -> Norm | None:
     width = shape_of(x)[dim]
     if divided is None or not _same(_bare(divided.args[0]), _bare(x)):
         return None
-    norm = Norm(graph, (), _uncast(x), divided, least**2 / width, False, dim)
+    norm = Norm(graph, (), x, divided, least**2 / width, False, dim)
     if math.isclose(share, width**-0.5):
         _with_affine(norm)
     elif not _is_multiplied_by(share * width**0.5, norm):
         return None
+    norm.x = _uncast(x, length, norm.output)
     return _between_both_ends(norm)
 
 
@@ -318,9 +320,20 @@ def _bare(node: Any) -> Any:
     return node
 
 
-def _uncast(x: fx.Node) -> fx.Node:
-    """What was cast to FP32 for the norm's sake: the library's does that itself."""
-    return _bare(x) if _calls(x, "float") or (_calls(x, "to") and len(x.args) == 2) else x
+def _uncast(x: fx.Node, *of_the_norm: fx.Node) -> fx.Node:
+    """What was cast to FP32 for the norm's sake: the library's does that itself. A cast in another function than these
+    nodes is none of its own.
+    """
+    functions = set(map(_function_of, of_the_norm))
+    while (_calls(x, "float") or (_calls(x, "to") and len(x.args) == 2)) and _function_of(x) in functions:
+        x = args_of(x)[0]
+    return x
+
+
+def _function_of(node: fx.Node) -> tuple[str, str] | None:
+    """(the file, the function) that a node stands in."""
+    place = place_of(node)
+    return (place.file, place.function) if place else None
 
 
 def _same(a: Any, b: Any, depth: int = 6) -> bool:

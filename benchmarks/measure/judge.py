@@ -104,7 +104,7 @@ class Judge:
         self.checks: list[Check] = list(proven or ())
         self.notes: list[str] = []
         self.meaning_is_known, self.has_noted_no_fp64 = proven is not None and truth.has_meaning, False
-        self.draws = True                      # whether it draws random numbers
+        self.randomness = chance.Randomness(True, True)          # until it has been asked
 
     def judge(self) -> Judgement:
         """All checks. Whatever the candidate raises passes, but for a Failed: that is a check that failed."""
@@ -116,7 +116,7 @@ class Judge:
                 with (parameters_kept(self.candidate, self.truth.work.inputs),
                       loaded(self.parameters | self.buffers, self._values()) as others):
                     self._note_values(others)
-                    self.draws = self._draws()
+                    self.randomness = self._randomness()
                     with NoDropout() if self._hides_dropout() else contextlib.nullcontext():
                         self._ask()
                     if self._failed():
@@ -155,10 +155,15 @@ class Judge:
         if not self.draws or self.truth.draws or not compiled_inside(self.candidate):
             return False
         with without_dropout(self.candidate):
-            return self._draws()
+            return self._randomness().is_seen
 
-    def _draws(self) -> bool:
-        return chance.draws(self.candidate, self.truth.work, with_gradients=not self.forward_alone)
+    @property
+    def draws(self) -> bool:
+        """Whether another seed gives other outputs."""
+        return self.randomness.is_seen
+
+    def _randomness(self) -> chance.Randomness:
+        return chance.randomness(self.candidate, self.truth.work, with_gradients=not self.forward_alone)
 
     def _ask(self) -> None:
         truth = self.truth
@@ -314,11 +319,11 @@ class Judge:
         pairs = {our: their for our, their in self._pairs().items()
                  if truth.parameters[our].shape == self.parameters[their].shape}
         theirs = chance.Side(self.candidate, [self.parameters[their] for their in pairs.values()])
-        drawing = self.draws, truth.has_dropout
+        both = self.randomness, truth.randomness
         rounding = bounds.rounding_between(self.dtype, self.numerics)
         outputs, gradients = self._off_by()
         rounding = replace(rounding, outputs_off_by=outputs, gradients_off_by=gradients)
-        self.checks += chance.checks(theirs, truth.drawing(tuple(pairs)), drawing,
+        self.checks += chance.checks(theirs, truth.drawing(tuple(pairs)), both,
                                      truth.work, bool(truth.exact.takes_gradient), rounding, truth.say)
 
     def _off_by(self) -> tuple[float, float]:
@@ -326,6 +331,8 @@ class Judge:
 
         A deep network rounds in each layer.
         """
+        if self.truth.draws:                   # without dropout, too: they are apart by what each draws
+            return 0.0, 0.0
         compared = [check for check in self.checks if check.question == PRECISION and math.isfinite(check.error)]
         outputs = [check.error for check in compared if check.of.kind is Kind.OUTPUT]
         gradients = [check.error for check in compared if check.of.kind.is_gradient]

@@ -1,9 +1,19 @@
 """The state behind a callable: what its calls read and change besides their inputs, and how to put it back."""
 import contextlib
 import functools
+import pickle
 import random
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    MutableSet,
+)
 from typing import Any
 
 import numpy as np
@@ -199,6 +209,10 @@ class Start:
             parameter.grad = None
         seed_all(seed, self._generators)
 
+    def random_states(self) -> list[bytes]:
+        """Where all random numbers are that it seeds: equal states, where none were taken in between."""
+        return _states_of(self._generators)
+
 
 def only_written(parameters: Mapping[str, Tensor], written: Collection[str]) -> dict[str, Tensor]:
     """Those of these names."""
@@ -256,6 +270,21 @@ def seed_all(seed: int, generators: list[Generator]) -> None:
         else:
             fresh = type(generator.bit_generator)(seed)
             generator.bit_generator.state = fresh.state
+
+
+def _states_of(generators: Iterable[Generator]) -> list[bytes]:
+    """Where torch's, Python's and numpy's random numbers are, and those of these generators."""
+    of_torch = [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
+    return [pickle.dumps(state) for state in (random.getstate(), np.random.get_state(),
+                                              *map(_state_of, (*of_torch, *generators)))]
+
+
+def _state_of(generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.bit_generator.state
 
 
 @contextlib.contextmanager

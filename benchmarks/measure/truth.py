@@ -82,7 +82,8 @@ class Truth:
             with without_dropout(self.plain):
                 self.draws = chance.draws(self.plain, self.work)
                 self.same_twice = chance.same_twice(self.plain, self.work)
-            self.has_dropout = chance.draws(self.plain, self.work)
+            self.randomness = chance.randomness(self.plain, self.work)
+            self.has_dropout = self.randomness.is_seen
             self._find()
             self._own_of_few = self.own_on_few() if self.is_few else None
         self.values = {name: t.detach() for name, t in named_parameters(self.plain).items()}
@@ -264,12 +265,20 @@ class Truth:
             return observe(call, work, dtype, draws=self.has_dropout)
 
     def _is_contradicted(self) -> bool:
-        """Whether the reference at its own dtype gives something else than rounding makes of its FP64 copy's outputs.
+        """Whether the reference at its own dtype gives something else than rounding makes of its FP64 copy's outputs,
+        or has gradients where that has none.
 
-        Then something in the copy is another function: a library's kernel that is wrong in FP64. What 16 bits can't
-        tell is asked in FP32, and what TF32 can't, which cuDNN's convolutions round to by default, without it.
+        Then something in the copy is another function: a library's kernel that is wrong in FP64, or a mask of FP64's
+        least number in a softmax in FP32. What 16 bits can't tell is asked in FP32, and what TF32 can't, which cuDNN's
+        convolutions round to by default, without it.
         """
-        apart = furthest_output(self.own_on_few(), self.exact)
+        own = self.own_on_few()
+        lost = next((of for of, gradient in self.exact.gradients.items()
+                     if not _is_finite(gradient) and _is_finite(own.gradients.get(of))), None)
+        if lost is not None:
+            self.why_not_fp64 = f"the {lost} is not finite in FP64, and finite in {dtype_name(self.dtype)}"
+            return True
+        apart = furthest_output(own, self.exact)
         if apart <= CONTRADICTS[self.dtype]:
             return False
         dtype = FP32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype
@@ -415,6 +424,11 @@ def _off_by_a_rounding(call: Callable, work: Work, number: int, step: Step) -> I
         return
     with meanwhile_off_by_a_rounding(tables_of(call), number, step):
         yield work
+
+
+def _is_finite(gradient: list[Tensor] | None) -> bool:
+    """Whether each of its numbers is; one that is lacking has none that is not."""
+    return all(bool(g.isfinite().all()) for g in gradient or ())
 
 
 def _finite(apart: float) -> float:

@@ -176,6 +176,25 @@ def test_a_norm_in_a_function_of_its_own_is_written_where_all_of_it_stands(kind,
     is_same(written, model)
 
 
+class CalledWithACast(torch.nn.Module):
+    """As Mamba's block has it: what calls the norm casts for reasons of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = spellings.RMSNormOfT5()
+
+    def forward(self, x):
+        return self.norm(x.to(dtype=torch.float32))
+
+
+@pytest.mark.integration
+def test_a_cast_in_another_function_is_none_of_the_norms_lines():
+    [found] = library_norm.find(read(CalledWithACast(), Inputs.of(X.double())))
+    assert found.place.function == "RMSNormOfT5.forward"
+    model = CalledWithACast().eval()
+    is_same(Rung(model, [library_norm.TECHNIQUE]), model)
+
+
 @pytest.mark.unit
 def test_layers_of_several_modules_are_no_group():
     """Each module would need the weights of the others."""

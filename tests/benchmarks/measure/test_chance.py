@@ -1,6 +1,9 @@
 """Whether two callables draw from one distribution: mean and variance of each element, and how they vary together."""
 import copy
+import random
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -43,8 +46,15 @@ def layer_drop(x: Tensor, p: float, training: bool) -> Tensor:
 
 def test_a_layer_that_is_left_out_as_a_whole_passes_in_another_order():
     drop = {"drop": layer_drop, "p": 0.5}
-    assert validate(Dropped(extra=1, **drop), Dropped(**drop), tensor(8, 16)).passed
-    assert not validate(Dropped(extra=1, drop=layer_drop, p=0.05), Dropped(**drop), tensor(8, 16)).passed
+    right = validate(Dropped(extra=1, **drop), Dropped(**drop), tensor(8, 16))
+    assert right.passed and any(check.question == "chance" for check in right.checks)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.95])
+def test_a_layer_that_is_left_out_by_another_rate_fails(p):
+    """Without dropout both still draw: how far apart they are says nothing of rounding, and hides no rate."""
+    wrong = validate(Dropped(extra=1, drop=layer_drop, p=p), Dropped(drop=layer_drop, p=0.5), tensor(8, 16))
+    assert {check.question for check in wrong.checks if not check.passed} == {"chance"}, wrong
 
 
 def unscaled(x: Tensor, p: float, training: bool) -> Tensor:
@@ -200,15 +210,52 @@ def test_a_model_in_eval_draws_nothing():
     assert chance.draws(module, Work(Inputs.of(tensor(8, 16))))
 
 
-@pytest.mark.parametrize("noise, calls, draws", [(0.0, 2, False), (1e-7, 2, False), (1e-5, 3, True)])
-def test_what_another_seed_leaves_alone_is_not_called_a_third_time(noise, calls, draws):
+def normal(x: Tensor) -> Tensor:
+    return torch.randn(x.shape, dtype=x.dtype)
+
+
+OWN = [np.random.default_rng(0), np.random.RandomState(0), random.Random(0), torch.Generator()]
+
+
+@pytest.mark.parametrize("noise, drawn, calls, draws", [
+    (0.0, torch.zeros_like, 2, False), (1e-7, torch.sin, 2, False), (1e-5, normal, 3, True),
+    (1e-7, normal, chance.SEEDS, False), (0.0, lambda x: random.random(), chance.SEEDS, False),
+    (0.0, lambda x: np.random.rand(), chance.SEEDS, False), (0.0, lambda x: OWN[0].random(), chance.SEEDS, False),
+    (0.0, lambda x: OWN[1].rand(), chance.SEEDS, False), (0.0, lambda x: OWN[2].random(), chance.SEEDS, False),
+    (0.0, lambda x: torch.rand(1, generator=OWN[3]), chance.SEEDS, False)])
+def test_what_takes_no_random_numbers_is_called_twice(noise, drawn, calls, draws):
     seen = []
 
     def call(x: Tensor) -> Tensor:
         seen.append(x)
-        return x * (1 + noise * torch.randn(x.shape, dtype=x.dtype))
+        return x * (1 + noise * drawn(x))
     assert chance.draws(call, Work(Inputs.of(tensor(8, 16, dtype=torch.float64)))) == draws
     assert len(seen) == calls
+
+
+class RarelySkipped(nn.Module):
+    """A layer that is left out in one call of ten, or by another rate."""
+
+    def __init__(self, rate: float = 0.1, numbers: Callable[[], float] = lambda: float(torch.rand(()))):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.rate, self.numbers = nn.Linear(16, 16), rate, numbers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training and self.numbers() < self.rate else x + self.layer(x)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("numbers", [lambda: float(torch.rand(())), lambda: float(torch.rand(2)[1]), random.random])
+def test_layers_that_are_rarely_left_out_are_the_same_by_other_random_numbers(numbers, seed):
+    """Two seeds alone mostly give the same: 'its dropout is gone' was said of every third that is right."""
+    right = validate(RarelySkipped(numbers=numbers), RarelySkipped(), tensor(4, 16, seed=seed))
+    assert right.passed, right
+
+
+@pytest.mark.parametrize("rate, numbers", [(0.0, lambda: 1.0), (0.9, random.random), (0.0, random.random)])
+def test_layers_that_are_left_out_by_another_rate_are_found(rate, numbers):
+    assert not validate(RarelySkipped(rate, numbers), RarelySkipped(0.4), tensor(4, 16)).passed
 
 
 class Attending(nn.Module):

@@ -1159,6 +1159,33 @@ def test_a_truth_that_contradicts_its_reference_is_no_oracle():
     assert not validate(lambda x: 1.5 * gelu(x), another_in_fp64, LARGE).passed
 
 
+class OfMaskedRows(nn.Module):
+    """A softmax in FP32 under a mask of the least number of the working dtype: in FP64 that is minus infinity there.
+    Rows without any key are NaN, and put out behind it: the output is right, and its gradients are NaN.
+    """
+
+    def __init__(self, scale: float = 1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.scale = nn.Linear(8, 8), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.scale * self.linear(x) @ x.mT
+        masked = torch.arange(len(x)) > 5
+        mask = torch.zeros_like(scores).masked_fill(masked[:, None], torch.finfo(x.dtype).min)
+        weights = (scores + mask).softmax(-1, dtype=torch.float32)
+        return weights.masked_fill(masked[:, None], 0.0).to(x.dtype) @ x
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("seed", range(3))
+def test_a_truth_whose_gradients_are_lost_is_no_oracle(seed):
+    judgement = validate(OfMaskedRows(), OfMaskedRows(), tensor(8, 8, seed=seed))
+    assert judgement.passed, judgement
+    assert "no oracle: the gradient of input 0 is not finite in FP64, and finite in float32" in judgement.truth
+    assert not validate(OfMaskedRows(1.01), OfMaskedRows(), tensor(8, 8, seed=seed)).passed
+
+
 def as_cudnn_rounds(x: Tensor) -> Tensor:
     """Rounded to TF32 where cuDNN may, and 100 times the difference from one."""
     if x.dtype == torch.float32 and torch.backends.cudnn.allow_tf32:
