@@ -2,7 +2,7 @@
 import math
 from collections.abc import Sequence
 
-from benchmarks.patterns.ways import FLEX, SDPA
+from benchmarks.patterns.ways import SDPA
 from benchmarks.records.read import Run, extra, paired, runs, verdict
 from benchmarks.show.charts import Charts, Interval, markers_chart
 from benchmarks.show.tables import NO_ANSWER, framed
@@ -20,9 +20,6 @@ PAYS = """"pays from": so many layers must share a mask until making it is won b
 forward and a backward."""
 
 BESIDE = {CONTROL: "causal attention", SDPA: "a dense mask"}
-PREDICTED = (((2048, "causal"), CONTROL, "0.7 to 0.9"), ((16384, "causal"), CONTROL, "0.7 to 0.9"),
-             ((2048, "window 256"), CONTROL, "2.5"), ((16384, "window 256"), CONTROL, "15"),
-             ((2048, "documents"), SDPA, "1.5"), ((2048, "prefix"), SDPA, "1.5"))
 
 Key = tuple[int, str]                  # length, pattern
 Ways = dict[str, Run]                  # way -> its run; the control that ran beside them is one
@@ -42,7 +39,7 @@ def by_pattern(lines: list[Record]) -> dict[Key, Ways]:
 def text(lines: list[Record], width: int | None = None) -> str:
     """Everything the command prints, from records."""
     every = by_pattern(lines)
-    blocks = [_summary(every, width), predicted(lines, width)]
+    blocks = [_summary(every, width)]
     for (length, name), ways in every.items():
         if any(run.best(FORWARD) for run in ways.values()):
             blocks.append(f"{name}, S {length:,}\n\n{_of_ways(ways, width)}")
@@ -68,22 +65,8 @@ def _summary(every: dict[Key, Ways], width: int | None) -> str:
 
 
 def summary(lines: list[Record], width: int | None = None) -> str:
-    """The fastest way of each pattern, and what was predicted beside what was measured."""
-    return "\n\n".join(block for block in (_summary(by_pattern(lines), width), predicted(lines, width)) if block)
-
-
-def predicted(lines: list[Record], width: int | None = None) -> str:
-    """What was predicted for an H100 or H200 before anything was measured, forward, beside what was."""
-    every = by_pattern(lines)
-    rows = []
-    for (length, name), of, expected in PREDICTED:
-        ways = every.get((length, name), {})
-        way = ways.get(FLEX) if name == "causal" else _fastest(ways, [FORWARD])
-        times = paired(ways.get(of), way, FORWARD) if way else None
-        if way and times and way.info["device"] == "cuda":
-            rows.append([f"{name}, S {length:,}", way.variant["way"], BESIDE[of], expected, ratio(times)])
-    headers = ["times as fast, forward", "by", "as", "predicted", "measured"]
-    return table(rows, headers, width) if rows else ""
+    """The fastest way of each pattern."""
+    return _summary(by_pattern(lines), width)
 
 
 def _fastest(ways: Ways, modes: Sequence[str] = (BOTH, FORWARD)) -> Run | None:

@@ -278,24 +278,6 @@ def test_the_chart_has_a_row_a_pattern():
 
 
 @unit
-def test_what_was_predicted_stands_beside_what_was_measured():
-    """Of FlexAttention's causal attention, of the fastest of others, of those that were measured alone; on a GPU."""
-    lines = [*WINDOW, *made("causal", FLEX, 1.25), *made("causal", "Triton", 1.0),
-             *made("", SDPA, 1.0, beside="causal"), *made("documents", FLEX, 0.8), *made("documents", SDPA, 2.0),
-             *made("prefix", FLEX, 0.8)]
-    rows = [line.split("  ") for line in tables.predicted(lines).splitlines()[2:]]
-    told = [[cell.strip() for cell in row if cell] for row in rows]
-    assert told == [
-        ["causal, S 2,048", FLEX, "causal attention", "0.7 to 0.9", "0.80 [0.80, 0.80]"],
-        ["window 256, S 2,048", FLEX, "causal attention", "2.5", "2.00 [2.00, 2.00]"],
-        ["documents, S 2,048", FLEX, "a dense mask", "1.5", "2.50 [2.50, 2.50]"]]
-    assert tables.predicted(lines) in tables.text(lines) and tables.predicted(lines) in tables.summary(lines)
-    on_a_cpu = [line | {"benchmark": line["benchmark"] | {
-        "extra_info": line["benchmark"]["extra_info"] | {"device": "cpu"}}} for line in lines]
-    assert tables.predicted(on_a_cpu) == ""
-
-
-@unit
 def test_no_gpu_names_no_rejected_backend():
     assert subjects.rejected(tasks.PatternTask(SHAPE, pattern_named("causal")),
                              [torch.zeros(2, 4, 64, 16)] * 3) == {}
