@@ -50,6 +50,14 @@ def as_uncompiled() -> Iterator[None]:
         _as_uncompiled.pop()
 
 
+def around_what_cannot_be_captured() -> contextlib.AbstractContextManager[Any]:
+    """Meanwhile a function that Dynamo can't capture runs as it is, and those that it calls are captured.
+
+    Some operators run, and have no fake implementation for their dtype, as `grouped_mm` in FP32.
+    """
+    return torch._dynamo.config.patch(suppress_errors=True)
+
+
 def _install() -> None:
     """Stand between Dynamo and its own answers, once. Where Dynamo keeps them elsewhere, it answers as ever."""
     handlers: dict[Any, Any] = getattr(dynamo.TorchInGraphFunctionVariable, "_get_handlers", dict)()

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from benchmarks.assistant.analysis import Analysis, analysed
-from benchmarks.assistant.branches import as_uncompiled, asking
+from benchmarks.assistant.branches import around_what_cannot_be_captured, as_uncompiled, asking
 from benchmarks.assistant.breaks import Break, breaks_reported
 from benchmarks.assistant.graph import Captured, given_to
 from benchmarks.assistant.normal import normalise
@@ -82,7 +82,7 @@ def read(model: nn.Module, inputs: Inputs, inference: bool = False) -> Program:
     """Run a model once as it is and once under Dynamo, without compiling anything. It is restored afterwards.
 
     Graph breaks are those of the compiled model. Graphs are of what runs as the model is: where it is not compiled, and
-    does something else then, it is captured once more.
+    does something else then or can't be captured whole, it is captured once more: what can't be is left out.
 
     In `inference` it runs without gradients: it may have no backward.
     """
@@ -118,9 +118,10 @@ def read(model: nn.Module, inputs: Inputs, inference: bool = False) -> Program:
     with asking() as asks, breaks_reported() as program.breaks:
         program.not_captured = capture()
     program.graphs, program.has_branches = list(graphs), asks.asked
-    if program.has_branches and not is_compiled and not compiler.holds_compiled(model):
+    differs = program.has_branches or program.not_captured
+    if differs and not is_compiled and not compiler.holds_compiled(model):
         graphs.clear()
-        with as_uncompiled():
+        with as_uncompiled(), around_what_cannot_be_captured():
             capture()
         program.graphs = list(graphs) or program.graphs
     program.breaks = [_where_it_is_called(each, program.trace) for each in program.breaks]

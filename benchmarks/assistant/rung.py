@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.assistant.branches import as_uncompiled
+from benchmarks.assistant.branches import around_what_cannot_be_captured, as_uncompiled
 from benchmarks.assistant.program import Program, as_written
 from benchmarks.assistant.rewriting import rewritten
 from benchmarks.assistant.source import innermost
@@ -52,11 +52,21 @@ class Rung(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run: Any = vars(self)["in_its_settings"]
         dtype = self.plan.autocast
-        is_eager = self.plan.passes and not self.plan.compiles
+        is_eager = bool(self.plan.passes and not self.plan.compiles)
         with (torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext(),
               as_uncompiled() if is_eager else contextlib.nullcontext()):
-            output = run(self, *args, **kwargs)
+            output = self._around(run, *args, **kwargs) if is_eager else run(self, *args, **kwargs)
         return _in_float32(output) if self.plan.returns_float32 else output
+
+    def _around(self, run: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call whose graphs are edited, and run eagerly: what Dynamo can't capture runs as it is. It remembers that,
+        so that a timed call raises nothing.
+        """
+        try:
+            return run(self, *args, **kwargs)
+        except torch._dynamo.exc.TorchRuntimeError:
+            with around_what_cannot_be_captured():
+                return run(self, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> "Rung":
         """A copy with tensors of its own. It is not compiled: it says what the rung means, not what a compiler does."""

@@ -79,6 +79,49 @@ def test_a_break_that_only_uncompiled_code_has_is_none():
     assert any(call.name == "float" or "item" in call.name or call.name == "__float__" for call in program.trace.calls)
 
 
+class ByHand(nn.Module):
+    def forward(self, x):
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3)))
+
+
+@torch.library.custom_op("test_branches::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@twice.register_fake
+def _(x):
+    raise RuntimeError("Expected BFloat16")
+
+
+twice.register_autograd(lambda ctx, gradient: 2 * gradient)
+
+
+class OfAnOperatorWithoutAFake(nn.Module):
+    """Runs, and can't be captured whole; with `asks`, what is compiled takes another way, and can."""
+
+    def __init__(self, asks):
+        super().__init__()
+        self.linear, self.gelu, self.asks = nn.Linear(8, 8), ByHand(), asks
+
+    def forward(self, x):
+        x = self.gelu(self.linear(x))
+        return 2 * x if self.asks and torch.compiler.is_compiling() else twice(x)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_around_an_operator_that_cannot_be_captured_the_rest_is_read_and_rewritten(asks, fresh_dynamo):
+    model = OfAnOperatorWithoutAFake(asks)
+    program = read(model, Inputs.of(X))
+    assert [found.place.function for found in GELU.find(program)] == ["ByHand.forward"]
+    assert bool(program.not_captured) != asks, "what torch.compile itself can't run is said"
+    rung = Rung(model, [GELU])
+    assert validate(rung, model, (X,)).passed
+    rung(X)
+    ran = observe(lambda: rung(X), X.device)
+    assert ran["aten::gelu"] and not ran["aten::tanh"], ran
+
+
 def test_torchs_own_code_is_answered_as_ever():
     """FlexAttention compiles itself where nobody else does."""
     class Flexible(nn.Linear):
