@@ -39,6 +39,7 @@ from common.report.record_file import RecordFile
 from common.report.result import Result
 
 QUICK_ROUNDS, ROUNDS = 6, {"cuda": 20, "cpu": 12}
+WARMS_AGAIN = 3                        # times; where a mixture of experts sends one token, its code is compiled for one
 MOST_UNROLLED = 4000                   # operations of loops, a guess: with more a compiler may take minutes
 
 
@@ -65,7 +66,7 @@ def optimize(model: nn.Module | Callable[[], Any], inputs: Any = None, *, name: 
     task = _task(model, inputs, loss, device)
     where = next(iter(task.devices))
     count = rounds or (QUICK_ROUNDS if quick else ROUNDS[where.type])
-    session = Session("assistant", where, count, seed, file=file)
+    session = Session("assistant", where, count, seed, file=file, warms_again=WARMS_AGAIN)
     with kept(*task.models), parameters_kept(task.model, task.given), quick_collections(), _fits():
         source = model if isinstance(model, Source) else None
         assistant = _Assistant(task, session, techniques, inference, quick, source)

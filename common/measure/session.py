@@ -32,6 +32,7 @@ from .progress import Progress
 from .subject import Subject
 
 WARM_UP_ROUNDS = 2
+CALLS_TO_WARM_AGAIN = 20                # of what was compiled while it was timed: its shapes depend on its data
 
 
 @dataclass(eq=False)
@@ -59,12 +60,20 @@ class Calibration:
 Key = RowKey | Calibration
 
 
+def _run_once(entry: Entry, works: dict[Key, Work]) -> None:
+    """All work of a case, each with what comes between two calls."""
+    for key, work in works.items():
+        if isinstance(key, RowKey) and key.entry is entry:
+            work.between()
+            work.run()
+
+
 class Session:
     """Keeps the results and records of what it measures, and knows where its time goes."""
 
     def __init__(self, study: str, device: torch.device, until: int | timing.StopRule, seed: int = 0,
                  launches: Sequence[str] | None = None, file: RecordFile | None = None, slow_down: float = 0.0,
-                 refused: Mapping[str, str] | None = None, trace: str | None = None):
+                 refused: Mapping[str, str] | None = None, trace: str | None = None, warms_again: int = 0):
         self.study, self.device, self.seed = study, device, seed
         self.rounds = until if isinstance(until, int) else 0
         self.rule = None if isinstance(until, int) else until    # each case by itself until its median is known
@@ -73,6 +82,7 @@ class Session:
         self.launches = launches or (LAUNCHES if device.type == "cuda" else LAUNCHES[:1])
         self.file = file or RecordFile(None)
         self.slow_down = slow_down                               # percent that every case is made slower on purpose
+        self.warms_again = warms_again                           # times: where shapes depend on data, they compile anew
         self.facts = machine.facts(device)
         self.neighbours = machine.neighbours(device)
         self.run = uuid.uuid4().hex[:12]
@@ -249,7 +259,7 @@ class Session:
         self._fits(lambda: measurement.read_state(work, row, entry.result, self.device, median, group.metered))
         work.between()
 
-    def _time_in_rounds(self, group: Group, mode: str) -> None:
+    def _time_in_rounds(self, group: Group, mode: str, warmed_again: int = 0) -> None:
         """All cases and ways of launching in the same rounds.
 
         In the first `profiled` rounds, profile each case's faster launch mode right after its sample. In the last round
@@ -301,13 +311,13 @@ class Session:
                 for other in self._launches(group):
                     entry.result.rows[mode, other].state = entry.result.rows[mode, other].state or row.state
 
-        samples = self._sample(mode, works, clock, expected, visit)
-        if samples is None:                                   # one has failed: time the others without it
+        samples = self._sample(mode, works, clock, expected, visit, warmed_again < self.warms_again)
+        if samples is None:                                   # time the others without it, or it once more
             del works, profiler
             for entry in self.alive():
                 if entry.subject:
                     entry.subject.forget_replay(mode)
-            return self._time_in_rounds(group, mode)
+            return self._time_in_rounds(group, mode, warmed_again + 1)
         self._refuse(mode, chosen)
         self.progress.sampled(sum(_timed_seconds(clock, key, samples, expected) for key in works))
         self._fill_rows(mode, works, samples, clock)
@@ -323,8 +333,11 @@ class Session:
                 self._drop(entry)
 
     def _sample(self, mode: str, works: dict[Key, Work], clock: timing.Clock, expected: dict[Key, float],
-                visit: Callable[[int, Key, Callable[[], None]], None]) -> dict[Key, timing.Samples] | None:
-        """The samples of all rounds. None where a case has failed: compiled again meanwhile, or out of memory."""
+                visit: Callable[[int, Key, Callable[[], None]], None], may_warm: bool
+                ) -> dict[Key, timing.Samples] | None:
+        """The samples of all rounds. None where a case has failed, compiled again meanwhile or out of memory, or where
+        what was compiled again has been warmed up once more.
+        """
         self.say(Phase.SAMPLING, mode)
 
         def show(number: int) -> None:
@@ -341,17 +354,18 @@ class Session:
             with compiler.compiled_for_good(*calls):
                 return rounds.interleaved(runs, clock, self.rounds, between, self.seed, show, expected, visit_and_note)
         except Failed as error:
-            reason = str(error)
+            again = self._compiled_again(works)
+            for entry in again:
+                if may_warm:
+                    self._warm_again(entry, works)
+                else:
+                    self.fail(entry, mode, "failed", str(error))
+            return None
         except (RuntimeError, MemoryError) as error:
             ran_out = [key.entry for key in visited if isinstance(key, RowKey)]
             if not is_out_of_memory(error) or not ran_out:
                 raise
-            reason = ""
-        if not reason:
-            self.fail(ran_out[0], mode, "oom", "out of memory beside the other cases")
-            return None
-        for entry in self._compiled_again(works):
-            self.fail(entry, mode, "failed", reason)
+        self.fail(ran_out[0], mode, "oom", "out of memory beside the other cases")
         return None
 
     def _refuse(self, mode: str, chosen: dict[Entry, str]) -> None:
@@ -469,13 +483,16 @@ class Session:
             assert entry.subject is not None
             try:
                 with compiler.compiled_for_good(entry.subject.call):
-                    for key, work in works.items():
-                        if isinstance(key, RowKey) and key.entry is entry:
-                            work.between()
-                            work.run()
+                    _run_once(entry, works)
             except Failed:
                 would.append(entry)
         return would or could
+
+    def _warm_again(self, entry: Entry, works: dict[Key, Work]) -> None:
+        """Run a case on other inputs, which may have other shapes inside: what they compile is compiled then."""
+        self.say(Phase.WARMING_UP, f"{entry.case.name}, which was compiled again")
+        for _ in range(CALLS_TO_WARM_AGAIN):
+            _run_once(entry, works)
 
     def _slowed(self, works: dict[Key, Work], expected: dict[Key, float]) -> dict[Key, Work]:
         """The same work, each case's with copies behind it that take `slow_down` percent of its time."""

@@ -591,6 +591,30 @@ def test_a_block_that_is_compiled_again_fails_alone(some, monkeypatch):
     assert all(timed.attributed(mode) for mode in MODES) and not failed.samples(FORWARD, "eager")
 
 
+@integration
+@pytest.mark.parametrize("times, status", [(1, "ok"), (2, "ok"), (3, "failed")])
+def test_what_its_data_compiles_again_is_warmed_up_again(some, monkeypatch, times, status):
+    """As often as the session was told: behind that it fails."""
+    real, raised, calls = compiler.compiled_for_good, [], []
+
+    @contextlib.contextmanager
+    def again(*blocks):
+        with real(*blocks):
+            yield
+        if len(raised) < 2 * times:                        # in the rounds, then as each case is tried by itself
+            raised.append(blocks)
+            raise Failed("it was compiled again after warm-up: its timings are void")
+    monkeypatch.setattr(compiler, "compiled_for_good", again)
+    monkeypatch.setattr(compiler, "is_compiled", lambda block: type(block).__module__ == "step_2_sdpa")
+    monkeypatch.setattr(subject, "compilation_time", lambda *_: Compilation(1.0, 1.0))
+    monkeypatch.setattr(session, "_run_once", lambda *_: calls.append(1))
+    some.warms_again = 2
+    some.measure(group_of(2, modes=(FORWARD,)))
+    [run] = runs_of(some).values()
+    assert run.status == status
+    assert len(calls) == times + min(times, 2) * session.CALLS_TO_WARM_AGAIN
+
+
 @unit
 def test_of_two_compiled_blocks_that_one_fails_which_is_compiled_again(some, monkeypatch):
     def for_good(call):
