@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from benchmarks.assistant import attention_source, multihead_rewriting
 from benchmarks.assistant.attention import Attention, missing_dimensions
 from benchmarks.assistant.attention_rewriting import rewrite_attention
-from benchmarks.assistant.fusing import Given, fused_or_why_not, softmax_left
+from benchmarks.assistant.fusing import Given, fused_or_why_not, is_fused, softmax_left
 from benchmarks.assistant.graph import Captured, Refusal, place_of, with_stars
 from benchmarks.assistant.multihead import UnreadWeights
 from benchmarks.assistant.predicting import Basis, Prediction
@@ -139,12 +139,20 @@ def seen_alone(program: Program) -> list[tuple[str, str]]:
 
 
 def _fused_or_why_not(given: Given, program: Program) -> tuple[str, str]:
-    return fused_or_why_not(given.without_gradients() if program.is_inference else given)
+    return fused_or_why_not(_given(given, program))
+
+
+def _given(given: Given, program: Program) -> Given:
+    return given.without_gradients() if program.is_inference else given
 
 
 def predict(basis: Basis, found: Sequence[Found]) -> Prediction | None:
-    """Its matmuls alone are left, causal half of them, at the best to a fourth of the rate of a large one."""
-    attentions = [each.region for each in found if isinstance(each.region, Attention) and each.place]
+    """Its matmuls alone are left, causal half of them, at the best to a fourth of the rate of a large one.
+
+    What no fused kernel takes here stays as it is, as a mask that takes a gradient on a CPU.
+    """
+    attentions = [each.region for each in found if isinstance(each.region, Attention) and each.place
+                  and is_fused(_given(Given.of_region(each.region).of_one_sample(), basis.program))]
     arithmetic = arithmetic_of(Plan(), basis.program.inputs.device)
     places, forward = [each.place for each in attentions if each.place], 0.0
     for attention in attentions:

@@ -104,6 +104,25 @@ def test_of_attention_by_hand_its_matmuls_are_left(inference, causal, times):
     assert (prediction.least_ms, prediction.most_ms) == pytest.approx((6 + best, 6 + 4 * best))
 
 
+class OfALearnedBias(attention_spellings.Unmasked):
+    """A mask that takes a gradient: on a CPU no fused kernel takes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(attention_spellings.LENGTH, attention_spellings.LENGTH))
+
+    def attend(self, q, k, v):
+        return (q @ k.mT * self.scale + self.bias).softmax(-1) @ v
+
+
+@unit
+@pytest.mark.parametrize("inference", [True, False])
+def test_of_attention_that_no_fused_kernel_takes_nothing_is_predicted(inference):
+    x = torch.randn(2, attention_spellings.LENGTH, attention_spellings.WIDTH)
+    prediction = predicted(sdpa.TECHNIQUE, OfALearnedBias().eval(), x, BY_HAND, inference=inference)
+    assert (prediction is not None) == inference
+
+
 @unit
 def test_of_attention_that_is_that_function_nothing_is_predicted():
     basis = basis_of(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 4, 8))
