@@ -6,6 +6,7 @@ the backward has the sequence number of the forward's operator that it belongs t
 import contextlib
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,8 +158,8 @@ def _outside(event: FunctionEvent) -> str:
 
 
 def _row(kind: str, where: _Where, calls: list[Call], ms: float) -> Spent:
-    names = [(call.name, call.place) for call in calls]
-    count = min(map(names.count, names), default=1)                    # a function may be called twice in one line
+    counts = Counter((call.name, call.place) for call in calls)
+    count = min(counts.values(), default=1)                            # a function may be called twice in one line
     return Spent(kind, where.place, with_stars([call.module for call in calls]), count, ms, where.elsewhere)
 
 
