@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.block import oracle
 from common.block.config import BlockConfig
+from common.block.workload import causal_attention_flops
 from common.outcome import Failed, in_a_line
 from common.runtime import compiler
 from common.runtime.iteration import FORWARD, as_list, taking_gradients
@@ -199,7 +200,7 @@ def least_flops(experiment: Experiment, mode: str, x: Tensor) -> float:
     if experiment.shape != "heads":
         return 0.0
     B, H, S, D = x.shape
-    return 2.0 * B * H * S * S * D * (1 if mode == FORWARD else 2.5)
+    return float(B * H * causal_attention_flops(S, D, D, mode))
 
 
 def levels(experiment: Experiment, device: torch.device) -> dict[str, Callable | str]:

@@ -148,11 +148,6 @@ def flops_of_chunked(steps: int, K: int, V: int, delta: bool, chunk: int = CHUNK
     return chunks * each + (groups * GROUP**2 + rest**2) * 2 * K * V
 
 
-def flops_of_attention(steps: int, K: int, V: int) -> int:
-    """Of a forward of one head, over the pairs that causal attention has."""
-    return steps**2 * (K + V)
-
-
 def _decay_between(g: Tensor) -> Tensor:
     """[..., C] -> [..., C, C]: by what a state decays from behind step s to behind step t; 0 for s behind t.
 

@@ -15,6 +15,7 @@ from benchmarks.mixers import forms
 from benchmarks.mixers.forms import Form, Given
 from benchmarks.mixers.fused import fused
 from common.block import oracle
+from common.block.workload import causal_attention_flops
 
 LONGEST = 2**14                            # steps at which every form but the one at once has fewer FLOPs
 Mix = Callable[..., Tensor]                # q, k, v [B, H, S, D], gates [B, H, S] in FP32 at least -> y [B, H, S, D]
@@ -68,7 +69,7 @@ class Mixer:
         if way == AT_ONCE:                                 # as many pairs of steps, and a state besides
             return None
         more = [steps for steps in range(1, LONGEST)
-                if self.flops(way, steps, width) > forms.flops_of_attention(steps, width, width)]
+                if self.flops(way, steps, width) > causal_attention_flops(steps, width, width)]
         return more[-1] + 1
 
     def inputs(self, shape: Sequence[int], seed: int, device: torch.device, dtype: torch.dtype = torch.float32

@@ -6,12 +6,20 @@ import torch
 from benchmarks.mixers import forms
 from benchmarks.mixers.mixer import Mixer
 from common.block.config import dtype_name
-from common.block.workload import ATTENTION, MATMUL, Operation, Workload
+from common.block.workload import (
+    ATTENTION,
+    BACKWARD,
+    BOTH,
+    FORWARD,
+    MATMUL,
+    Operation,
+    Workload,
+    causal_attention_flops,
+)
 from common.runtime.limit import Peaks
 
 GATE_BYTES = STATE_BYTES = 4               # FP32 each
-# Of causal attention, two products in a forward; a fused backward has five, since it computes the scores again.
-TIMES_OF_A_BACKWARD = 2.5
+TIMES_OF_A_BACKWARD = 2.5                  # of a mixer's forward, as of attention's
 
 
 def of_mixer(mixer: Mixer, shape: Sequence[int], dtype: torch.dtype) -> Workload:
@@ -30,11 +38,10 @@ def of_mixer(mixer: Mixer, shape: Sequence[int], dtype: torch.dtype) -> Workload
 def of_attention(shape: Sequence[int], dtype: torch.dtype) -> Workload:
     """Of causal attention on the same."""
     B, H, S, D = shape
-    flops, moved = B * H * forms.flops_of_attention(S, D, D), B * H * S * 4 * D * dtype.itemsize
-    name, place = dtype_name(dtype), (B, S, H, D)
-    return Workload(name, (Operation("attention", ATTENTION, flops, moved, name, place),),
-                    (Operation("attention backward", ATTENTION, TIMES_OF_A_BACKWARD * flops, 2 * moved, name, place,
-                               "backward"),), B * S)
+    forward, backward = (B * H * causal_attention_flops(S, D, D, mode) for mode in (FORWARD, BACKWARD))
+    moved, name, place = B * H * S * 4 * D * dtype.itemsize, dtype_name(dtype), (B, S, H, D)
+    return Workload(name, (Operation("attention", ATTENTION, forward, moved, name, place),),
+                    (Operation("attention backward", ATTENTION, backward, 2 * moved, name, place, "backward"),), B * S)
 
 
 def seconds_by_chunks(mixer: Mixer, steps: int, width: int, itemsize: int, peaks: Peaks, arithmetic: str,
@@ -55,9 +62,9 @@ def seconds_by_chunks(mixer: Mixer, steps: int, width: int, itemsize: int, peaks
 
 def seconds_of_attention(steps: int, width: int, itemsize: int, peaks: Peaks, arithmetic: str, backward: bool) -> float:
     """The same of causal attention."""
-    times = 1 + TIMES_OF_A_BACKWARD if backward else 1
+    flops = causal_attention_flops(steps, width, width, BOTH if backward else FORWARD)
     moved = (12 if backward else 4) * steps * width * itemsize
-    return max(times * forms.flops_of_attention(steps, width, width) / peaks.flops[arithmetic], moved / peaks.bandwidth)
+    return max(flops / peaks.flops[arithmetic], moved / peaks.bandwidth)
 
 
 def crossover(mixer: Mixer, width: int, itemsize: int, peaks: Peaks, arithmetic: str, backward: bool,

@@ -8,7 +8,7 @@ import torch
 from . import memory
 from .config import BlockConfig
 from .traits import Arithmetic, Traits
-from .workload import ATTENTION, MATMUL, MEMORY, Operation, Workload
+from .workload import ATTENTION, MATMUL, MEMORY, Operation, Workload, causal_attention_flops
 
 
 def workload(config: BlockConfig, traits: Traits, parameter_dtype: torch.dtype, device: torch.device) -> Workload:
@@ -31,10 +31,11 @@ def _matmuls(config: BlockConfig) -> dict[str, tuple[int, int]]:
 
 
 def _attention(name: str, layout: str, a: Arithmetic, config: BlockConfig, times: int) -> Operation:
-    """Of q, k, v and the result forward; of twice as much backward."""
-    B, S, E = config.batch_size, config.seq_len, config.hidden_size
-    return Operation(name, ATTENTION, times * 2 * B * S**2 * E, times * 4 * B * S * E * a.activation_bytes, a.attention,
-                     (B, S, config.num_heads, config.head_dim), layout)
+    """Of q, k, v and the result forward; of twice as much backward, which need not compute the scores again."""
+    B, S, E, D = config.batch_size, config.seq_len, config.hidden_size, config.head_dim
+    flops = B * config.num_heads * causal_attention_flops(S, D, D)
+    return Operation(name, ATTENTION, times * flops, times * 4 * B * S * E * a.activation_bytes, a.attention,
+                     (B, S, config.num_heads, D), layout)
 
 
 def _forward(a: Arithmetic, config: BlockConfig) -> tuple[Operation, ...]:

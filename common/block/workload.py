@@ -10,6 +10,21 @@ MATMUL, ATTENTION, MEMORY = KINDS = ("matmul", "attention", "memory")
 COPY = "copy"                          # the rate of what moves bytes alone
 
 
+# Of each pair of positions, products of a query's width and of a value's. A fused backward computes the scores again.
+_ATTENTION_PRODUCTS = {FORWARD: (1, 1), BACKWARD: (3, 2), BOTH: (4, 3)}
+
+
+def attention_flops(pairs: int, width: int, width_of_values: int, mode: str = FORWARD) -> int:
+    """Of so many pairs of a query and a key: 2 for a multiplication and its addition."""
+    of_queries, of_values = _ATTENTION_PRODUCTS[mode]
+    return 2 * pairs * (of_queries * width + of_values * width_of_values)
+
+
+def causal_attention_flops(length: int, width: int, width_of_values: int, mode: str = FORWARD) -> int:
+    """Of one head: half of what all its pairs need."""
+    return attention_flops(length**2, width, width_of_values, mode) // 2
+
+
 @dataclass(frozen=True)
 class Operation:
     """One unavoidable operation: its FLOPs, and the bytes it reads and writes at the least."""

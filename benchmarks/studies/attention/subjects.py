@@ -13,11 +13,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from benchmarks.kernels.cuda import series
 from benchmarks.kernels.cuda.series import BACKWARD_RUNGS, RUNGS, Rung
-from benchmarks.mixers import forms
 from benchmarks.show.study import Options
 from common.block import oracle
 from common.block.config import dtype_name
-from common.block.workload import ATTENTION, BACKWARD, FORWARD, Operation, Workload
+from common.block.workload import ATTENTION, BACKWARD, FORWARD, Operation, Workload, causal_attention_flops
 from common.measure.cases import Case, Setting
 from common.measure.subject import Subject, require
 from common.phases import Phase
@@ -34,7 +33,6 @@ WAYS = tuple(dict.fromkeys([*RUNGS_OF[FORWARD], *RUNGS_OF[BACKWARD], *LIBRARIES]
 BACKENDS = {CUDNN: SDPBackend.CUDNN_ATTENTION, FLASH: SDPBackend.FLASH_ATTENTION}
 ROWS = 1024                                # of FP64 scores at a time
 FACTS = "registers", "shared_bytes", "blocks"
-PRODUCTS = {FORWARD: 2, BACKWARD: 5}       # matrices that a pass multiplies, of every pair of positions
 TENSORS = {FORWARD: 4, BACKWARD: 8}        # q, k, v and y; with dy and three gradients
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -154,8 +152,7 @@ def errors(found: Mapping[str, Tensor], inputs: Sequence[Tensor], truth: Callabl
 def flops(size: Sequence[int], mask: str, mode: str = FORWARD) -> float:
     """Of a pass: its products over all pairs, or over half of them."""
     B, H, S, D = size
-    pairs = B * H * forms.flops_of_attention(S, D, D) * (1 if mask == CAUSAL else 2)
-    return pairs * PRODUCTS[mode] / PRODUCTS[FORWARD]
+    return float(B * H * causal_attention_flops(S, D, D, mode) * (1 if mask == CAUSAL else 2))
 
 
 def case(way: str, mask: str, size: tuple[int, int, int, int], options: Options, mode: str = FORWARD) -> Case:

@@ -10,7 +10,7 @@ from benchmarks.patterns import checking, paged
 from benchmarks.patterns.pattern import BUCKETS, Pattern, allowed_pairs, pattern_named, random_documents
 from benchmarks.patterns.ways import WAYS, Attend, Shape, why_no_backward
 from common.block.config import BlockConfig, dtype_name
-from common.block.workload import ATTENTION, BACKWARD, Operation, Workload
+from common.block.workload import ATTENTION, BACKWARD, Operation, Workload, attention_flops
 from common.runtime.iteration import BOTH, FORWARD
 
 
@@ -82,11 +82,9 @@ class PatternTask(Task):
         return checking.check(attend, self.pattern, self.shape, given, seed, has_backward)
 
     def least_flops(self, mode: str) -> float:
-        """Of each pair a product with a key and one with a value; a backward has three more and two more."""
         shape = self.shape
         pairs = shape.heads * allowed_pairs(self.pattern, shape.batch, shape.queries, shape.keys)
-        with_keys, with_values = (1, 1) if mode == FORWARD else (4, 3)
-        return 2.0 * pairs * (with_keys * shape.width + with_values * shape.of_values)
+        return float(attention_flops(pairs, shape.width, shape.of_values, mode))
 
     def least_bytes(self, mode: str) -> float:
         """q, k, v and the result once; with a backward once more, and their gradients."""
@@ -122,7 +120,8 @@ class PagedTask(Task):
         return paged.check(attend, self.shape, given)
 
     def least_flops(self, mode: str) -> float:
-        return 4.0 * self.shape.heads * self.shape.width * sum(paged.lengths_of(self.shape))
+        pairs = self.shape.heads * sum(paged.lengths_of(self.shape))
+        return float(attention_flops(pairs, self.shape.width, self.shape.width))
 
     def least_bytes(self, mode: str) -> float:
         """The keys and values that count, once; queries and results."""
