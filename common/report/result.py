@@ -42,7 +42,7 @@ class Row:
     limits: dict[str, dict[str, float]] = field(default_factory=dict)    # yardstick -> kind of operation -> ms
     peak_bytes: int | None = None
     enqueue_ms: float | None = None      # host time to enqueue one iteration; eager rows on a GPU
-    state: dict[str, Any] = field(default_factory=dict)      # the machine's in the midst of it, where known apart
+    state: dict[str, Any] = field(default_factory=dict)      # the machine's mid-run, where it is known per row
     energy: Energy | None = None
     energy_reason: str = "no GPU"        # where there is none
 

@@ -85,7 +85,7 @@ def _waits_refused() -> Iterator[None]:
     except RuntimeError as error:
         if "synchronizing" not in str(error):
             raise
-        raise RuntimeError("the host waits for the GPU in the midst of it") from None
+        raise RuntimeError("the host waits for the GPU during the iteration") from None
     finally:
         torch.cuda.set_sync_debug_mode(before)
 

@@ -43,7 +43,7 @@ def find(program: Program) -> list[Found]:
         with checkpointed(layers):
             left = saved_bytes(program.model, program)
         of_a_layer = max(whole - left, 0) / len(layers)              # while it is computed again
-        reason = f"{what}: {_memory(whole)} are saved for the backward; checkpointed {_memory(left + of_a_layer)}"
+        reason = f"{what}: {_memory(whole)} are saved for the backward; with it {_memory(left + of_a_layer)}"
         is_short = whole > SHORT * memory_total(program.inputs.device)
         seconds = WHERE_SHORT if is_short else SECONDS
         if ITERATIONS * program.iteration_ms > 1e3 * seconds:
@@ -56,7 +56,7 @@ def find(program: Program) -> list[Found]:
                 return [Found(None, "", 1, what, "computed again, it gives other gradients")]
             gain = times_as_fast(before, after, program.inputs.device)
             reason += f", at {gain[0]:.2f} [{gain[1]:.2f}, {gain[2]:.2f}] of the speed here"
-    return [Found(None, "", 1, reason, "" if is_short else "it costs time, and what is saved fits")]
+    return [Found(None, "", 1, reason, "" if is_short else "it costs time, and the memory suffices without it")]
 
 
 def _memory(size: float) -> str:

@@ -21,6 +21,7 @@ from common.runtime.compiler import holds_compiled
 
 CODE = "model = torch.compile(model)"
 ALLOW_RNN = "torch._dynamo.config.allow_rnn = True"
+OTHER_BRANCH = "; the model asks whether it is being compiled, and may take another branch then"
 
 
 def find(program: Program) -> list[Found]:
@@ -34,7 +35,7 @@ def find(program: Program) -> list[Found]:
     share = f"{100 * passes / trace.bytes:.0f} % of the bytes move outside of matmuls" if trace.bytes else "the model"
     breaks = len(program.breaks)
     count = "no graph break" if not breaks else "1 graph break" if breaks == 1 else f"{breaks} graph breaks"
-    branches = "; it asks whether it is compiled, and may do something else then" if program.has_branches else ""
+    branches = OTHER_BRANCH if program.has_branches else ""
     return [Found(None, "", 1, f"{share}; {count}{branches}")]
 
 

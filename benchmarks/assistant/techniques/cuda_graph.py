@@ -14,7 +14,7 @@ from common.measure.measurement import NOT_A_GPU
 def find(program: Program) -> list[Found]:
     """The call of the model."""
     operators = sum(len(call.operators) for call in program.trace.calls)
-    reason = f"{operators} operators a forward are launched one by one"
+    reason = f"a forward launches {operators} operators one by one"
     if program.breaks:
         reason += "; measured as one graph, of which torch.compile captures what lies between its graph breaks"
     waits = [wait.place.name for wait in program.analysis.waits]

@@ -130,7 +130,7 @@ def test_what_ctrl_c_did_not_let_be_timed_was_not_reached(assistant, monkeypatch
     (KeyboardInterrupt(), 130, "interrupted"), (Terminated(signal.SIGTERM), 143, "terminated")],
     ids=["Ctrl-C", "timeout"])
 def test_what_is_done_is_kept(assistant, monkeypatch, tmp_path, by, status, word):
-    """Here in the midst of the ladder, while the compiler traces: what each technique gains alone is there."""
+    """Here amid the ladder, while the compiler traces: what each technique gains alone is there."""
     measure = Session.measure
 
     def interrupted(self, group, keep=False):

@@ -38,7 +38,7 @@ def test_where_one_can_not_be_captured_both_run_as_they_are(timed, monkeypatch):
 
     def capture(given):
         if given is after:
-            raise RuntimeError("the host waits for the GPU in the midst of it")
+            raise RuntimeError("the host waits for the GPU during the iteration")
         return lambda: None, []
     monkeypatch.setattr(replay, "capture", capture)
     side_by_side.gain_on_device(before, after, DEVICE)
