@@ -9,6 +9,7 @@ from benchmarks.assistant.loops import Loop, loops_in
 from benchmarks.assistant.multihead import UnreadWeights, weights_in
 from benchmarks.assistant.norms import Norm, norms_in
 from benchmarks.assistant.projections import ProjectionGroup, projections_in
+from benchmarks.assistant.running_sums import RunningSum, running_sums_in
 from benchmarks.assistant.source import Place
 from benchmarks.assistant.trace import INDEX_BY_MASK, Trace
 
@@ -39,6 +40,7 @@ class Analysis:
     norms: list[Norm | Refusal] = field(default_factory=list)
     projections: list[ProjectionGroup] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
+    running_sums: list[RunningSum] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
 
     @property
@@ -56,6 +58,7 @@ def analysed(graphs: Sequence[Captured], trace: Trace) -> Analysis:
         found.norms += norms_in(graph)
         found.projections += projections_in(graph)
         found.loops += loops_in(graph)
+        found.running_sums += running_sums_in(graph)
     return found
 
 

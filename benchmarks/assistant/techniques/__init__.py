@@ -26,6 +26,7 @@ from benchmarks.assistant.techniques import (
     mask_is_causal,
     optimizer,
     repeat_kv,
+    running_sum,
     sdpa,
     tf32,
 )
@@ -33,4 +34,4 @@ from benchmarks.assistant.techniques import (
 EVERY: tuple[Technique, ...] = tuple(module.TECHNIQUE for module in (
     tf32, autocast, channels_last, cudnn_benchmark, fold_batchnorm, sdpa, flex_attention, library_norm, library_gelu,
     library_silu, library_loss, fused_qkv, fp8, cast_once, int8_weights, compiled, cuda_graph, graph_break, host_sync,
-    loop, mask_is_causal, block_mask, repeat_kv, alignment, optimizer, checkpointing, dynamic))
+    loop, running_sum, mask_is_causal, block_mask, repeat_kv, alignment, optimizer, checkpointing, dynamic))
