@@ -2,6 +2,7 @@
 import ast
 import copy
 
+from benchmarks.assistant.analysis import IS_SIZED, READS, Wait
 from benchmarks.assistant.graph import with_stars
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.source import Place, statement_at
@@ -12,8 +13,18 @@ _ELEMENTWISE = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)     # give 
 
 def find(program: Program) -> list[Found]:
     """Every line at which the host waits."""
-    return [Found(wait.place, with_stars(wait.modules), len(wait.modules),
-                  f"{spelt(wait.call)} {wait.why}: the host waits for it") for wait in program.analysis.waits]
+    is_captured_whole = not (program.breaks or program.not_captured or program.is_compiled)
+    return [Found(wait.place, with_stars(wait.modules), len(wait.modules), in_words(wait, is_captured_whole))
+            for wait in program.analysis.waits]
+
+
+def in_words(wait: Wait, is_captured_whole: bool) -> str:
+    """Why the host waits. No graph holds a value or a size that Python reads: where one holds the whole model, another
+    branch was compiled. A copy to the host may be in it.
+    """
+    words = f"{spelt(wait.call)} {wait.why}: the host waits for it"
+    is_another_branch = is_captured_whole and wait.why in (READS, IS_SIZED)
+    return f"{words}; compiled code takes another branch, and does not wait there" if is_another_branch else words
 
 
 def spelt(name: str) -> str:

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
-from benchmarks.assistant.techniques import compiled, library_gelu
+from benchmarks.assistant.techniques import compiled, host_sync, library_gelu
 from benchmarks.measure.calls import Inputs
 from benchmarks.study import validate
 from common.block.evidence import observe
@@ -77,6 +77,26 @@ def test_a_break_that_only_uncompiled_code_has_is_none():
     program = read(Talking(8, 8), Inputs.of(X))
     assert program.has_branches and not program.breaks and not program.not_captured
     assert any(call.name == "float" or "item" in call.name or call.name == "__float__" for call in program.trace.calls)
+    [wait] = host_sync.find(program)
+    assert wait.reason.endswith("the host waits for it; compiled code takes another branch, and does not wait there")
+
+
+def test_of_a_wait_that_breaks_the_graph_compiled_code_is_not_named():
+    class Waiting(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if float(x.sum()) < 1e9 else x
+    program = read(Waiting(8, 8), Inputs.of(X))
+    [wait] = host_sync.find(program)
+    assert program.breaks and wait.reason.endswith("the host waits for it")
+
+
+def test_a_copy_to_the_host_is_compiled_too():
+    class Copying(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).cpu() + 1
+    program = read(Copying(8, 8), Inputs.of(X))
+    [wait] = host_sync.find(program)
+    assert not program.breaks and wait.reason.endswith("the host waits for it")
 
 
 class ByHand(nn.Module):
