@@ -21,6 +21,8 @@ from benchmarks.measure.names import Kind
 from common.outcome import in_a_line
 from common.text import number, ratio
 
+IN_A_PACKAGE = "it stands in an installed package: there is nothing to write in your files"
+
 
 def opportunities(result: Optimized) -> list[Opportunity]:
     """All that was found, the best first."""
@@ -154,18 +156,20 @@ def _if_it_gains(result: Optimized, one: Opportunity) -> Opportunity:
 
 def _advice(result: Optimized, technique: Technique, found: Found) -> tuple[Advice | None, str]:
     """(the code to write, why there is none)."""
+    is_elsewhere = found.place is not None and not found.place.is_yours
     try:
         advice = technique.advice(result.looked.program, found)
     except NotWritten as error:
-        return None, f"no code is written for it: {error}"
+        return None, IN_A_PACKAGE if is_elsewhere else f"no code is written for it: {error}"
     except Exception as error:                             # one that is missing loses nothing that was measured
         fault = f"the code for it could not be written, a fault of this suite: {in_a_line(error)}"
         result.faults[f"{technique.name}: {fault}"] = None
         return None, fault
     if advice and advice.place and not advice.place.is_yours:
-        return None, "it stands in an installed package: there is nothing to write in your files"
-    is_missing = advice is None and technique.apply is not None
-    return advice, "no code is written for it: its lines are not read" if is_missing else ""
+        return None, IN_A_PACKAGE
+    if advice is not None or technique.apply is None:
+        return advice, ""
+    return None, IN_A_PACKAGE if is_elsewhere else "no code is written for it: its lines are not read"
 
 
 def _on_top(result: Optimized, technique: str) -> Added | None:

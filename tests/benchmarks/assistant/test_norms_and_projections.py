@@ -1,5 +1,6 @@
 """Norms by hand and linear layers on one input: found, rewritten, the same function, and their advice can be pasted."""
 import copy
+import dataclasses
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn import functional as F  # noqa: F401 - what is pasted in here call
 from benchmarks.assistant import optimize, source
 from benchmarks.assistant.program import read
 from benchmarks.assistant.rung import Rung
+from benchmarks.assistant.technique import NotWritten
 from benchmarks.assistant.techniques import compiled, fused_qkv, library_norm, sdpa
 from benchmarks.measure.calls import Inputs
 from benchmarks.study import validate
@@ -59,12 +61,21 @@ def test_its_advice_can_be_pasted(spelling, technique, tmp_path):
         assert not technique.find(read(other, Inputs.of(X))), advice.code
 
 
+def not_written(program, found):
+    raise NotWritten("its norm is used more than once")
+
+
 @pytest.mark.integration
-def test_nobody_is_told_to_edit_an_installed_file(monkeypatch, studies_in_seconds):
+@pytest.mark.parametrize("advice", [library_norm.advice, not_written, lambda program, found: None],
+                         ids=["written", "not written", "not read"])
+def test_nobody_is_told_to_edit_an_installed_file(monkeypatch, studies_in_seconds, advice):
+    """Nor why there is no code for lines that nobody edits."""
     monkeypatch.setattr(source, "_INSTALLED", (spellings.__file__,))
-    result = optimize(made(spellings.LayerNormByMeans), (X,), quick=True, techniques=(library_norm.TECHNIQUE,))
+    technique = dataclasses.replace(library_norm.TECHNIQUE, advice=advice)
+    result = optimize(made(spellings.LayerNormByMeans), (X,), quick=True, techniques=(technique,))
     (one,) = result.opportunities
-    assert one.speedup and one.advice is None and "stands in an installed package" in one.why
+    assert one.speedup and one.advice is None
+    assert "stands in an installed package" in one.why and "no code is written" not in one.why
     assert "write this" not in str(result)
 
 
