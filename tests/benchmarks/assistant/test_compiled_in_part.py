@@ -1,4 +1,6 @@
 """Models of which a part is compiled, runs in inference mode, or compiles itself: they are read as they are written."""
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -72,9 +74,21 @@ def test_all_of_its_work_is_counted(make):
     assert read(make(), Inputs.of(X), inference=True).trace.flops == FLOPS
 
 
+def cut_off(profiler, path):
+    """What a full disk leaves of a timeline."""
+    Path(path).write_text('{"name": "Torch-Compiled Region')
+
+
+def not_written(profiler, path):
+    raise OSError("no space left on device")
+
+
 @unit
+@pytest.mark.parametrize("disk", [None, cut_off, not_written])
 @pytest.mark.parametrize("make, in_part", [(Two, False), (in_place, True), (wrapped, True)])
-def test_its_time_is_that_of_compiled_code(make, in_part, fresh_dynamo):
+def test_its_time_is_that_of_compiled_code(make, in_part, disk, fresh_dynamo, monkeypatch):
+    if disk:
+        monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", disk)
     looked = look(make(), (X,))
     table = "\n".join(" ".join(row) for row in looked.where().rows)
     assert ("compiled code" in table) == in_part
