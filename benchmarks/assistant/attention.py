@@ -1,4 +1,4 @@
-"""Attention by hand: softmax(scale * q k^T + masks), dropout, times v. Where it stands in a graph, and of what it is.
+"""Attention by hand, softmax(scale * q k^T + masks), dropout, times v: its operands and its masks, in a graph.
 
 Scores may be capped before the masks: cap * tanh(scale * q k^T).
 """

@@ -1,6 +1,5 @@
 """Attention by hand is found in a graph: from its softmax up to one matmul, and down to the other."""
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,6 +8,7 @@ from torch import fx
 
 from benchmarks.assistant import einsum
 from benchmarks.assistant.attention import Attention, Mask, Operand, swapped, swaps_the_last
+from benchmarks.assistant.constants import number_of
 from benchmarks.assistant.graph import (
     Captured,
     Refusal,
@@ -275,30 +275,6 @@ class _Upwards:
             if leads(second):
                 return second, first
         return (first, second) if isinstance(first, fx.Node) else (second, first)
-
-
-# Operation -> which of its arguments a tensor has in all its elements.
-_FILLED_WITH = {"tensor": 0, "scalar_tensor": 0, "full": 1, "full_like": 1, "new_tensor": 1, "new_full": 2}
-_FILLED = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones": 1.0, "ones_like": 1.0, "new_ones": 1.0}
-_OF_NUMBERS: dict[str, Callable[..., float]] = {"mul": operator.mul, "add": operator.add, "sub": operator.sub,
-                                                "neg": operator.neg}
-
-
-def number_of(value: Any) -> float | None:
-    """A number, or that of a tensor in the graph that holds it in every element for sure: full([], v) and the like."""
-    if isinstance(value, (int, float)):
-        return float(value)
-    if not isinstance(value, fx.Node):
-        return None
-    name = name_of(value)
-    if name in _FILLED:
-        return _FILLED[name]
-    if name in _FILLED_WITH:
-        return number_of(argument(value, _FILLED_WITH[name], "fill_value"))
-    if name in CASTS:
-        return number_of(value.args[0])
-    numbers = [number_of(inner) for inner in value.args] if name in _OF_NUMBERS and not value.kwargs else [None]
-    return None if None in numbers else _OF_NUMBERS[name](*numbers)
 
 
 def _leads_to_a_matmul(node: Any, depth: int = 12) -> bool:

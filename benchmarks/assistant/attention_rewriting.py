@@ -15,7 +15,8 @@ from benchmarks.assistant.attention import (
     infinite,
     is_causal,
 )
-from benchmarks.assistant.attention_finding import attention_at, number_of
+from benchmarks.assistant.attention_finding import attention_at
+from benchmarks.assistant.constants import number_of
 from benchmarks.assistant.graph import Captured, Refused, shape_of
 from benchmarks.assistant.rewriting import Assumed, erase_unused, same_buffers
 from benchmarks.assistant.softmaxes import softmaxes

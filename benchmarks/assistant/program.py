@@ -81,8 +81,8 @@ def as_written(model: nn.Module) -> nn.Module:
 def read(model: nn.Module, inputs: Inputs, inference: bool = False) -> Program:
     """Run a model once as it is and once under Dynamo, without compiling anything. It is restored afterwards.
 
-    Graph breaks are those of the compiled model. Graphs are of what runs as the model is: where it is not compiled, and
-    does something else then or can't be captured whole, it is captured once more: what can't be is left out.
+    Graph breaks are those of the compiled model. Graphs are of the code that runs as the model is. One that is not
+    compiled is captured again where it takes another branch then, or could not be captured whole; then what can be is.
 
     In `inference` it runs without gradients: it may have no backward.
     """

@@ -55,12 +55,13 @@ class Rung(nn.Module):
         is_eager = bool(self.plan.passes and not self.plan.compiles)
         with (torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext(),
               as_uncompiled() if is_eager else contextlib.nullcontext()):
-            output = self._around(run, *args, **kwargs) if is_eager else run(self, *args, **kwargs)
+            output = self._captured_in_parts(run, *args, **kwargs) if is_eager else run(self, *args, **kwargs)
         return _in_float32(output) if self.plan.returns_float32 else output
 
-    def _around(self, run: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call whose graphs are edited, and run eagerly: what Dynamo can't capture runs as it is. It remembers that,
-        so that a timed call raises nothing.
+    def _captured_in_parts(self, run: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call whose graphs are edited, and run eagerly; what Dynamo can't capture runs as it is.
+
+        Dynamo remembers which functions it can't capture, so a timed call raises nothing.
         """
         try:
             return run(self, *args, **kwargs)

@@ -112,8 +112,8 @@ def spending(model: nn.Module, program: Program, iteration: Iteration, device: t
 
 
 def _runs_compiled_code(iteration: Iteration) -> bool:
-    """Whether any runs in it. The timeline as a text says so; to make events of it takes 20 s where a loop has a
-    thousand steps.
+    """Whether any runs in it. The timeline is searched as a text: making events of it takes longer, of long loops most
+    of the time that reading takes.
     """
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         iteration.between()

@@ -32,8 +32,8 @@ P_VALUE = 0.003                            # twice below it, by draws of their o
 EFFECT = 0.1**2                            # of a variance: by less, rounding may move means or variances
 TELLS_FROM = 4                             # times what outputs are off by must an element vary to tell anything
 TIMES_OFF_BY = 2                           # what outputs are off by without dropout: it scales what it leaves, too
-SEEDS = 64                                 # that are tried where none gives other outputs: of one call in ten all miss
-                                           # once in 700 times
+SEEDS = 64                                 # tried until outputs differ: all miss what happens in a tenth of the calls
+                                           # with probability 0.9**63
 OF_FP32 = 1e-5                             # rounding of a dtype in which random numbers hardly coincide
 MORE_OFTEN, FEW = 2, 0.02                  # than the reference's may draws coincide, and so many of them besides
 _OUTPUT = Named(Kind.OUTPUT, "output with dropout")
@@ -70,8 +70,8 @@ def draws(call: Callable, work: Work, with_gradients: bool = False) -> bool:
 
 
 def randomness(call: Callable, work: Work, with_gradients: bool = False) -> Randomness:
-    """Of a callable. One that takes random numbers may drop rarely: layers by a small rate, of a batch of two. Then
-    more seeds are tried, until one gives other outputs.
+    """Of a callable. One that takes random numbers may drop rarely, as layers by a small rate: then more seeds are
+    tried, until one gives other outputs.
     """
     start = work.start_of(call)
     start.begin(0)
@@ -174,17 +174,17 @@ def _some(t: Tensor, tensors: int) -> Tensor:
     return flat.double()
 
 
-def checks(candidate: Side, reference: Side, randomness: tuple[Randomness, Randomness], work: Work, has_gradients: bool,
+def checks(candidate: Side, reference: Side, drawing: tuple[Randomness, Randomness], work: Work, has_gradients: bool,
            rounding: Rounding, say: Callable[..., None]) -> list[Check]:
     """Whether both draw from one distribution, dropout as they have it; none where neither draws.
 
-    `randomness`: of the candidate, and of the reference. Where that of one was not seen, and yet it takes numbers, it
-    may drop rarely: their draws tell.
+    `drawing`: of the candidate, and of the reference. One that takes numbers, and was not seen to draw, may drop
+    rarely: their draws tell.
     """
-    theirs, ours = randomness
+    theirs, ours = drawing
     if not theirs.is_seen and not ours.is_seen:
         return []
-    if not all(one.is_seen or one.takes_numbers for one in randomness):
+    if not all(one.is_seen or one.takes_numbers for one in drawing):
         reason = "its outputs are random, the reference's are not" if theirs.is_seen else "its dropout is gone"
         return [Check(_OUTPUT, "chance", False, True, float("nan"), float("nan"), reason)]
     with kept(candidate.call, reference.call):

@@ -319,11 +319,11 @@ class Judge:
         pairs = {our: their for our, their in self._pairs().items()
                  if truth.parameters[our].shape == self.parameters[their].shape}
         theirs = chance.Side(self.candidate, [self.parameters[their] for their in pairs.values()])
-        both = self.randomness, truth.randomness
+        drawing = self.randomness, truth.randomness
         rounding = bounds.rounding_between(self.dtype, self.numerics)
         outputs, gradients = self._off_by()
         rounding = replace(rounding, outputs_off_by=outputs, gradients_off_by=gradients)
-        self.checks += chance.checks(theirs, truth.drawing(tuple(pairs)), both,
+        self.checks += chance.checks(theirs, truth.drawing(tuple(pairs)), drawing,
                                      truth.work, bool(truth.exact.takes_gradient), rounding, truth.say)
 
     def _off_by(self) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from common.block.workload import (
 from common.runtime.limit import Peaks
 
 GATE_BYTES = STATE_BYTES = 4               # FP32 each
-TIMES_OF_A_BACKWARD = 2.5                  # of a mixer's forward, as of attention's
+TIMES_OF_A_BACKWARD = 2.5                  # a mixer's forward; a fused backward of attention has as many
 
 
 def of_mixer(mixer: Mixer, shape: Sequence[int], dtype: torch.dtype) -> Workload:

@@ -15,7 +15,8 @@ def find(program: Program) -> list[Found]:
 
 def in_words(of: RunningSum) -> str:
     """What it writes, and the form that does without."""
-    (rows, columns), mebibytes = of.state, of.nbytes / 2**20
+    rows, columns = of.state
+    mebibytes = of.nbytes / 2**20
     return f"a state of {rows} x {columns} for each of {of.steps:,} steps, {mebibytes:,.3g} MiB together: {CHUNKED}"
 
 

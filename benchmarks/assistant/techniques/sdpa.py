@@ -139,10 +139,11 @@ def seen_alone(program: Program) -> list[tuple[str, str]]:
 
 
 def _fused_or_why_not(given: Given, program: Program) -> tuple[str, str]:
-    return fused_or_why_not(_given(given, program))
+    return fused_or_why_not(_in_its_pass(given, program))
 
 
-def _given(given: Given, program: Program) -> Given:
+def _in_its_pass(given: Given, program: Program) -> Given:
+    """Without gradients in inference."""
     return given.without_gradients() if program.is_inference else given
 
 
@@ -152,7 +153,7 @@ def predict(basis: Basis, found: Sequence[Found]) -> Prediction | None:
     What no fused kernel takes here stays as it is, as a mask that takes a gradient on a CPU.
     """
     attentions = [each.region for each in found if isinstance(each.region, Attention) and each.place
-                  and is_fused(_given(Given.of_region(each.region).of_one_sample(), basis.program))]
+                  and is_fused(_in_its_pass(Given.of_region(each.region).of_one_sample(), basis.program))]
     arithmetic = arithmetic_of(Plan(), basis.program.inputs.device)
     places, forward = [each.place for each in attentions if each.place], 0.0
     for attention in attentions:

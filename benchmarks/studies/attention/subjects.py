@@ -16,7 +16,15 @@ from benchmarks.kernels.cuda.series import BACKWARD_RUNGS, RUNGS, Rung
 from benchmarks.show.study import Options
 from common.block import oracle
 from common.block.config import dtype_name
-from common.block.workload import ATTENTION, BACKWARD, FORWARD, Operation, Workload, causal_attention_flops
+from common.block.workload import (
+    ATTENTION,
+    BACKWARD,
+    FORWARD,
+    Operation,
+    Workload,
+    attention_flops,
+    causal_attention_flops,
+)
 from common.measure.cases import Case, Setting
 from common.measure.subject import Subject, require
 from common.phases import Phase
@@ -152,7 +160,8 @@ def errors(found: Mapping[str, Tensor], inputs: Sequence[Tensor], truth: Callabl
 def flops(size: Sequence[int], mask: str, mode: str = FORWARD) -> float:
     """Of a pass: its products over all pairs, or over half of them."""
     B, H, S, D = size
-    return float(B * H * causal_attention_flops(S, D, D, mode) * (1 if mask == CAUSAL else 2))
+    of_a_head = causal_attention_flops(S, D, D, mode) if mask == CAUSAL else attention_flops(S**2, D, D, mode)
+    return float(B * H * of_a_head)
 
 
 def case(way: str, mask: str, size: tuple[int, int, int, int], options: Options, mode: str = FORWARD) -> Case:

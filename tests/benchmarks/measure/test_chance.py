@@ -223,7 +223,7 @@ OWN = [np.random.default_rng(0), np.random.RandomState(0), random.Random(0), tor
     (0.0, lambda x: np.random.rand(), chance.SEEDS, False), (0.0, lambda x: OWN[0].random(), chance.SEEDS, False),
     (0.0, lambda x: OWN[1].rand(), chance.SEEDS, False), (0.0, lambda x: OWN[2].random(), chance.SEEDS, False),
     (0.0, lambda x: torch.rand(1, generator=OWN[3]), chance.SEEDS, False)])
-def test_what_takes_no_random_numbers_is_called_twice(noise, drawn, calls, draws):
+def test_what_takes_random_numbers_is_asked_with_more_seeds(noise, drawn, calls, draws):
     seen = []
 
     def call(x: Tensor) -> Tensor:
@@ -248,14 +248,15 @@ class RarelySkipped(nn.Module):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("numbers", [lambda: float(torch.rand(())), lambda: float(torch.rand(2)[1]), random.random])
 def test_layers_that_are_rarely_left_out_are_the_same_by_other_random_numbers(numbers, seed):
-    """Two seeds alone mostly give the same: 'its dropout is gone' was said of every third that is right."""
+    """Two seeds alone mostly give the same, of one of the two at times."""
     right = validate(RarelySkipped(numbers=numbers), RarelySkipped(), tensor(4, 16, seed=seed))
-    assert right.passed, right
+    assert right.passed and any(check.question == "chance" for check in right.checks), right
 
 
-@pytest.mark.parametrize("rate, numbers", [(0.0, lambda: 1.0), (0.9, random.random), (0.0, random.random)])
-def test_layers_that_are_left_out_by_another_rate_are_found(rate, numbers):
-    assert not validate(RarelySkipped(rate, numbers), RarelySkipped(0.4), tensor(4, 16)).passed
+@pytest.mark.parametrize("numbers", [lambda: 1.0, random.random], ids=["takes none", "takes some"])
+def test_layers_that_are_never_left_out_are_found(numbers):
+    wrong = validate(RarelySkipped(0.0, numbers), RarelySkipped(0.4), tensor(4, 16))
+    assert {check.question for check in wrong.checks if not check.passed} == {"chance"}, wrong
 
 
 class Attending(nn.Module):
