@@ -263,7 +263,7 @@ def test_a_mask_changes_where_nothing_else_can(other):
 @pytest.mark.parametrize("ahead", [1, 64])
 def test_fresh_inputs_do_not_wait_for_the_gpu(ahead, monkeypatch):
     """The host would lose its lead, and each call would take as long as its launches."""
-    monkeypatch.setattr(referee, "MOST_AHEAD", ahead)
+    monkeypatch.setattr(refreshing, "MOST_AHEAD", ahead)
     tensors = [tensor(64, 64).cuda(), torch.zeros(8, 8, device="cuda"), torch.arange(12, device="cuda").view(3, 4),
                torch.ones(2, 8, device="cuda")]
     refresher = refreshing.Refresher(tensors)
