@@ -1,6 +1,4 @@
 """When what compiling took is won back."""
-from dataclasses import replace
-
 from benchmarks.assistant.combination import Combination, Measured
 from benchmarks.assistant.optimized import Optimized
 from common.runtime.iteration import BOTH
@@ -22,9 +20,14 @@ def pays_after(result: Optimized) -> str:
 
 
 def _paid_back(result: Optimized, measured: Measured, compiled: Combination, before: Combination) -> str:
-    """After how many calls, by what was timed of both; "" where one was not."""
+    """After how many calls, by the ratio that the ladder shows, too; "" where one of them was not timed."""
     alone = result.alone.results.get("compile")
-    row, base = measured.row(compiled, BOTH), measured.row(before, BOTH)
-    if not (alone and alone.compilation and row and row.timing and base and base.timing):
+    ms, gain = measured.ms(before, BOTH), measured.gain(compiled, before, BOTH)
+    if not (alone and alone.compilation and ms and gain):
         return ""
-    return replace(alone.compilation, uncompiled=base.timing.samples).pays_after(row.timing)
+    ratio, low, high = gain
+    if high < 1:
+        return "never: it is not faster here"
+    if low <= 1:
+        return "n/a: the difference is within the noise"
+    return alone.compilation.calls_that_win_back(ms - ms / ratio)

@@ -429,3 +429,19 @@ def test_what_compiling_took_is_won_back_alone_and_on_top_of_others():
     assert pays_after(result) == "10,000 forward+backward calls"
     looked.found = {autocast: ()}
     assert pays_after(result) == ""
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("before, after, said", [
+    ([100.0, 150.0] * 10, [80.0, 120.0] * 10, "400 forward+backward calls"),     # faster in each round, by a fifth
+    ([100.0, 101.0] * 10, [101.0, 100.0] * 10, "n/a: the difference is within the noise"),
+    ([80.0, 120.0] * 10, [100.0, 150.0] * 10, "never: it is not faster here")])
+def test_whether_compiling_is_won_back_is_decided_round_by_round(before, after, said):
+    """By the ratio of the table: where rounds differ by more than compiling saves, too."""
+    compiled = Technique("compile", "", lambda program: ())
+    alone = measured({AS_IT_IS: 0.0, "compile": 0.0})
+    for name, samples in {AS_IT_IS: before, "compile": after}.items():
+        alone.results[name].rows[BOTH, "eager"] = Row(timing=Timing(samples, True, "rounds"))
+    alone.results["compile"].compilation = Compilation(10.0, None)
+    result = SimpleNamespace(looked=SimpleNamespace(found={compiled: ()}), alone=alone, ladder=[])
+    assert pays_after(result) == said
