@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             result = optimize(build, quick=chosen.quick, rounds=chosen.rounds, file=file, techniques=techniques, **how)
         except Interrupted as ended:
-            tell(f"{ended.result}\n\nit was interrupted: what was not reached is missing")
+            tell(f"{ended.result}\n\nit was interrupted: what was not reached is missing\n{ended.result.times}")
             if page:
                 write_page(ended.result, page)
             raise ended.by from None

@@ -230,10 +230,15 @@ def inner_module(node: fx.Node) -> tuple[str, str]:
 
 def module_of(graph: Captured, node: fx.Node) -> str:
     """The path of the module that a node ran in, with a star for each number that differs between calls."""
+    return with_stars(paths_of(graph, node))
+
+
+def paths_of(graph: Captured, node: fx.Node) -> list[str]:
+    """The path of the module that a node ran in, in each call of the graph; "" is the model itself."""
     inner, _ = inner_module(node)
     path = _OF_DYNAMO.sub("", inner).strip(".")
     prefixes = [prefix for names in graph.calls if (prefix := _prefix_of(names, graph, path)) is not None]
-    return with_stars([".".join(filter(None, (prefix, path))) for prefix in prefixes])
+    return [".".join(filter(None, (prefix, path))) for prefix in prefixes]
 
 
 def _prefix_of(names: Sequence[str], graph: Captured, path: str) -> str | None:

@@ -1,19 +1,31 @@
 """Modules of installed packages, whose lines nobody edits: code that puts torch's modules in their place."""
+import contextlib
 from collections.abc import Sequence
 
-from torch import fx, nn
+from torch import nn
 
-from benchmarks.assistant.graph import inner_module
+from benchmarks.assistant.graph import Region, inner_module, paths_of
 from benchmarks.assistant.program import Program
 
 
-def modules_around(program: Program, node: fx.Node) -> list[nn.Module]:
-    """All modules of the class that an operation ran in; none where it ran in a function alone, or in the model itself,
+def modules_around(program: Program, region: Region) -> list[nn.Module]:
+    """All modules of the class that a region ends in; none where it stands in a function alone, or in the model itself,
     which no other module holds.
     """
-    _, kind = inner_module(node)
+    kind = _class_around(program, region)
     modules = [each for each in program.model.modules() if type(each).__name__ == kind]
     return [] if program.model in modules else modules
+
+
+def _class_around(program: Program, region: Region) -> str:
+    """By name. Where a module was captured by itself, behind a graph break, Dynamo's stack of modules is empty."""
+    last = region.nodes[-1]
+    _, kind = inner_module(last)
+    if kind:
+        return kind
+    with contextlib.suppress(AttributeError):              # a path of a compiled module is not that of its attributes
+        return next((type(program.model.get_submodule(path)).__name__ for path in paths_of(region.graph, last)), "")
+    return ""
 
 
 def replacing(module: nn.Module, made: Sequence[str]) -> str:

@@ -71,7 +71,7 @@ def advice(program: Program, found: Found) -> Advice:
     by_hand = found.region
     assert isinstance(by_hand, Activation)
     if found.place and not found.place.is_yours:
-        modules = modules_around(program, by_hand.output)
+        modules = modules_around(program, by_hand)
         if modules and all(is_module_of(by_hand.function, each) for each in modules):
             return Advice(replacing(modules[0], [f"torch.nn.{by_hand.function.module}"]))
     return in_one_call(by_hand.nodes, by_hand.output, [by_hand.x], lambda words: by_hand.function.code(words[0]))

@@ -174,7 +174,9 @@ class _Assistant:
                                         ("all of it, written", self._write_out)):
                         self._unless_it_breaks(what, stage)
             except (KeyboardInterrupt, signals.Terminated) as ended:
-                raise Interrupted(self._recorded(), ended) from None
+                self._recorded()
+                self.result.times = session.finish(None)
+                raise Interrupted(self.result, ended) from None
         self._recorded()
         self.result.times = session.finish(None)
         return self._concluded()

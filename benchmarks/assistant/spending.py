@@ -29,9 +29,12 @@ from common.runtime import timing
 from common.runtime.iteration import Iteration
 
 BY_HAND, ATTENTION, MATMUL, CONVOLUTION = "attention by hand", "attention", "matmul", "convolution"
-PASSES, IDLE = "passes over memory", "idle"
+TRANSPOSES, PASSES, IDLE = "layout transposes", "passes over memory", "idle"
 COMPILED, BACKWARD, NO_LINE = "compiled code", "the backward alone", "no line of the model"
-_CONVOLUTION = re.compile(r"conv|[fdw](prop|grad)_", re.IGNORECASE)
+# By which kernels of cuDNN's turn NCHW into NHWC and back, as its convolutions on tensor cores take NHWC alone.
+_TRANSPOSE = re.compile(r"nchwtonhwc|nhwctonchw", re.IGNORECASE)
+# Inductor names a kernel by all that it fuses, a bias behind a convolution, too: only a template of its own convolves.
+_CONVOLUTION = re.compile(r"^(?!triton_(poi|red|per)_).*(conv(?!ert)|[fdw](prop|grad)_)", re.IGNORECASE | re.DOTALL)
 _RANGE = "call "
 _STEP = "autograd::engine::evaluate_function"
 _COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")       # names of events that hold compiled code
@@ -188,9 +191,19 @@ def _line(call: Call, by_hand: list[Place]) -> Place | None:
 
 def kind_of(name: str) -> str:
     """What a kernel does (an operator on a CPU), by its name."""
+    known = category(name)
+    if known == "attention":                               # cuDNN's has fprop in its name, too
+        return ATTENTION
+    if is_transpose(name):
+        return TRANSPOSES
     if _CONVOLUTION.search(name):
         return CONVOLUTION
-    return {"attention": ATTENTION, "GEMM": MATMUL}.get(category(name), PASSES)
+    return MATMUL if known == "GEMM" else PASSES
+
+
+def is_transpose(kernel: str) -> bool:
+    """Whether it lays a tensor out for a convolution, or back."""
+    return bool(_TRANSPOSE.search(kernel))
 
 
 def _own_work(event: FunctionEvent, device: torch.device) -> list[tuple[str, float]]:

@@ -161,12 +161,14 @@ def compiled_inside(call: Callable) -> bool:
 
 
 def uncompiled_meanwhile(call: Callable) -> contextlib.AbstractContextManager:
-    """Modules that went through torch.compile run as they were written: what they mean is no matter of a compiler.
+    """Modules that went through torch.compile run as they were written, and so do the compiled functions that they
+    call: what they mean is no matter of a compiler, and few of its kernels take FP64.
 
-    A module that compiles by a backend of its own, which rewrites it, is left as it is.
+    What is compiled by an attribute of its own, as by a backend that rewrites it, is left as it is.
     """
-    is_compiled = any(map(compiler.is_compiled, modules_of(call)))
-    return torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()
+    if compiler.holds_compiled(call) and not any(map(compiler.is_compiled, modules_of(call))):
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 @contextlib.contextmanager

@@ -221,7 +221,7 @@ class Truth:
             try:
                 self.rounds_to = rounding_in(copy, few) if dtype == FP64 else None
                 with without_tf32():
-                    self.exact = observe(copy, few, dtype, overwrites_output=True, draws=self.has_dropout)
+                    self.exact = self._meaning(copy, few, dtype)
                 break
             except Exception as error:
                 fewer = samples // 2
@@ -254,10 +254,15 @@ class Truth:
             for t in {id(t): t for t in zeros.values()}.values():
                 t.copy_(DRAWN_SCALE * torch.randn(t.shape, generator=generator, dtype=FP64))
         try:
-            seen = observe(copy, few, FP64, overwrites_output=True, draws=self.has_dropout)
+            seen = self._meaning(copy, few)
         except Exception:
             return None
         return Drawn({name: t.detach() for name, t in zeros.items()}, seen)
+
+    def _meaning(self, copy: Callable, work: Work, dtype: torch.dtype = FP64) -> Observation:
+        """What a copy gives in a dtype that says what the reference means; in FP64 it runs uncompiled."""
+        with uncompiled_meanwhile(copy) if dtype == FP64 else contextlib.nullcontext():
+            return observe(copy, work, dtype, overwrites_output=True, draws=self.has_dropout)
 
     def _observed(self, call: Callable, work: Work, dtype: torch.dtype | None = None, eager: bool = False
                   ) -> Observation:
@@ -339,7 +344,7 @@ class Truth:
         work = dataclasses.replace(few, inputs=few.inputs.copies(FP64))
         for number in range(PERTURBATIONS):
             with _off_by_a_rounding(copy, work, number, step) as off, RoundedAnew(number):
-                other = observe(copy, off, FP64, overwrites_output=True, draws=self.has_dropout)
+                other = self._meaning(copy, off)
             found = further_in_all(found, other, self.exact)
             yield found
 

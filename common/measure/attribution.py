@@ -28,7 +28,8 @@ from ..runtime import rounds, timing
 CATEGORIES = {
     "attention": r"^(?!triton_(poi|red|per)_).*(sdpa|flash_(fwd|bwd)|flash::|fmha|mem_eff|_attention|cudnn::fusion::"
                  r"|fused_attn|\battention_(forward|backward))",
-    "GEMM": r"gem[mv]|nvjet|splitKreduce|cutlass.*Kernel|^aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|mkldnn.*linear",
+    "GEMM": r"gem[mv]|nvjet|splitKreduce|cutlass.*Kernel|^aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|mkldnn.*linear"
+            r"|^triton_(tem_fused\w*_|)(add|b|badd)?mm_",
     "softmax and mask": r"softmax|masked_fill|triu|tril|dropout|BUnaryFunctor<.*MulFunctor",      # the scores' scaling
     "normalisation and activation": r"layer_?norm|GammaBeta|\bln_\w*(fwd|bwd)|normalization::|gelu",
     "casts and copies": r"^triton_[a-z]+_fused(__to_copy|_view|_clone|_permute|_cat)+_\d+$|_copy_kernel|Memcpy|CatArray"

@@ -6,13 +6,13 @@ from torch import Tensor, nn
 
 from benchmarks.assistant.program import Program
 from benchmarks.assistant.rung import why_it_raises
+from benchmarks.assistant.spending import is_transpose
 from benchmarks.assistant.technique import Advice, Found, Plan, Technique
 from benchmarks.assistant.trace import Call
 from common.block.evidence import Evidence
 
 CODE = "model = model.to(memory_format=torch.channels_last)"
 LEAST = 0.01                                           # of all FLOPs or bytes: below that a gain would be noise
-TRANSPOSES = ("nchwtonhwc", "nhwctonchw")              # in the names of cuDNN's kernels, in lower case
 
 
 def find(program: Program) -> list[Found]:
@@ -21,7 +21,10 @@ def find(program: Program) -> list[Found]:
     if not convolutions or not any(map(_is_nchw, program.model.parameters())):
         return []
     count, of_all, why_not = told_of(convolutions, program)
-    return [Found(None, "", 1, f"{count} on NCHW tensors: {of_all}", why_not or why_it_raises(program, TECHNIQUE))]
+    said = f"{count} on NCHW tensors: {of_all}"
+    if any(map(_is_nchw, program.inputs.named().values())):
+        said += "; its time holds the transposes of inputs that come as NCHW"
+    return [Found(None, "", 1, said, why_not or why_it_raises(program, TECHNIQUE))]
 
 
 def convolutions_of(program: Program, dimensions: int | None = None) -> list[Call]:
@@ -40,9 +43,9 @@ def told_of(convolutions: Sequence[Call], program: Program) -> tuple[str, str, s
     return count, f"{100 * share:.0f} % of all FLOPs", "" if matters else "so small a share has nothing to gain"
 
 
-def _is_nchw(weight: Tensor) -> bool:
-    """Whether it is a weight of convolutions that lies as NCHW. One of 1 x 1 lies both ways."""
-    return weight.dim() == 4 and not weight.is_contiguous(memory_format=torch.channels_last)
+def _is_nchw(t: Tensor) -> bool:
+    """Whether images or a weight of convolutions lie as NCHW. A weight of 1 x 1 lies both ways."""
+    return t.dim() == 4 and not t.is_contiguous(memory_format=torch.channels_last)
 
 
 def apply(plan: Plan) -> None:
@@ -74,7 +77,7 @@ def remark(program: Program, before: Evidence, seen: Evidence) -> str:
 
 
 def _transposes(seen: Evidence) -> int:
-    return sum(count for name, count in seen.kernels.items() if any(word in name.lower() for word in TRANSPOSES))
+    return sum(count for name, count in seen.kernels.items() if is_transpose(name))
 
 
 TECHNIQUE = Technique("channels-last", "convolutions on NCHW -> NHWC", find, apply, advice, remark=remark,

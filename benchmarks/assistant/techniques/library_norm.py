@@ -44,7 +44,7 @@ def advice(program: Program, found: Found) -> Advice:
     norm = found.region
     assert isinstance(norm, Norm)
     if found.place and not found.place.is_yours:
-        modules = modules_around(program, norm.output)
+        modules = modules_around(program, norm)
         if modules and all(_is_rms_norm(each, norm.epsilon) for each in modules):
             made = f"torch.nn.RMSNorm(child.weight.shape, eps={norm.epsilon!r})"
             return Advice(replacing(modules[0], [f"norm = {made}", "norm.weight = child.weight", "norm"]))

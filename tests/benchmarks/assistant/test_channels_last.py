@@ -50,6 +50,14 @@ def test_convolutions_are_counted():
 
 
 @unit
+@pytest.mark.parametrize("x, is_told", [(X, True), (X.to(memory_format=LAST), False)], ids=["NCHW", "NHWC"])
+def test_images_that_come_as_nchw_are_told(x, is_told):
+    """A loader could give them channels-last."""
+    [found] = found_in(made(), x)
+    assert ("the transposes of inputs that come as NCHW" in found.reason) == is_told
+
+
+@unit
 def test_where_there_is_nothing_to_gain_it_is_not_found():
     assert found_in(made().to(memory_format=LAST)) == []
     assert found_in(nn.Linear(8, 8), torch.randn(2, 8)) == []

@@ -10,7 +10,17 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 from benchmarks.assistant import look
 from benchmarks.assistant.attention import Attention
 from benchmarks.assistant.program import read
-from benchmarks.assistant.spending import BY_HAND, CONVOLUTION, IDLE, MATMUL, PASSES, Spending, Spent, kind_of
+from benchmarks.assistant.spending import (
+    BY_HAND,
+    CONVOLUTION,
+    IDLE,
+    MATMUL,
+    PASSES,
+    TRANSPOSES,
+    Spending,
+    Spent,
+    kind_of,
+)
 from benchmarks.assistant.technique import Plan
 from benchmarks.assistant.techniques import EVERY
 from benchmarks.assistant.workload import arithmetic_of, workload
@@ -88,7 +98,16 @@ def test_what_a_library_calls_is_told_by_its_module():
 @pytest.mark.parametrize("name, kind", [
     ("sm90_xmma_fprop_implicit_gemm_f32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize", CONVOLUTION),
     ("aten::convolution_backward", CONVOLUTION), ("nvjet_sm90_hsh_192x192", MATMUL), ("aten::addmm", MATMUL),
-    ("flash_fwd_kernel", "attention"), ("vectorized_elementwise_kernel", PASSES)])
+    ("flash_fwd_kernel", "attention"), ("vectorized_elementwise_kernel", PASSES),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
+    ("void cudnn::fusion::convert_dq_to_16bits<true>(void const*)", "attention"),
+    ("triton_poi_fused__to_copy_convolution_8", PASSES), ("triton_red_fused_convolution_backward_0", PASSES),
+    ("triton_tem_fused_convolution_4", CONVOLUTION), ("triton_poi_fused_convert_element_type_3", PASSES),
+    ("void cudnn::engines_precompiled::convertTensor_kernel<float, float>(float)", PASSES),
+    ("void cudnn::engines_precompiled::nchwToNhwcKernel<float>(int)", TRANSPOSES),
+    ("void cudnn::engines_precompiled::nhwcToNchwKernel<float>(int)", TRANSPOSES),
+    ("void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816fprop_optimized_bf16_nhwc_align8>(int)", CONVOLUTION),
+    ("void cudnn::cnn::reduce_wgrad_nchw_helper<float, float>(void*)", CONVOLUTION)])
 def test_kinds_of_kernels(name, kind):
     assert kind_of(name) == kind
 

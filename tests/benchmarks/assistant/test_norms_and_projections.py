@@ -378,6 +378,29 @@ class OfT5(spellings.RMSNormOfT5):
         del self.bias
 
 
+class NotCaptured(nn.Module):
+    """What it calls is captured, each module by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(OfT5() for _ in range(2))
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, x):
+        for norm in self.norms:
+            x = norm(x) + x
+        return x
+
+
+@pytest.mark.unit
+def test_a_module_that_is_captured_by_itself_is_held_by_the_model(monkeypatch):
+    """Dynamo's stack of modules does not name it."""
+    monkeypatch.setattr(source, "_INSTALLED", (spellings.__file__,))
+    program = read(NotCaptured(), Inputs.of(X))
+    (found,) = library_norm.find(program)
+    assert found.count == 2 and 'type(child).__name__ == "OfT5"' in library_norm.TECHNIQUE.advice(program, found).code
+
+
 class FromOne(OfT5):
     """As Gemma's: its weight is what is beyond 1."""
 

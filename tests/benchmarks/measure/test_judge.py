@@ -1252,6 +1252,35 @@ def test_a_compiled_module_whose_rate_of_dropout_no_attribute_shows_passes():
     assert not validate(candidate, reference, tensor(32, 16)).passed
 
 
+def _not_in_fp64(graph, inputs):
+    """A backend of torch.compile whose kernels take FP32 alone, as those of compiled FlexAttention do on a GPU."""
+    def run(*values):
+        assert all(t.dtype != torch.float64 for t in values), "no kernel for FP64"
+        return graph.forward(*values)
+    return run
+
+
+_compiled_sine = torch.compile(torch.sin, backend=_not_in_fp64)
+
+
+class CallsACompiledFunction(nn.Module):
+    def __init__(self, factor: float = 1.0):
+        super().__init__()
+        self.linear, self.factor = nn.Linear(16, 16), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _compiled_sine(self.factor * self.linear(x))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("factor, passes", [(1.0, True), (1 + 2e-5, False)])
+def test_a_compiled_function_that_both_call_does_not_hide_what_they_mean(factor, passes):
+    """No attribute holds it. In FP32 the factor would be within the bounds."""
+    judgement = validate(CallsACompiledFunction(factor), CallsACompiledFunction(), tensor(32, 16))
+    assert judgement.truth.startswith("FP64") and "no oracle" not in judgement.truth
+    assert judgement.passed == passes, judgement
+
+
 # ------------------------------------------------------------------------ what adds roundings to FP32 up, in FP64
 
 

@@ -95,6 +95,8 @@ def test_of_a_round_that_was_disturbed_neither_sample_nor_burst_counts(timed):
     ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"), ("aten::add", "residual and other"),
     ("aten::native_layer_norm", "normalisation and activation"),
     ("aten::gelu_backward", "normalisation and activation"),
+    ("triton_mm_12", "GEMM"), ("triton_tem_fused__to_copy_addmm_5", "GEMM"), ("triton_tem_fused_mm_t_3", "GEMM"),
+    ("triton_poi_fused_mm_relu_2", "residual and other"), ("triton_tem_fused_convolution_4", "residual and other"),
 ])
 def test_kernels_are_told_by_their_names(name, category):
     assert attribution.category(name) == category
