@@ -118,9 +118,15 @@ class Standard:
 
     def gradient(self, of: Named, seen: Sequence[Tensor] | None, truth: Sequence[Tensor] | None,
                  own: Sequence[Tensor] | None) -> Check | None:
-        """The check of a gradient, from one tensor a cotangent; None where neither has one. None is not 0."""
+        """The check of a gradient, from one tensor a cotangent; None where neither has one. None is not 0.
+
+        Where the reference leaves layers out at random, the draws of gradients tell whether one is missing for good.
+        """
         if seen is None and truth is None:
             return None
+        is_missing = seen is None or truth is None or own is None
+        if is_missing and self.unreliable == DRAWS_OTHERS:
+            return Check(of, self.question, True, False, math.nan, math.nan, DRAWS_OTHERS)
         if seen is None or truth is None or own is None:
             reason = "it has none, the reference has one" if seen is None else "it has one, the reference has none"
             return Check(of, self.question, False, True, math.nan, math.nan, reason)

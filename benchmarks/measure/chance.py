@@ -27,6 +27,7 @@ from common.phases import Phase
 
 DRAWS, WITH_BACKWARD = 32, 12              # of each callable: forwards alone, and forwards with their backwards
 ELEMENTS = 2**16                           # that are looked at: more say no more, and would fill the memory
+TOO_OFTEN = 7                              # of 12 draws, beside none: by chance C(12, 7) / C(24, 7) = 0.002
 PERMUTATIONS = 2000
 P_VALUE = 0.003                            # twice below it, by draws of their own, is a difference
 EFFECT = 0.1**2                            # of a variance: by less, rounding may move means or variances
@@ -204,6 +205,8 @@ def _compared(of: Named, candidate: Side, reference: Side, work: Work, with_back
         ours = reference.rows(work, _OURS + seeds_from, with_backward)
         if with_backward:
             theirs, ours = _beyond_rounding(theirs, ours, reference.parameters, rounding.of_all)
+            if missing := _missing(of, theirs, ours):
+                return missing
         off_by = rounding.gradients_off_by if with_backward else rounding.outputs_off_by
         return of_draws(of, *_in_proportion(theirs, ours), rounding.share, off_by)
     first = look(0)
@@ -211,6 +214,16 @@ def _compared(of: Named, candidate: Side, reference: Side, work: Work, with_back
     if not failed:
         return first
     return [check for check in look(100_000) if check.passed or check.of in failed]
+
+
+def _missing(of: Named, theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> list[Check]:
+    """The failed check of a gradient that one side has in no draw, and the other too often for chance."""
+    for of_candidate, of_reference in zip(theirs, ours, strict=True):
+        there, expected = (int(side.any(1).sum()) for side in (of_candidate, of_reference))
+        if min(there, expected) == 0 and max(there, expected) >= TOO_OFTEN:
+            reason = f"a gradient is there in {there} of {WITH_BACKWARD} draws, the reference's in {expected}"
+            return [Check(_and(of, "which there are"), "chance", False, True, float("nan"), float("nan"), reason)]
+    return []
 
 
 def _and(of: Named, what: str) -> Named:

@@ -89,11 +89,14 @@ class Judgement:
 
     @property
     def worst(self) -> Check | None:
-        """The output that failed, or the check furthest beyond its bound; else the one nearest to it."""
+        """The output that failed, or the check furthest beyond its bound; else the one nearest to it, of errors: what
+        draws are apart by is none.
+        """
         def nearness(check: Check) -> float:
             return math.inf if math.isnan(check.error) else check.error / check.bound if check.bound else 0.0
         failed = [check for check in self.checks if not check.passed]
-        compared = failed or [check for check in self.checks if check.proven and not math.isnan(check.error)]
+        compared = failed or [check for check in self.checks if check.proven and not math.isnan(check.error)
+                              and check.question != "chance"]
         outputs = [check for check in failed if check.of.kind is Kind.OUTPUT]
         return max(outputs or compared, key=nearness, default=None)
 

@@ -259,6 +259,45 @@ def test_layers_that_are_never_left_out_are_found(numbers):
     assert {check.question for check in wrong.checks if not check.passed} == {"chance"}, wrong
 
 
+class OftenSkipped(RarelySkipped):
+    """Its layer is left out in train mode and without it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.numbers() < self.rate else x + self.layer(x)
+
+
+class Detached(OftenSkipped):
+    """Its layer never learns its bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.layer.weight, self.layer.bias.detach())
+        return x if self.numbers() < self.rate else x + y
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rate", [0.1, 0.4, 0.8])
+def test_a_layer_that_is_left_out_has_no_gradient_for_one_seed_alone(rate, seed):
+    """Another order of random numbers leaves another layer out."""
+    right = validate(OftenSkipped(rate, random.random), OftenSkipped(rate), tensor(4, 16, seed=seed))
+    assert right.passed and (right.worst is None or right.worst.question != "chance"), right
+    wrong = validate(OftenSkipped(0.95, random.random), OftenSkipped(0.1), tensor(4, 16, seed=seed))
+    assert {check.question for check in wrong.checks if not check.passed} == {"chance"}, wrong
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gradient_that_is_missing_in_each_draw_is_missed(seed):
+    """Where the layer runs it is constant: nothing else tells."""
+    wrong = validate(Detached(0.1), OftenSkipped(0.1), tensor(4, 16, seed=seed))
+    assert not wrong.passed and "a gradient is there in 0 of 12 draws" in str(wrong), wrong
+
+
+@pytest.mark.parametrize("theirs, ours, is_missed", [
+    (0, 7, True), (7, 0, True), (0, 6, False), (6, 0, False), (1, 12, False), (0, 0, False)])
+def test_how_often_a_gradient_must_be_there_to_be_missed(theirs, ours, is_missed):
+    sides = ([(torch.arange(12) < count).double()[:, None]] for count in (theirs, ours))
+    assert bool(chance._missing(chance._GRADIENTS, *sides)) == is_missed
+
+
 class Attending(nn.Module):
     """Attention with dropout on its weights. Softmax leaves a key bias without effect: its gradient is all rounding."""
 
