@@ -211,12 +211,22 @@ def cotangent(output: Tensor, place: int, number: int, seed: int) -> Tensor:
     Drawn where the output is: a CPU takes seconds for the logits of a GPT. Its seeds are far from those that people
     take. An input drawn from the same one would be equal to it, and where both are parallel the gradient of a norm
     vanishes: it would tell nothing.
+
+    It is channels-last where the output is, as the layers behind it would give it: transposing it would be timed, too.
     """
     generator = torch.Generator(output.device).manual_seed(COTANGENT_SEED + 1000 * seed + 100 * number + place)
     values = _normal(output, generator)
     if output.is_complex():
         return torch.complex(values.float(), _normal(output, generator).float()).to(output.dtype)
-    return values.to(output.dtype)
+    return values.to(output.dtype).contiguous(memory_format=_layout_of(output))
+
+
+def _layout_of(output: Tensor) -> torch.memory_format:
+    """Channels-last, where it is that and nothing else."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(output.dim())
+    if last and output.is_contiguous(memory_format=last) and not output.is_contiguous():
+        return last
+    return torch.contiguous_format
 
 
 def _normal(like: Tensor, generator: torch.Generator) -> Tensor:

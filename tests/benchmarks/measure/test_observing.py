@@ -22,6 +22,17 @@ def test_a_cotangent_is_no_input_that_somebody_draws(seed):
         assert abs(cosine) < 0.5 and torch.equal(given, given.bfloat16().float())
 
 
+@pytest.mark.parametrize("shape, last", [
+    ((2, 3, 4, 5), torch.channels_last), ((2, 3, 4, 5, 6), torch.channels_last_3d)])
+def test_a_cotangent_is_laid_out_as_the_output_is(shape, last):
+    """Its values are the same: a layer behind a channels-last one would give it so."""
+    output = torch.randn(shape)
+    plain, given = (cotangent(y, 0, 0, 0) for y in (output, output.contiguous(memory_format=last)))
+    assert given.is_contiguous(memory_format=last) and not given.is_contiguous() and torch.equal(given, plain)
+    assert plain.is_contiguous() and cotangent(output.transpose(0, 1), 0, 0, 0).is_contiguous()
+    assert cotangent(torch.randn(2, 1, 4, 1), 0, 0, 0).is_contiguous()         # both at once
+
+
 def test_the_gradient_of_a_norm_is_told_whatever_seed_its_input_has():
     """Parallel to its input a cotangent leaves a gradient that is all rounding."""
     torch.manual_seed(0)
