@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.measure.bounds import BOUNDS
 from benchmarks.measure.calls import Inputs, named_parameters, outputs_of, takes_gradient
-from benchmarks.measure.keeping import uncompiled_meanwhile, without_dropout
+from benchmarks.measure.keeping import uncompiled_in_fp64, uncompiled_meanwhile, without_dropout
 from benchmarks.measure.observing import Work, distance, exact_in, norm
 from benchmarks.measure.state import Start
 from common.outcome import is_out_of_memory
@@ -152,7 +152,7 @@ def _seconds(copy: Callable, start: Start, work: Work, dtype: torch.dtype, sampl
     start.begin(work.seed)
     _wait(work)
     began = time.perf_counter()
-    with torch.no_grad(), without_dropout(copy), exact_in(dtype):
+    with torch.no_grad(), without_dropout(copy), exact_in(dtype), uncompiled_in_fp64(copy, dtype):
         work.inputs.first(samples).copies(dtype).call(copy)
     _wait(work)
     return time.perf_counter() - began

@@ -171,6 +171,11 @@ def uncompiled_meanwhile(call: Callable) -> contextlib.AbstractContextManager:
     return torch.compiler.set_stance("force_eager")
 
 
+def uncompiled_in_fp64(call: Callable, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """The same for a copy in FP64, which tells the meaning. Other dtypes need the memory that a compiler saves."""
+    return uncompiled_meanwhile(call) if dtype == torch.float64 else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def without_dropout(call: Callable, functions: bool = True) -> Iterator[None]:
     """Meanwhile it drops nothing, in train mode too: its modules do not, nor with `functions` the functions it calls.

@@ -26,7 +26,7 @@ from benchmarks.measure.calls import (
 from benchmarks.measure.checks import CHANNELS_LAST
 from benchmarks.measure.copying import deep_copy, deep_copy_with
 from benchmarks.measure.int8 import WithInt8Weights
-from benchmarks.measure.keeping import kept, parameters_kept, uncompiled_meanwhile, without_dropout
+from benchmarks.measure.keeping import kept, parameters_kept, uncompiled_in_fp64, uncompiled_meanwhile, without_dropout
 from benchmarks.measure.names import Kind, Named
 from benchmarks.measure.observing import Observation, RoundedAnew, Work, distance, norm, observe, rounding_in
 from benchmarks.measure.state import State, only_written
@@ -261,7 +261,7 @@ class Truth:
 
     def _meaning(self, copy: Callable, work: Work, dtype: torch.dtype = FP64) -> Observation:
         """What a copy gives in a dtype that says what the reference means; in FP64 it runs uncompiled."""
-        with uncompiled_meanwhile(copy) if dtype == FP64 else contextlib.nullcontext():
+        with uncompiled_in_fp64(copy, dtype):
             return observe(copy, work, dtype, overwrites_output=True, draws=self.has_dropout)
 
     def _observed(self, call: Callable, work: Work, dtype: torch.dtype | None = None, eager: bool = False
