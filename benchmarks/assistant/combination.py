@@ -2,8 +2,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from benchmarks import records
 from benchmarks.assistant.technique import Technique
-from benchmarks.records import AS_IT_IS
 from common.report.result import Result, Row
 from common.runtime import rounds
 from common.runtime.peaks import BURST
@@ -31,7 +31,7 @@ class Combination:
     @property
     def name(self) -> str:
         """That of its case."""
-        return self.called or Combination(self.changing).words or AS_IT_IS
+        return self.called or Combination(self.changing).words or records.AS_IT_IS
 
     @property
     def words(self) -> str:
@@ -41,6 +41,9 @@ class Combination:
     def without(self, technique: Technique) -> "Combination":
         """All the others."""
         return Combination(tuple(each for each in self.techniques if each is not technique))
+
+
+AS_IT_IS, ON_THE_FIRST = Combination(), "on input 1"
 
 
 def cases(combinations: Sequence[Combination]) -> list[Combination]:

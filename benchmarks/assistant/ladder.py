@@ -2,9 +2,9 @@
 from collections.abc import Sequence
 
 from benchmarks.assistant.combination import Combination
-from benchmarks.assistant.optimized import Added, Optimized
 from benchmarks.assistant.rungs import TOGETHER, Rungs
 from benchmarks.assistant.technique import Plan, Technique, needless_beside, plan_of
+from benchmarks.assistant.trials import Added, Trials
 
 
 def climb(rungs: Rungs, tried: Sequence[Technique]) -> None:
@@ -88,7 +88,7 @@ def _combinations(order: Sequence[Technique]) -> list[Combination]:
     return [Combination(tuple(order[:count])) for count in range(len(order) + 1)]
 
 
-def _tried_in_16_bits(result: Optimized, order: Sequence[Technique], aside: Sequence[Technique]) -> list[Combination]:
+def _tried_in_16_bits(result: Trials, order: Sequence[Technique], aside: Sequence[Technique]) -> list[Combination]:
     """Each of those that stand aside, on top of the rung of the ladder that is the first in 16 bits."""
     tried = [*order, *(added.technique for added in result.dropped)]
     untried = [each for each in aside if each not in tried and result.most_gained(each)]
@@ -98,7 +98,7 @@ def _tried_in_16_bits(result: Optimized, order: Sequence[Technique], aside: Sequ
     return []
 
 
-def _with_what_gains_in_16_bits(result: Optimized, order: Sequence[Technique], aside: Sequence[Technique]
+def _with_what_gains_in_16_bits(result: Trials, order: Sequence[Technique], aside: Sequence[Technique]
                                 ) -> list[Technique] | None:
     """The order with the first of them that gains in 16 bits, behind what computes in them. None where none does: those
     are dropped.
@@ -123,7 +123,7 @@ def _without(order: Sequence[Technique], technique: Technique) -> list[Technique
     return [each for each in order if each is not technique]
 
 
-def _without_a_clash(result: Optimized, order: Sequence[Technique]) -> list[Technique] | None:
+def _without_a_clash(result: Trials, order: Sequence[Technique]) -> list[Technique] | None:
     """The order without the first that fails on top of those before it, which do not: all after it would fail by it,
     too. None where none does."""
     measured, mode, combinations = result.together, result.mode, _combinations(order)
@@ -140,7 +140,7 @@ def _without_a_clash(result: Optimized, order: Sequence[Technique]) -> list[Tech
     return None
 
 
-def _captured_later(result: Optimized, order: Sequence[Technique], rung: Combination) -> list[Technique] | None:
+def _captured_later(result: Trials, order: Sequence[Technique], rung: Combination) -> list[Technique] | None:
     """The order with what captures further behind, where this rung can't be captured and one with more techniques can:
     FP32 attention may differ too far from itself, say, and 16 bits allow that. None where none can.
     """
@@ -154,7 +154,7 @@ def _captured_later(result: Optimized, order: Sequence[Technique], rung: Combina
     return None
 
 
-def _better_without(result: Optimized, rung: Combination, technique: Technique) -> Technique | None:
+def _better_without(result: Trials, rung: Combination, technique: Technique) -> Technique | None:
     """What captures this rung, where it runs launched one by one, and its last technique gains more so."""
     graph = _graph_in(rung.techniques)
     if graph is None or graph is technique or not result.together.ms(rung.without(graph), result.mode):
@@ -163,7 +163,7 @@ def _better_without(result: Optimized, rung: Combination, technique: Technique) 
     return graph if alone and captured and alone[0] > captured else None
 
 
-def _faster(result: Optimized, order: Sequence[Technique]) -> list[Technique] | None:
+def _faster(result: Trials, order: Sequence[Technique]) -> list[Technique] | None:
     """Another order, where one slows down what is below it and others follow: they were measured on what nobody would
     write. None where none does.
 
@@ -182,7 +182,7 @@ def _faster(result: Optimized, order: Sequence[Technique]) -> list[Technique] | 
     return _without(order, technique)
 
 
-def _end_before_what_slows(result: Optimized) -> None:
+def _end_before_what_slows(result: Trials) -> None:
     """What slows the ladder down leaves its end: nothing stands on it, so nothing is measured again."""
     while len(result.ladder) > 1 and result.slows_down(result.ladder[-1]):
         result.dropped.append(result.ladder.pop())

@@ -16,13 +16,14 @@ from benchmarks.assistant.combination import Combination, Measured
 from benchmarks.assistant.ladder import climb
 from benchmarks.assistant.loading import Source
 from benchmarks.assistant.look import Looked, look_at
-from benchmarks.assistant.optimized import Optimized, as_written
+from benchmarks.assistant.optimized import Optimized
 from benchmarks.assistant.payback import pays_after
 from benchmarks.assistant.proving import Prover
 from benchmarks.assistant.rungs import ALONE, PIECES, WRITTEN, Rungs
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.technique import Found, Technique, plan_of
 from benchmarks.assistant.techniques import EVERY
+from benchmarks.assistant.trials import as_written
 from benchmarks.assistant.verdicts import opportunities
 from benchmarks.assistant.why import Why, explain
 from benchmarks.assistant.written import WrittenOut, written_out

@@ -1,10 +1,10 @@
 """When what compiling took is won back."""
 from benchmarks.assistant.combination import Combination, Measured
-from benchmarks.assistant.optimized import Optimized
+from benchmarks.assistant.trials import Trials
 from common.runtime.iteration import BOTH
 
 
-def pays_after(result: Optimized) -> str:
+def pays_after(result: Trials) -> str:
     """By that alone, and on the ladder, in words; "" where it was not tried."""
     compiled = next((each for each in result.looked.found if each.name == "compile"), None)
     if compiled is None:
@@ -19,7 +19,7 @@ def pays_after(result: Optimized) -> str:
     return alone
 
 
-def _paid_back(result: Optimized, measured: Measured, compiled: Combination, before: Combination) -> str:
+def _paid_back(result: Trials, measured: Measured, compiled: Combination, before: Combination) -> str:
     """After how many calls, by the ratio that the ladder shows, too; "" where one of them was not timed."""
     alone = result.alone.results.get("compile")
     ms, gain = measured.ms(before, BOTH), measured.gain(compiled, before, BOTH)

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from benchmarks.assistant.combination import Combination, Measured, cases
-from benchmarks.assistant.optimized import Optimized
 from benchmarks.assistant.rung import Rung
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.technique import Found, Plan, Technique, plan_of
+from benchmarks.assistant.trials import Trials
 from benchmarks.assistant.workload import arithmetic_of, workload
 from benchmarks.assistant.written import AsWritten
 from benchmarks.measure.checks import Check, Judgement
@@ -60,7 +60,7 @@ class Rungs:
     work: Work
     truth: Truth
     other_truths: Mapping[str, Truth]
-    result: Optimized
+    result: Trials
     quick: bool
     values: contextlib.ExitStack
     meanings: dict[Meaning, list[Check]] = field(default_factory=dict)     # judged before, and by which checks

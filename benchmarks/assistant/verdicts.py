@@ -2,20 +2,19 @@
 import dataclasses
 from collections.abc import Sequence
 
-from benchmarks.assistant.combination import Combination, Interval
-from benchmarks.assistant.optimized import (
-    ON_THE_FIRST,
+from benchmarks.assistant.combination import ON_THE_FIRST, Combination, Interval
+from benchmarks.assistant.side_by_side import WORTH_IT
+from benchmarks.assistant.technique import Advice, Found, NotWritten, Technique
+from benchmarks.assistant.trials import (
     SLOWER,
     TO_WRITE,
     VERDICTS,
     Added,
     Opportunity,
-    Optimized,
+    Trials,
     as_written,
     needless_beside_what_is_written,
 )
-from benchmarks.assistant.side_by_side import WORTH_IT
-from benchmarks.assistant.technique import Advice, Found, NotWritten, Technique
 from benchmarks.measure.checks import Judgement
 from benchmarks.measure.names import Kind
 from common.outcome import in_a_line
@@ -24,7 +23,7 @@ from common.text import number, ratio
 IN_A_PACKAGE = "it stands in an installed package: there is nothing to write in your files"
 
 
-def opportunities(result: Optimized) -> list[Opportunity]:
+def opportunities(result: Trials) -> list[Opportunity]:
     """All that was found, the best first."""
     judged = [_unless_it_breaks(result, technique, each)
               for technique, found in result.looked.found.items() for each in found]
@@ -41,7 +40,7 @@ def _or_instead(one: Opportunity, other: str) -> Opportunity:
     return dataclasses.replace(one, why="; ".join(filter(None, [one.why, why])))
 
 
-def _unless_it_breaks(result: Optimized, technique: Technique, found: Found) -> Opportunity:
+def _unless_it_breaks(result: Trials, technique: Technique, found: Found) -> Opportunity:
     """The verdict on one place, as its code was seen to be; the others have theirs without it."""
     try:
         return _as_written(result, _judged(result, technique, found))
@@ -51,7 +50,7 @@ def _unless_it_breaks(result: Optimized, technique: Technique, found: Found) -> 
         return Opportunity(technique.name, found, "not here", fault)
 
 
-def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunity:
+def _judged(result: Trials, technique: Technique, found: Found) -> Opportunity:
     """The verdict on one place."""
     if reason := result.looked.missing(technique) or found.why_not:
         not_here = Opportunity(technique.name, found, "not here", reason)
@@ -102,7 +101,7 @@ def _judged(result: Optimized, technique: Technique, found: Found) -> Opportunit
     return Opportunity(technique.name, found, verdict, why, gain[0], gain[1:], _error(judgement), advice)
 
 
-def _where_compiled(result: Optimized, technique: Technique, found: Found) -> Opportunity | None:
+def _where_compiled(result: Trials, technique: Technique, found: Found) -> Opportunity | None:
     """A graph of a compiled rung, where the model as it is can't be captured."""
     captured = result.captured_where_compiled(technique) if technique.launch == "graph" else None
     if captured is None or captured.gain is None:
@@ -114,7 +113,7 @@ def _where_compiled(result: Optimized, technique: Technique, found: Found) -> Op
     return Opportunity(technique.name, found, "take" if advice else "by hand", why, advice=advice)
 
 
-def _as_written(result: Optimized, one: Opportunity) -> Opportunity:
+def _as_written(result: Trials, one: Opportunity) -> Opportunity:
     """The same, once its code was pasted: code that is wrong is not said, and code that gains nothing is no gain."""
     if not one.advice or not one.advice.place or one.verdict not in TO_WRITE:
         return one
@@ -127,7 +126,7 @@ def _as_written(result: Optimized, one: Opportunity) -> Opportunity:
     return _if_it_gains(result, one)
 
 
-def _if_it_gains(result: Optimized, one: Opportunity) -> Opportunity:
+def _if_it_gains(result: Trials, one: Opportunity) -> Opportunity:
     """No gain, where the code of its technique was timed and gains nothing."""
     written = Combination(called=as_written(one.technique))
     if written.name not in result.pieces.results:          # it was not timed: a person applies it, or Ctrl-C came
@@ -154,7 +153,7 @@ def _if_it_gains(result: Optimized, one: Opportunity) -> Opportunity:
                                why=f"as it is written it is {number(gain[0], '.2f')} times as fast{promised}")
 
 
-def _advice(result: Optimized, technique: Technique, found: Found) -> tuple[Advice | None, str]:
+def _advice(result: Trials, technique: Technique, found: Found) -> tuple[Advice | None, str]:
     """(the code to write, why there is none)."""
     is_elsewhere = found.place is not None and not found.place.is_yours
     try:
@@ -172,7 +171,7 @@ def _advice(result: Optimized, technique: Technique, found: Found) -> tuple[Advi
     return None, IN_A_PACKAGE if is_elsewhere else "no code is written for it: its lines are not read"
 
 
-def _on_top(result: Optimized, technique: str) -> Added | None:
+def _on_top(result: Trials, technique: str) -> Added | None:
     """What was measured of it on top of others. None where one of those slows the model down: it is not taken, so a
     gain on top of it is none of the model's.
     """
@@ -184,7 +183,7 @@ def _on_top(result: Optimized, technique: str) -> Added | None:
     return next((each for each in result.dropped if each.technique.name == technique), None)
 
 
-def _captured_on_top(result: Optimized, technique: Technique) -> Added | None:
+def _captured_on_top(result: Trials, technique: Technique) -> Added | None:
     """What capturing was measured to gain on top of others. What is written is launched with all of the ladder: where
     that gains nothing captured, an earlier rung's gain is none of the model's.
     """
@@ -198,7 +197,7 @@ def _captured_on_top(result: Optimized, technique: Technique) -> Added | None:
     return at_its_place
 
 
-def _on_top_of_one(result: Optimized, technique: Technique) -> Added | None:
+def _on_top_of_one(result: Trials, technique: Technique) -> Added | None:
     """Of what captures, on top of the one technique where that gains most."""
     rungs: dict[Interval, Combination] = {}
     for each in result.looked.found:
@@ -212,7 +211,7 @@ def _on_top_of_one(result: Optimized, technique: Technique) -> Added | None:
 
 def _rounds_for_nothing(added: Added | None) -> str:
     """That what rounds more than the model does gains nothing on top of the others; "" where it does."""
-    if added is None or added.gain is None or not Optimized.gains_nothing_on_top(added):
+    if added is None or added.gain is None or not Trials.gains_nothing_on_top(added):
         return ""
     before = added.combination.without(added.technique).words
     return f"on top of {before} it gains nothing, {ratio(added.gain)}, and is not written beside it"
@@ -235,7 +234,7 @@ def _worth(judgement: Judgement | None, alone: Interval, added: Added | None) ->
     return "no gain", ""
 
 
-def _where_captured(result: Optimized, technique: Technique) -> str:
+def _where_captured(result: Trials, technique: Technique) -> str:
     """What it gains as a graph, where launching hides that; "" where it does not."""
     captured = result.gain_captured(technique) if result.launching_hides(technique) else None
     return f"captured in a graph it is {ratio(captured)}" if captured else ""
@@ -251,7 +250,7 @@ def _in_the_way(ladder: Sequence[Added]) -> Added | None:
     return worst if worst and worst.left_out and worst.left_out[2] * WORTH_IT <= 1 else None
 
 
-def _kernels_show(result: Optimized, technique: Technique, added: Added | None) -> tuple[str, str]:
+def _kernels_show(result: Trials, technique: Technique, added: Added | None) -> tuple[str, str]:
     """(why it did not fire, what else its kernels show): alone, or where it was `added` to others."""
     results, before, after = result.alone.results, Combination(), Combination((technique,))
     if added:

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.assistant import ladder, optimize, optimized, rungs, verdicts
+from benchmarks.assistant import ladder, optimize, rungs, trials, verdicts
 from benchmarks.assistant.combination import Combination, Measured
-from benchmarks.assistant.optimized import SLOWER, Added, Optimized
+from benchmarks.assistant.optimized import Optimized
 from benchmarks.assistant.predicting import Prediction
 from benchmarks.assistant.side_by_side import WORTH_IT
 from benchmarks.assistant.technique import Found, Technique
 from benchmarks.assistant.techniques import EVERY, compiled, cuda_graph
+from benchmarks.assistant.trials import SLOWER, Added
 from common.block import oracle
 from common.report.result import Result, Row
 from common.runtime.iteration import BOTH, FORWARD
@@ -78,7 +79,7 @@ def test_where_one_can_not_be_captured_what_gains_more_stays(first, stays, clash
 
 @pytest.mark.integration
 def test_what_is_slower_one_by_one_and_faster_captured_is_not_slower(studies_in_seconds, monkeypatch):
-    monkeypatch.setattr(optimized, "SLOWER", SLOWER)
+    monkeypatch.setattr(trials, "SLOWER", SLOWER)
     result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=True, inference=True,
                       techniques=[GRAPH, FIRST, SECOND])
     timed(result, EAGER | {"second": 12.0}, CAPTURED | {"second": 12.0})
@@ -92,7 +93,7 @@ def test_what_is_slower_one_by_one_and_faster_captured_is_not_slower(studies_in_
 def test_in_a_hurry_one_rung_is_compiled_and_what_is_slower_is_left_out(quick, order, studies_in_seconds, monkeypatch):
     compiling = replace(same("compiling"), apply=lambda plan: setattr(plan, "compiles", True))
     in_fp8 = replace(same("in FP8"), apply=lambda plan: setattr(plan, "in_fp8", ("0",)))
-    monkeypatch.setattr(optimized, "SLOWER", SLOWER)
+    monkeypatch.setattr(trials, "SLOWER", SLOWER)
     gains = {"first": 1.1, "second": 1.2, "compiling": 1.3, "in FP8": 1.4, "as fast": 0.981, "slow": 0.979}
     monkeypatch.setattr(Optimized, "gains_measured", lambda result, technique: [(gains[technique.name],) * 3])
     monkeypatch.setattr(Optimized, "slows_down", lambda result, added: False)              # whatever the noise is
@@ -136,7 +137,7 @@ def test_what_is_slower_in_fp32_is_tried_in_16_bits(for_16_bits, in_16_bits, on_
         rung_of.result.ladder.extend(Added(each, Combination(tuple(order[:place + 1])), (1.1,) * 3)
                                    for place, each in enumerate(order))
     for bound, value in (("SLOWER", SLOWER), ("WORTH_IT", WORTH_IT)):
-        monkeypatch.setattr(optimized, bound, value)
+        monkeypatch.setattr(trials, bound, value)
     monkeypatch.setattr(Optimized, "gains_measured", lambda result, technique: [(gains[technique.name],) * 3])
     techniques = [FIRST, autocast, layout, GRAPH]
     result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=True, rounds=2, inference=True, techniques=[])
@@ -156,7 +157,7 @@ def test_what_is_slower_in_fp32_is_tried_in_16_bits(for_16_bits, in_16_bits, on_
 @pytest.mark.parametrize("shortest, may", [(25.0, True), (26.0, False), (None, False)])
 def test_what_saves_little_of_the_model_may_save_much_of_it_in_16_bits(shortest, may, monkeypatch):
     """0.5 ms of 100, say, of which 25 are left: 2 %."""
-    monkeypatch.setattr(optimized, "WORTH_IT", WORTH_IT)
+    monkeypatch.setattr(trials, "WORTH_IT", WORTH_IT)
     monkeypatch.setattr(Optimized, "gains_measured", lambda result, technique: [(1.0, 1.0, 1.0)])
     monkeypatch.setattr(Optimized, "predictions", {"it": Prediction(99.5, 100.0, 100.0)})
     monkeypatch.setattr(Optimized, "mode", BOTH)
@@ -179,7 +180,7 @@ def test_in_a_hurry_what_gains_nothing_and_was_not_predicted_to_stands_aside(low
                                                                              quick, aside, monkeypatch):
     """On the ladder the others would be measured on top of what is not written."""
     for bound, value in (("SLOWER", SLOWER), ("WORTH_IT", WORTH_IT)):
-        monkeypatch.setattr(optimized, bound, value)
+        monkeypatch.setattr(trials, bound, value)
     high = 0.97 if is_slower else 1.2
     monkeypatch.setattr(Optimized, "gains_measured", lambda result, technique: [(low, low, high)])
     expected = {"it": Prediction(1.0 / predicted, 1.0, 1.0)} if predicted else {}
@@ -194,7 +195,7 @@ def test_in_a_hurry_what_gains_nothing_and_was_not_predicted_to_stands_aside(low
 @pytest.mark.parametrize("last, stays", [(0.97, 2), (0.985, 3)])
 def test_what_slows_the_end_of_a_ladder_leaves_it(last, stays, monkeypatch):
     """FP8 behind what compiles, say: nothing stands on it, and nothing is measured again."""
-    monkeypatch.setattr(optimized, "SLOWER", SLOWER)
+    monkeypatch.setattr(trials, "SLOWER", SLOWER)
     techniques = [FIRST, SECOND, same("third")]
     added = [Added(each, Combination(tuple(techniques[:place + 1])), (gain,) * 3)
              for place, (each, gain) in enumerate(zip(techniques, (0.9, 1.2, last), strict=True))]

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from benchmarks.assistant import command
-from benchmarks.assistant.optimized import Opportunity, Optimized
+from benchmarks.assistant.optimized import Optimized
 from benchmarks.assistant.technique import Advice, Found
 from benchmarks.assistant.techniques import compiled, cuda_graph
+from benchmarks.assistant.trials import Opportunity
 from benchmarks.examples import gpt
 from benchmarks.records.read import read
 from benchmarks.show import charts

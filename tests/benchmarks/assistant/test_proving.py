@@ -10,11 +10,11 @@ from benchmarks.assistant import verdicts
 from benchmarks.assistant.circumstances import circumstances
 from benchmarks.assistant.combination import Combination
 from benchmarks.assistant.loading import load
-from benchmarks.assistant.optimized import Opportunity, as_written
 from benchmarks.assistant.proving import Prover
 from benchmarks.assistant.source import Place
 from benchmarks.assistant.task import Task
 from benchmarks.assistant.technique import Advice, Found
+from benchmarks.assistant.trials import Opportunity, as_written
 from benchmarks.measure.calls import Inputs
 
 CPU = torch.device("cpu")
