@@ -298,6 +298,13 @@ def test_how_often_a_gradient_must_be_there_to_be_missed(theirs, ours, is_missed
     assert bool(chance._missing(chance._GRADIENTS, *sides)) == is_missed
 
 
+@pytest.mark.parametrize("spread, tells", [(2.5, False), (5.0, True)])
+def test_draws_that_vary_hardly_more_than_both_are_off_by_tell_nothing(spread, tells):
+    """Rounding would move their mean and variance."""
+    draws = spread * torch.randn(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert bool(chance.of_draws(chance._OUTPUT, draws[:32], draws[32:], off_by=1.0)) == tells
+
+
 class Attending(nn.Module):
     """Attention with dropout on its weights. Softmax leaves a key bias without effect: its gradient is all rounding."""
 
