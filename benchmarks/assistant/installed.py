@@ -1,11 +1,11 @@
 """Modules of installed packages, whose lines nobody edits: code that puts torch's modules in their place."""
-import contextlib
 from collections.abc import Sequence
 
 from torch import nn
 
 from benchmarks.assistant.graph import Region, inner_module, paths_of
 from benchmarks.assistant.program import Program
+from benchmarks.measure.calls import clean
 
 
 def modules_around(program: Program, region: Region) -> list[nn.Module]:
@@ -23,9 +23,8 @@ def _class_around(program: Program, region: Region) -> str:
     _, kind = inner_module(last)
     if kind:
         return kind
-    with contextlib.suppress(AttributeError):              # a path of a compiled module is not that of its attributes
-        return next((type(program.model.get_submodule(path)).__name__ for path in paths_of(region.graph, last)), "")
-    return ""
+    modules = {clean(name): type(module).__name__ for name, module in program.model.named_modules()}
+    return next((modules[path] for path in paths_of(region.graph, last) if path in modules), "")
 
 
 def replacing(module: nn.Module, made: Sequence[str]) -> str:

@@ -167,6 +167,7 @@ class _Assistant:
         if truth.work.whole_state:
             in_words += f"; {DEPENDS_ON_STATE}"
         self.result = Optimized(looked, in_words, file_known=self.source is not None, others=task.others)
+        interrupted: BaseException | None = None
         with contextlib.ExitStack() as values:
             self.rungs = Rungs(task, session, work, truth, others, self.result, self.quick, values)
             try:
@@ -175,11 +176,11 @@ class _Assistant:
                                         ("all of it, written", self._write_out)):
                         self._unless_it_breaks(what, stage)
             except (KeyboardInterrupt, signals.Terminated) as ended:
-                self._recorded()
-                self.result.times = session.finish(None)
-                raise Interrupted(self.result, ended) from None
+                interrupted = ended
         self._recorded()
         self.result.times = session.finish(None)
+        if interrupted:
+            raise Interrupted(self.result, interrupted)
         return self._concluded()
 
     def _unless_it_breaks(self, what: str, stage: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from benchmarks.assistant.trials import Trials
 from benchmarks.records import BY_HAND
 from benchmarks.records.read import verdict
 from common.outcome import in_a_line
+from common.report.card import card
 from common.report.metrics import ENERGY
 from common.runtime.iteration import MODES
 from common.text import NOT_AVAILABLE, figures, number, only, ratio
@@ -16,6 +17,14 @@ from common.text import NOT_AVAILABLE, figures, number, only, ratio
 
 class Optimized(Trials, Shown):
     """What `optimize` found."""
+
+    def card(self, combination: Combination = AS_IT_IS) -> str:
+        """The card of a rung, as a step has one. Raises KeyError where it was not measured."""
+        return card({**self.alone.results, **self.together.results}[combination.name])
+
+    def cards(self) -> list[str]:
+        """Those of the model as it is, and of all techniques on the ladder: their diff is what these bought."""
+        return [self.card(each) for each in (AS_IT_IS, *(added.combination for added in self.ladder[-1:]))]
 
     def sections(self) -> list[Section]:
         parts: list[Callable[[], Section | None]] = [

@@ -26,8 +26,4 @@ def _paid_back(result: Trials, measured: Measured, compiled: Combination, before
     if not (alone and alone.compilation and ms and gain):
         return ""
     ratio, low, high = gain
-    if high < 1:
-        return "never: it is not faster here"
-    if low <= 1:
-        return "n/a: the difference is within the noise"
-    return alone.compilation.calls_that_win_back(ms - ms / ratio)
+    return alone.compilation.won_back(high < 1, low > 1, ms - ms / ratio)

@@ -24,17 +24,16 @@ from benchmarks.assistant.program import Program
 from benchmarks.assistant.source import Place
 from benchmarks.assistant.trace import Call, Functions, Trace, modules_running
 from benchmarks.measure.calls import clean
-from common.measure.attribution import category
+from common.measure.attribution import NO_FUSION_BY_INDUCTOR, category
 from common.runtime import timing
 from common.runtime.iteration import Iteration
 
 BY_HAND, ATTENTION, MATMUL, CONVOLUTION = "attention by hand", "attention", "matmul", "convolution"
 TRANSPOSES, PASSES, IDLE = "layout transposes", "passes over memory", "idle"
 COMPILED, BACKWARD, NO_LINE = "compiled code", "the backward alone", "no line of the model"
-# By which kernels of cuDNN's turn NCHW into NHWC and back, as its convolutions on tensor cores take NHWC alone.
+# Kernels of cuDNN that turn NCHW into NHWC and back: its convolutions on tensor cores take NHWC alone.
 _TRANSPOSE = re.compile(r"nchwtonhwc|nhwctonchw", re.IGNORECASE)
-# Inductor names a kernel by all that it fuses, a bias behind a convolution, too: only a template of its own convolves.
-_CONVOLUTION = re.compile(r"^(?!triton_(poi|red|per)_).*(conv(?!ert)|[fdw](prop|grad)_)", re.IGNORECASE | re.DOTALL)
+_CONVOLUTION = re.compile(NO_FUSION_BY_INDUCTOR + r"(conv(?!ert)|[fdw](prop|grad)_)", re.IGNORECASE)
 _RANGE = "call "
 _STEP = "autograd::engine::evaluate_function"
 _COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")       # names of events that hold compiled code

@@ -21,7 +21,6 @@ from benchmarks.assistant.written import WrittenOut
 from benchmarks.measure.calls import Inputs
 from benchmarks.measure.checks import Judgement
 from benchmarks.records import BY_HAND
-from common.report.card import card
 from common.report.record import Record
 from common.runtime.compiler import holds_compiled
 from common.runtime.iteration import LAUNCHES
@@ -304,14 +303,6 @@ class Trials:
         wanted = {one.technique for one in self._to_be_written() if one.speedup}
         order = [added.technique for added in self.ladder] or list(self.looked.found)
         return Combination(tuple(each for each in order if each.name in wanted))
-
-    def card(self, combination: Combination = AS_IT_IS) -> str:
-        """The card of a rung, as a step has one. Raises KeyError where it was not measured."""
-        return card({**self.alone.results, **self.together.results}[combination.name])
-
-    def cards(self) -> list[str]:
-        """Those of the model as it is, and of all techniques on the ladder: their diff is what these bought."""
-        return [self.card(each) for each in (AS_IT_IS, *(added.combination for added in self.ladder[-1:]))]
 
     def gains(self) -> dict[str, dict[str, Interval]]:
         """How many times as fast each technique makes it, in the ways that this was measured."""

@@ -89,8 +89,8 @@ class Judgement:
 
     @property
     def worst(self) -> Check | None:
-        """The output that failed, or the check furthest beyond its bound; else the one nearest to it, of errors: what
-        draws are apart by is none.
+        """The output that failed, or the check furthest beyond its bound; else the one nearest to it. How far draws are
+        apart is no error.
         """
         def nearness(check: Check) -> float:
             return math.inf if math.isnan(check.error) else check.error / check.bound if check.bound else 0.0

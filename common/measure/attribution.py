@@ -24,10 +24,11 @@ from ..runtime import rounds, timing
 # First match decides; what matches none is "residual and other". Kernel names as seen on Hopper with CUDA 13, those of
 # torch.compile say which operations were fused: one that holds a LayerNorm or a GELU is counted there, with whatever
 # casts and additions ride on it. It names attention too, where it fuses what stands beside it: only a template of its
-# own (triton_tem) attends. On a CPU the names are operators.
+# own (triton_tem) attends, multiplies or convolves. On a CPU the names are operators.
+NO_FUSION_BY_INDUCTOR = r"^(?!triton_(poi|red|per)_).*"
 CATEGORIES = {
-    "attention": r"^(?!triton_(poi|red|per)_).*(sdpa|flash_(fwd|bwd)|flash::|fmha|mem_eff|_attention|cudnn::fusion::"
-                 r"|fused_attn|\battention_(forward|backward))",
+    "attention": NO_FUSION_BY_INDUCTOR + r"(sdpa|flash_(fwd|bwd)|flash::|fmha|mem_eff|_attention|cudnn::fusion::"
+                                         r"|fused_attn|\battention_(forward|backward))",
     "GEMM": r"gem[mv]|nvjet|splitKreduce|cutlass.*Kernel|^aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|mkldnn.*linear"
             r"|^triton_(tem_fused\w*_|)(add|b|badd)?mm_",
     "softmax and mask": r"softmax|masked_fill|triu|tril|dropout|BUnaryFunctor<.*MulFunctor",      # the scores' scaling

@@ -80,14 +80,16 @@ class Compilation:
         """How many forward+backwards until what compiling took is won back, in words."""
         if self.uncompiled is None or min(len(self.uncompiled), len(compiled.samples)) < 6:
             return "n/a: too few samples"
-        if compiled.quantile(0.2) > max(self.uncompiled):
-            return "never: it is not faster here"
-        if compiled.quantile(0.8) >= min(self.uncompiled):
-            return "n/a: the difference is within the noise"
-        return self.calls_that_win_back(statistics.median(self.uncompiled) - compiled.median)
+        is_slower = compiled.quantile(0.2) > max(self.uncompiled)
+        is_faster = compiled.quantile(0.8) < min(self.uncompiled)
+        return self.won_back(is_slower, is_faster, statistics.median(self.uncompiled) - compiled.median)
 
-    def calls_that_win_back(self, ms: float) -> str:
-        """How many calls that each save `ms` > 0 milliseconds, in words."""
+    def won_back(self, is_slower: bool, is_faster: bool, ms: float) -> str:
+        """After how many calls that each save `ms` milliseconds, in words; neither slower nor faster: noise."""
+        if is_slower:
+            return "never: it is not faster here"
+        if not is_faster:
+            return "n/a: the difference is within the noise"
         calls = float(f"{1e3 * self.cold_s / ms:.1e}")              # two digits: more would change from run to run
         return f"{calls:,.0f} forward+backward calls"
 

@@ -285,8 +285,8 @@ def test_a_layer_that_is_left_out_has_no_gradient_for_one_seed_alone(rate, seed)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_gradient_that_is_missing_in_each_draw_is_missed(seed):
-    """Where the layer runs it is constant: nothing else tells."""
+def test_a_gradient_that_no_draw_has_is_missed(seed):
+    """The look at one seed leaves it to the draws."""
     wrong = validate(Detached(0.1), OftenSkipped(0.1), tensor(4, 16, seed=seed))
     assert not wrong.passed and "a gradient is there in 0 of 12 draws" in str(wrong), wrong
 

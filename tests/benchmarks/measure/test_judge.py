@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from benchmarks.examples import pairs
 from benchmarks.examples.pairs import LIBRARY, RIGHT, WRONG, Pair, fused, gelu, random, tensor
 from benchmarks.measure import hints, judge, refreshing
-from benchmarks.measure.bounds import Standard
+from benchmarks.measure.bounds import DRAWS_OTHERS, NOT_TWICE, Standard
 from benchmarks.measure.calls import Inputs, Step, are_looked_up, meanwhile_off_by_a_rounding, tables_of
 from benchmarks.measure.checks import CHANNELS_LAST, Check, Judgement
 from benchmarks.measure.judge import Judge, validate
@@ -1273,12 +1273,22 @@ class CallsACompiledFunction(nn.Module):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("factor, passes", [(1.0, True), (1 + 2e-5, False)])
+@pytest.mark.parametrize("factor, passes", [(1.0, True), (1 + 1e-6, False)])
 def test_a_compiled_function_that_both_call_does_not_hide_what_they_mean(factor, passes):
     """No attribute holds it. In FP32 the factor would be within the bounds."""
     judgement = validate(CallsACompiledFunction(factor), CallsACompiledFunction(), tensor(32, 16))
     assert judgement.truth.startswith("FP64") and "no oracle" not in judgement.truth
     assert judgement.passed == passes, judgement
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("unreliable, passes", [("", False), (NOT_TWICE, False), (DRAWS_OTHERS, True)])
+@pytest.mark.parametrize("seen, truth", [(None, [tensor(4)]), ([tensor(4)], None)])
+def test_a_missing_gradient_is_left_to_the_draws_alone(seen, truth, unreliable, passes):
+    """Nothing else is asked again."""
+    standard = Standard("precision", torch.float32, 1.0, 1.0, unreliable=unreliable)
+    check = standard.gradient(gradient_of("w"), seen, truth, truth)
+    assert check.passed == passes and check.proven != passes
 
 
 # ------------------------------------------------------------------------ what adds roundings to FP32 up, in FP64
