@@ -197,6 +197,7 @@ class _Assistant:
         tried = [technique for technique in self.techniques if self._can_try(technique, found[technique])]
         self.result.postponed = self._postponed(tried)
         tried = [technique for technique in tried if technique.name not in self.result.postponed]
+        self.result.is_climbed = False
         alone = [Combination((each,)) for each in tried]
         bases = [self.result.base_of(each) for each in tried]
         wanted = list(dict.fromkeys([Combination(), *bases, *alone]))
@@ -206,6 +207,7 @@ class _Assistant:
             self.rungs.measure([each for each in wanted if self.result.alone.row(each, self.result.mode)], words,
                                self.result.on_others[words])
         climb(self.rungs, tried)
+        self.result.is_climbed = True
 
     def _concluded(self) -> Optimized:
         """With the verdicts on what was measured so far."""

@@ -88,6 +88,7 @@ class Trials:
     alone: Measured = field(default_factory=Measured)
     together: Measured = field(default_factory=Measured)
     ladder: list[Added] = field(default_factory=list)
+    is_climbed: bool = True                            # the ladder has come to its end: no Ctrl-C, no fault on the way
     clashes: dict[str, str] = field(default_factory=dict)              # technique -> on top of which it fails, and why
     postponed: dict[str, str] = field(default_factory=dict)            # technique -> why a hurry leaves it out
     dropped: list[Added] = field(default_factory=list)                 # what gained nothing on a ladder, or beside it

@@ -73,6 +73,8 @@ def _judged(result: Trials, technique: Technique, found: Found) -> Opportunity:
     added = result.added(technique.name)
     on_top = _captured_on_top(result, technique) if technique.launch == "graph" else _on_top(result, technique.name)
     verdict, why = _worth(judgement, gain, None if result.others else on_top)
+    if verdict == "no gain" and not (result.is_climbed or result.others or added) and result.may_gain(technique):
+        verdict, why = "not reached", "what it gains on top of others was not measured"
     if result.others and verdict == "no gain" and added and added.gain and added.gain[1] >= WORTH_IT:
         why = f"in the ladder's rounds it is {ratio(added.gain)} {ON_THE_FIRST}, and was timed on no other"
     if verdict in TO_WRITE and (clash := result.clashes.get(technique.name)):

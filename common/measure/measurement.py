@@ -147,8 +147,8 @@ def _steadily(device: torch.device, work: Work, row: Row, ms: float) -> None:
     """Run what takes `ms` for some three seconds without a pause: energy and machine state of `row`."""
     count = max(3, math.ceil(1e3 * energy.seconds_needed() / ms))
 
-    def repeat() -> None:
-        row.state = under_load(device, work, count)
+    def repeat(times: int) -> None:
+        row.state = under_load(device, work, times)
     row.energy, row.energy_reason = energy.metered(device, repeat, count)
     if not row.state:                                      # there was nothing to meter
         row.state = under_load(device, work, 3)

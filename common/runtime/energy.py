@@ -4,6 +4,7 @@ The counter of a data-centre GPU moves every tenth of a second. So energy is cou
 two seconds or more apart, while the same work runs without a pause.
 """
 import itertools
+import math
 import statistics
 import threading
 import time
@@ -19,6 +20,7 @@ SETTLE_SECONDS = 0.2       # before the first: the clocks follow the work, and a
 _WAIT_SECONDS = 0.25       # until the counter has moved, at either end
 _POLL_SECONDS = 0.005
 _AGREE = 0.1               # counter and power readings must not differ by more
+_LONGER = 1.1              # than needed takes a second try, where the first ended too early
 
 
 class NoEnergy(Exception):
@@ -47,10 +49,11 @@ def seconds_needed() -> float:
     return SETTLE_SECONDS + SECONDS + 2 * _WAIT_SECONDS
 
 
-def metered(device: torch.device, work: Callable[[], None], count: int) -> tuple[Energy | None, str]:
-    """(what one of the `count` iterations takes that `work` runs and waits for, why that is not known).
+def metered(device: torch.device, work: Callable[[int], None], count: int) -> tuple[Energy | None, str]:
+    """(what one of the iterations takes, so many of which `work` runs and waits for, why that is not known).
 
-    `work` must run for `seconds_needed`. Where the counter can't be believed it is done once more.
+    `count` of them should take `seconds_needed`. Where the counter can't be believed it is done once more, with as many
+    as take so long by what the first try took.
     """
     reason = ""
     with machine.power_meter(device) as meter:
@@ -59,12 +62,13 @@ def metered(device: torch.device, work: Callable[[], None], count: int) -> tuple
         for _ in range(2):
             with _Watch(meter) as watch:
                 began = time.perf_counter()
-                work()
+                work(count)
                 ended = time.perf_counter()
             try:
                 return energy_of(watch.readings, began, ended, (ended - began) / count, meter.averaged), ""
             except NoEnergy as error:
                 reason = str(error)
+                count = max(count, math.ceil(_LONGER * count * seconds_needed() / (ended - began)))
     return None, reason
 
 
@@ -73,6 +77,8 @@ def energy_of(readings: list[Reading], began: float, ended: float, iteration_sec
 
     `averaged`: a power reading is the mean of the second before it.
     """
+    if ended - began < SETTLE_SECONDS + SECONDS:
+        raise NoEnergy(f"the work took {ended - began:.2g} s, and {seconds_needed():.2g} s are needed")
     moves: list[Reading] = []
     for before, after in itertools.pairwise(readings):
         if after.joules < before.joules:

@@ -4,6 +4,7 @@ What building takes is timed here, as it is and compiled. A person moves it to w
 """
 import functools
 import importlib.util
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -37,7 +38,8 @@ def _found(program: Program, built: Built) -> Found:
     said = [f"create_block_mask evaluates {first['Q_LEN']:,} x {first['KV_LEN']:,} scores in each forward: "
             f"{figures(ms)} ms of {figures(program.iteration_ms)}"]
     if timed.compiled_ms is not None:
-        said.append(f"by torch.compile(create_block_mask) {figures(count * timed.compiled_ms)}")
+        said.append(f"by torch.compile(create_block_mask) {figures(count * timed.compiled_ms)}, "
+                    f"{timed.compiling_s:,.0f} s to compile")
     if timed.why_not_compiled:
         said.append(f"it can't be compiled: {timed.why_not_compiled}")
     if built.different < count:
@@ -54,6 +56,7 @@ class _Timed:
     """Milliseconds of building one mask."""
     ms: float                              # as the model does it
     compiled_ms: float | None = None       # where compiling makes it faster
+    compiling_s: float = 0.0               # what the first compiled call took
     why_not_compiled: str = ""             # what the compiler raised
 
 
@@ -64,16 +67,18 @@ def _timed(program: Program, built: Built) -> _Timed:
         return _Timed(_alone(as_written, device))
     with fresh_dynamo():
         compiled = _iteration(built, torch.compile(flex.create_block_mask))
+        began = time.perf_counter()
         try:
             compiled.run()
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             return _Timed(_alone(as_written, device), why_not_compiled=in_a_line(error))
+        compiling_s = time.perf_counter() - began
         before, after = milliseconds(as_written, compiled, device)
     if built.is_compiled or program.is_compiled:
         return _Timed(median(after))
-    return _Timed(median(before), median(after) if pays(rounds.paired_ratio(before, after)) else None)
+    return _Timed(median(before), median(after) if pays(rounds.paired_ratio(before, after)) else None, compiling_s)
 
 
 def _alone(iteration: Iteration, device: torch.device) -> float:

@@ -53,6 +53,23 @@ def test_a_gain_that_launching_hides_is_seen_captured(studies_in_seconds):
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("captured, is_climbed, verdict", [
+    (1.021, False, "not reached"), (1.019, False, "no gain"), (1.021, True, "no gain")])
+def test_what_may_gain_on_a_ladder_that_was_interrupted_is_undecided(captured, is_climbed, verdict, studies_in_seconds,
+                                                                     monkeypatch):
+    """Launched one by one it gains nothing; captured it is so many times as fast."""
+    monkeypatch.setattr(trials, "WORTH_IT", WORTH_IT)
+    monkeypatch.setattr(verdicts, "WORTH_IT", WORTH_IT)
+    result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=True, inference=True,
+                      techniques=[GRAPH, FIRST, SECOND])
+    result.ladder, result.is_climbed = [], is_climbed
+    timed(result, {"as it is": 10.0, "first": 10.0, "second": 8.0}, {"as it is": 9.0 * captured, "first": 9.0})
+    one = next(each for each in result.opportunities if each.technique == "first")
+    assert one.verdict == verdict
+    assert ("on top of others was not measured" in one.why) == (verdict == "not reached")
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("graph", [None, same("graph", "graph", "the host waits")])
 def test_what_can_not_be_captured_is_ranked_by_its_launches(graph, studies_in_seconds):
     techniques = [each for each in (graph, FIRST, SECOND) if each]

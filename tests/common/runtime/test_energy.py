@@ -139,36 +139,73 @@ def meter(monkeypatch):
     return set_up
 
 
-def working(fake) -> None:
+def working(fake, count: int = 4) -> None:
     fake.used += 1
-    time.sleep(0.08)
+    time.sleep(0.02 * count)
 
 
 @pytest.mark.parametrize("bad, known", [(0, True), (1, True), (2, False)])
 def test_what_can_not_be_believed_is_done_once_more(meter, bad, known):
     fake = meter(FakeMeter(bad))
-    used, reason = energy.metered(GPU, lambda: working(fake), 4)
+    used, reason = energy.metered(GPU, lambda count: working(fake, count), 4)
     assert fake.used == min(bad + 1, 2) and (used is not None) == known
     assert reason == "" if known else "the power readings" in reason
     if used:
         assert used.watts == pytest.approx(300.0, rel=0.2) and used.joules >= 0.9 * used.watts * 0.08 / 4
 
 
+@pytest.mark.parametrize("took, tried", [(2.5, [100]), (2.1, [100, 142]), (1.3, [100, 229])])
+def test_work_that_ended_too_early_runs_longer_the_second_time(took, tried, monkeypatch):
+    """A host that launches slower in some rounds than in others: the iterations were expected to take longer."""
+    now, seen = [0.0], []
+
+    class Watch:
+        def __init__(self, meter):
+            self.readings = []
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.readings = [Reading(0.1 * number, 50.0 * number, 500.0) for number in range(int(10 * now[0]) + 1)]
+
+    @contextlib.contextmanager
+    def power_meter(device):
+        yield FakeMeter()
+
+    def work(count: int) -> None:
+        seen.append(count)
+        now[0] += took / 100 * count
+
+    monkeypatch.setattr(machine, "power_meter", power_meter)
+    monkeypatch.setattr(energy, "_Watch", Watch)
+    monkeypatch.setattr(energy.time, "perf_counter", lambda: now[0])
+    used, reason = energy.metered(GPU, work, 100)
+    assert seen == tried and reason == ""
+    assert used is not None and used.watts == pytest.approx(500.0)
+    assert used.joules == pytest.approx(500.0 * took / 100)
+
+
+def test_work_that_is_too_short_says_so():
+    with pytest.raises(NoEnergy, match=r"the work took 2\.1 s, and 2\.7 s are needed"):
+        energy_of(steady(), BEGAN, BEGAN + 2.1, 0.02, False)
+
+
 def test_without_a_counter_nothing_runs(meter):
     meter(None)
-    assert energy.metered(GPU, lambda: pytest.fail("it ran"), 4) == (None, "no energy counter")
+    assert energy.metered(GPU, lambda count: pytest.fail("it ran"), 4) == (None, "no energy counter")
 
 
 def test_a_counter_that_goes_away_is_no_error(meter, monkeypatch):
     fake = meter(FakeMeter())
     monkeypatch.setattr(fake, "joules", lambda: None)
-    assert energy.metered(GPU, lambda: working(fake), 4) == (None, "the energy counter stood still")
+    assert energy.metered(GPU, lambda count: working(fake, count), 4) == (None, "the energy counter stood still")
 
 
 def test_nobody_watches_once_the_work_is_done_or_has_failed(meter):
     fake = meter(FakeMeter())
     before = threading.active_count()
-    energy.metered(GPU, lambda: working(fake), 4)
+    energy.metered(GPU, lambda count: working(fake, count), 4)
     with pytest.raises(KeyboardInterrupt):
-        energy.metered(GPU, lambda: (_ for _ in ()).throw(KeyboardInterrupt), 4)
+        energy.metered(GPU, lambda count: (_ for _ in ()).throw(KeyboardInterrupt), 4)
     assert threading.active_count() == before
