@@ -63,6 +63,11 @@ class Operand:
         return [dim < lacking or own[dim - lacking] != size for dim, size in enumerate(leading)]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """As it was captured."""
+        return self.node.meta["example_value"].dtype
+
+    @property
     def needs_a_copy(self) -> bool:
         """Whether the numbers of one row lie apart in memory: the fused kernels take only what is dense there."""
         value = self.node.meta.get("example_value")
@@ -125,6 +130,13 @@ class Attention(Region):
     def operands(self) -> tuple[Operand, Operand, Operand]:
         """Queries, keys and values."""
         return self.query, self.key, self.value
+
+    @property
+    def mixes_dtypes(self) -> bool:
+        """Whether the scores are computed in another dtype than the values have: in FP32, say, of a model in 16 bits.
+        The fused functions take one dtype alone.
+        """
+        return len({operand.dtype for operand in self.operands}) > 1
 
     @property
     def merged(self) -> int:

@@ -12,11 +12,29 @@ from benchmarks.assistant.lengths import may_follow_a_length
 from benchmarks.assistant.normal import name_of
 from benchmarks.assistant.operands import grouped, is_a_view, permuted, product, size_of, transposed
 from benchmarks.assistant.technique import NotWritten
+from benchmarks.assistant.words import called
 
 
 def dense(operand: str, needs_a_copy: bool) -> str:
     """An operand, copied where its strides are none that a kernel takes."""
     return f"{grouped(operand)}.contiguous()" if needs_a_copy else operand
+
+
+def in_one_dtype(attention: Attention, words: Sequence[str]) -> list[str]:
+    """Queries, keys and values; the first two are cast where these have another dtype."""
+    query, key, value = words
+    if not attention.mixes_dtypes:
+        return [query, key, value]
+    dtype = f"{value}.dtype" if is_a_view(value) else str(attention.value.dtype)
+    return [*(f"{_uncast(each)}.to({dtype})" for each in (query, key)), value]
+
+
+def _uncast(words: str) -> str:
+    """Without a cast at its end: another one follows."""
+    node = ast.parse(words, mode="eval").body
+    if isinstance(node, ast.Call) and called(node) == "float" and isinstance(node.func, ast.Attribute):
+        words = ast.unparse(node.func.value)
+    return grouped(words)
 
 
 @dataclass(frozen=True)
@@ -62,7 +80,7 @@ class FusedCall:
     def _operands(self) -> list[str]:
         """Queries, keys and values."""
         key = transposed(self.key, len(self.attention.shape))
-        words = self._with_temperatures(), key, self.found.value
+        words = in_one_dtype(self.attention, [self._with_temperatures(), key, self.found.value])
         return [dense(each, operand.needs_a_copy) for each, operand
                 in zip(words, self.attention.operands, strict=True)]
 

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 
 from benchmarks.assistant.attention import Attention
-from benchmarks.assistant.attention_call import FusedCall, dense
+from benchmarks.assistant.attention_call import FusedCall, dense, in_one_dtype
 from benchmarks.assistant.attention_reading import Fill, Scores
 from benchmarks.assistant.attention_statements import StatementReader
 from benchmarks.assistant.graph import place_of
@@ -181,7 +181,7 @@ class _Writer:
         options = [f"scale={product(found.outside if found.test else found.inside)}"]
         if self.all_causal:
             options.insert(0, f"block_mask=causal_blocks({query}.shape[-2], {query}.device)")
-        operands = [query, key, found.value]
+        operands = in_one_dtype(self.attention, [query, key, found.value])
         if self.attention.device.type == "cpu":                # Inductor can't compile it on views of a matmul's output
             operands = [dense(operand, True) for operand in operands]
         given = ", ".join([*operands, self.score_mod, *options])

@@ -38,6 +38,7 @@ ALONE, TOGETHER, PIECES, WRITTEN = "alone", "together", "each as written", "writ
 ITERATIONS = 30                        # a guess: compiling, judging and warming up a rung takes as long as so many
 GRADIENTS = 3                          # recorded of each rung, those nearest to their bounds
 LONG_MS = 20.0                         # an iteration of a large model: each pass of a rung is compiled and judged anew
+MANY_CALLS = 100                       # of torch's functions in its forward: a compiler takes long on a small one, too
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,9 @@ class Rungs:
 
     def _modes_of_rungs(self, phase: str) -> tuple[str, ...]:
         """Those of a rung: of a large model that must be quick, the one that verdicts go by."""
-        is_long = self.result.looked.spending.total_ms > LONG_MS
-        return (self.result.mode,) if self.quick and is_long else self._modes_of(phase)
+        looked = self.result.looked
+        is_large = looked.spending.total_ms > LONG_MS or len(looked.program.trace.calls) > MANY_CALLS
+        return (self.result.mode,) if self.quick and is_large else self._modes_of(phase)
 
     def _estimate(self, rungs: int) -> str:
         """How long measuring them takes, in words."""

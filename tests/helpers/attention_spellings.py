@@ -166,6 +166,31 @@ class InFloat32(Attention):
         return torch.matmul(weights, v)
 
 
+class ScoresInFloat32(Attention):
+    """As GPT-J and GPT-Neo have it."""
+
+    def attend(self, q, k, v):
+        q = q.to(torch.float32)
+        k = k.to(torch.float32)
+        scores = torch.matmul(q, k.transpose(-1, -2)) * self.scale
+        scores = scores + self.minus
+        weights = F.softmax(scores, dim=-1)
+        weights = weights.to(v.dtype)
+        return torch.matmul(weights, v)
+
+
+class ScoresInFloat32AtOnce(Attention):
+    def attend(self, q, k, v):
+        weights = (q.float() @ k.float().mT * self.scale).softmax(-1).type_as(v)
+        return weights @ v
+
+
+class ValuesInFloat32(Attention):
+    def attend(self, q, k, v):
+        weights = torch.softmax(q @ k.mT * self.scale, -1, dtype=torch.float32)
+        return (weights @ v.float()).type_as(q)
+
+
 class GroupedHeads(Attention):
     key_heads = 2
 
@@ -616,7 +641,8 @@ class InScaledGroups(Attention):
 
 RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereBlocked, FilledLikeItsScores,
          FilledWithANewTensor, Unmasked, OtherScale,
-         LocalWindow, Slopes, InFloat32, GroupedHeads, Einsum, EinsumAcross, Batched, InPlace,
+         LocalWindow, Slopes, InFloat32, ScoresInFloat32, ScoresInFloat32AtOnce, ValuesInFloat32,
+         GroupedHeads, Einsum, EinsumAcross, Batched, InPlace,
          ValuesFirst, Pixels, EinsumValuesFirst, LessItsLargest, LessItsMaximum, Alibi,
          Cosine, DividedByATemperature, ShiftedByANumber, KeptFinite, ClampedFromBelow,
          WithItsWeights, WithItsWeightsAtOnce,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.assistant import ladder as ladders
-from benchmarks.assistant import optimize, optimized, spending, trials, verdicts
+from benchmarks.assistant import optimize, optimized, rungs, spending, trials, verdicts
 from benchmarks.assistant.combination import Combination, Measured
 from benchmarks.assistant.optimized import Optimized
 from benchmarks.assistant.payback import pays_after
@@ -307,12 +307,14 @@ def test_what_is_needless_beside_another_is_neither_climbed_nor_written(studies_
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("quick, ms, alone", [(True, 20.1, True), (False, 20.1, False), (True, 19.9, False)])
-def test_in_a_hurry_a_large_model_is_tried_in_the_pass_that_counts_alone(quick, ms, alone, studies_in_seconds,
-                                                                         monkeypatch):
+@pytest.mark.parametrize("quick, ms, many_calls, alone", [
+    (True, 20.1, 1, True), (False, 20.1, 0, False), (True, 19.9, 1, False), (True, 19.9, 0, True)])
+def test_in_a_hurry_a_large_model_is_tried_in_the_pass_that_counts_alone(quick, ms, many_calls, alone,
+                                                                         studies_in_seconds, monkeypatch):
     """The model as it is, and a small one, in both."""
     spent, looking = spending.spending, sys.modules["benchmarks.assistant.look"]   # whose name is also a function's
     monkeypatch.setattr(looking, "spending", lambda *given: replace(spent(*given), total_ms=ms))
+    monkeypatch.setattr(rungs, "MANY_CALLS", many_calls)                           # a linear layer calls one
     same = Technique("same", "", lambda program: [Found(None, "", 1, "it is so")], lambda plan: None)
     result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=quick, rounds=2, techniques=[same])
     rung = Combination((same,))
