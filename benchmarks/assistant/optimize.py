@@ -41,7 +41,7 @@ from common.report.result import Result
 
 QUICK_ROUNDS, ROUNDS = 6, {"cuda": 20, "cpu": 12}
 WARMS_AGAIN = 3                        # times; where a mixture of experts sends one token, its code is compiled for one
-MOST_UNROLLED = 4000                   # operations of loops, a guess: with more a compiler may take minutes
+MOST_UNROLLED = 1500                   # operations of loops: of 1,900 Inductor compiled for minutes on one CPU core
 
 
 class Interrupted(KeyboardInterrupt):
