@@ -32,7 +32,8 @@ SCORE_MOD = "score_mod", "score", "b", "h", "q_idx", "kv_idx"        # and a sco
 NOT_MADE = "the fused call gives no weights, and nothing used them"
 SUPPORTS = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}      # what a model of transformers says
 OF_MASKS = {"ones", "ones_like", "new_ones", "zeros", "zeros_like", "new_zeros", "full", "full_like", "new_full",
-            "arange", "tril", "triu", "bool", "to", "view", "unsqueeze", "expand", "size", "logical_not"}
+            "arange", "tril", "triu", "bool", "to", "view", "unsqueeze", "expand", "size", "logical_not",
+            "tensor", "finfo"}                           # and what they fill in
 COMPILED = "compiled_flex_attention = torch.compile(flex.flex_attention, dynamic=False)"
 CAUSAL_BLOCKS = """@functools.lru_cache(maxsize=8)
 def causal_blocks(length, device):
@@ -149,7 +150,8 @@ class _Writer:
         function = function_node_at(self.file, last.lineno)
         if function is None or any(isinstance(node, (ast.For, ast.While)) for node in ast.walk(function)):
             return []
-        masks = set[str]().union(*(values_named(ast.parse(fill.words)) for fill in found.fills))
+        masks = set[str]().union(*(values_named(ast.parse(words)) for fill in found.fills
+                                   for words in (fill.words, fill.value)))
         dropped: list[ast.stmt] = []
         for place, statement in reversed(list(enumerate(self.reading.kept))):
             target = target_of(statement)

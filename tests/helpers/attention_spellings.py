@@ -87,6 +87,18 @@ class FilledLikeItsScores(Attention):
         return scores.softmax(-1) @ v
 
 
+class FilledWithANamedNumber(Attention):
+    """As GPT-2 and its heirs had it."""
+
+    def attend(self, q, k, v):
+        S = q.size(-2)
+        scores = q @ k.mT * self.scale
+        mask_value = torch.finfo(scores.dtype).min
+        mask_value = torch.tensor(mask_value, dtype=scores.dtype, device=scores.device)
+        scores = torch.where(self.tril[:, :, :S, :S] > 0, scores, mask_value)
+        return scores.softmax(-1) @ v
+
+
 class FilledWithOnesTimesANumber(Attention):
     def attend(self, q, k, v):
         scores = q @ k.mT * self.scale
@@ -640,6 +652,7 @@ class InScaledGroups(Attention):
 
 
 RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereBlocked, FilledLikeItsScores,
+         FilledWithANamedNumber,
          FilledWithANewTensor, Unmasked, OtherScale,
          LocalWindow, Slopes, InFloat32, ScoresInFloat32, ScoresInFloat32AtOnce, ValuesInFloat32,
          GroupedHeads, Einsum, EinsumAcross, Batched, InPlace,

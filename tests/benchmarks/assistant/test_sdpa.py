@@ -72,6 +72,13 @@ def test_its_advice_can_be_pasted(spelling, evaluated, tmp_path):
 
 
 @pytest.mark.integration
+def test_what_fills_a_causal_mask_goes_with_it():
+    program = read(made(spellings.FilledWithANamedNumber), Inputs.of(X))
+    (found,) = sdpa.find(program)
+    assert sdpa.advice(program, found).code == "return F.scaled_dot_product_attention(q, k, v, is_causal=True)"
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("spelling, queries", [
     (spellings.ScoresInFloat32, "q.to(v.dtype), k.to(v.dtype), v, is_causal"),
     (spellings.ScoresInFloat32AtOnce, "q.to(v.dtype), k.to(v.dtype), v)"),
