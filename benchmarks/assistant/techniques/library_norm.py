@@ -74,7 +74,9 @@ def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
 
 def _in_one_call(norm: Norm) -> Advice:
     needed = [norm.x, *_affine(norm)]
-    return in_one_call(norm.nodes, norm.output, needed, lambda words: _call(norm, words))
+    output, x = (node.meta["example_value"].dtype for node in (norm.output, norm.x))
+    cast = "" if output is x else f".to({output})"                         # as T5's, which multiplies by an FP32 tensor
+    return in_one_call(norm.nodes, norm.output, needed, lambda words: _call(norm, words) + cast)
 
 
 def _affine(norm: Norm) -> list[fx.Node]:

@@ -61,6 +61,19 @@ def test_its_advice_can_be_pasted(spelling, technique, tmp_path):
         assert not technique.find(read(other, Inputs.of(X))), advice.code
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("spelling, cast", [(spellings.RMSNormOfT5, True), (spellings.RMSNormByPowers, False)])
+def test_in_16_bits_what_it_gives_keeps_its_dtype(spelling, cast, tmp_path):
+    model, x = made(spelling).bfloat16(), X.bfloat16()
+    program = read(model, Inputs.of(x))
+    (found,) = library_norm.TECHNIQUE.find(program)
+    advice = library_norm.advice(program, found)
+    assert advice.code.endswith(".to(torch.float32)") == cast
+    other = made(getattr(pasted(advice, spellings, tmp_path / "pasted.py"), spelling.__name__)).bfloat16()
+    judgement = validate(other, model, (x,))
+    assert judgement.passed and judgement.outputs_proven, f"{advice.code}\n{judgement}"
+
+
 def not_written(program, found):
     raise NotWritten("its norm is used more than once")
 
