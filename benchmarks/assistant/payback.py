@@ -26,4 +26,4 @@ def _paid_back(result: Trials, measured: Measured, compiled: Combination, before
     if not (alone and alone.compilation and ms and gain):
         return ""
     ratio, low, high = gain
-    return alone.compilation.won_back(high < 1, low > 1, ms - ms / ratio)
+    return alone.compilation.won_back(ms - ms / ratio, is_slower=high < 1, is_faster=low > 1)

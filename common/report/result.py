@@ -82,9 +82,10 @@ class Compilation:
             return "n/a: too few samples"
         is_slower = compiled.quantile(0.2) > max(self.uncompiled)
         is_faster = compiled.quantile(0.8) < min(self.uncompiled)
-        return self.won_back(is_slower, is_faster, statistics.median(self.uncompiled) - compiled.median)
+        saved = statistics.median(self.uncompiled) - compiled.median
+        return self.won_back(saved, is_slower=is_slower, is_faster=is_faster)
 
-    def won_back(self, is_slower: bool, is_faster: bool, ms: float) -> str:
+    def won_back(self, ms: float, *, is_slower: bool, is_faster: bool) -> str:
         """After how many calls that each save `ms` milliseconds, in words; neither slower nor faster: noise."""
         if is_slower:
             return "never: it is not faster here"
