@@ -25,7 +25,7 @@ def in_one_dtype(attention: Attention, words: Sequence[str]) -> list[str]:
     query, key, value = words
     if not attention.mixes_dtypes:
         return [query, key, value]
-    dtype = f"{value}.dtype" if is_a_view(value) else str(attention.value.dtype)
+    dtype = f"{grouped(value)}.dtype" if is_a_view(value) else str(attention.value.dtype)
     return [*(f"{_uncast(each)}.to({dtype})" for each in (query, key)), value]
 
 
