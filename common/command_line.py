@@ -175,8 +175,7 @@ def hush() -> None:
                     "Relying on pointer-based detection of packed q/k/v layouts",           # 2.9 has no other way
                     "TensorFloat32 tensor cores for float32 matrix multiplication available",       # it is measured
                     "Synchronization debug mode is a prototype",
-                    "Warning: Profiler clears events at the end of each cycle",     # a run has one
-                    r"flex_attention called without torch\.compile",       # what it means is asked of it uncompiled
+                    "Warning: Profiler clears events at the end of each cycle",     # each profile is of one
                     r"Using `torch\.compile\(module\)` when there are global hooks",       # while it is read
                     "Dynamo detected a call to a `functools.lru_cache`-wrapped function",   # in a library, mostly
                     r"Error detected in \w+Backward",       # while a compiler traces it: what fails is raised, too

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from benchmarks.assistant import einsum
-from benchmarks.assistant.graph import Captured, Region, Unknown, args_of, place_of, shape_of
+from benchmarks.assistant.graph import Captured, Region, Unknown, args_of, dtype_of, place_of, shape_of
 from benchmarks.assistant.normal import name_of
 from benchmarks.assistant.source import Place
 from benchmarks.measure.calls import BLOCKING
@@ -61,11 +61,6 @@ class Operand:
         own = self.shape[:-2]
         lacking = len(leading) - len(own)
         return [dim < lacking or own[dim - lacking] != size for dim, size in enumerate(leading)]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """As it was captured."""
-        return self.node.meta["example_value"].dtype
 
     @property
     def needs_a_copy(self) -> bool:
@@ -136,7 +131,7 @@ class Attention(Region):
         """Whether the scores are computed in another dtype than the values have: in FP32, say, of a model in 16 bits.
         The fused functions take one dtype alone.
         """
-        return len({operand.dtype for operand in self.operands}) > 1
+        return len({dtype_of(operand.node) for operand in self.operands}) > 1
 
     @property
     def merged(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.assistant import einsum
 from benchmarks.assistant.attention import Attention, missing_dimensions
 from benchmarks.assistant.attention_reading import Scores
-from benchmarks.assistant.graph import args_of, shape_of
+from benchmarks.assistant.graph import args_of, dtype_of, shape_of
 from benchmarks.assistant.lengths import may_follow_a_length
 from benchmarks.assistant.normal import name_of
 from benchmarks.assistant.operands import grouped, is_a_view, permuted, product, size_of, transposed
@@ -25,7 +25,7 @@ def in_one_dtype(attention: Attention, words: Sequence[str]) -> list[str]:
     query, key, value = words
     if not attention.mixes_dtypes:
         return [query, key, value]
-    dtype = f"{grouped(value)}.dtype" if is_a_view(value) else str(attention.value.dtype)
+    dtype = f"{grouped(value)}.dtype" if is_a_view(value) else str(dtype_of(attention.value.node))
     return [*(f"{_uncast(each)}.to({dtype})" for each in (query, key)), value]
 
 

@@ -52,7 +52,8 @@ def _rewrite(attention: Attention, call: Call) -> list[Assumed]:
             function = torch.mul if power > 0 else torch.div
             operands[0] = nodes.call_function(function, (operands[0], tensor))
         if attention.mixes_dtypes:
-            operands = [*(nodes.call_method("type_as", (t, operands[2])) for t in operands[:2]), operands[2]]
+            query, key, value = operands
+            operands = [nodes.call_method("type_as", (t, value)) for t in (query, key)] + [value]
         if attention.is_viewed:
             operands = [_split_operand(t, operand.shape, attention.leading, nodes)
                         for t, operand in zip(operands, attention.operands, strict=True)]

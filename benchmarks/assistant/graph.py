@@ -126,6 +126,11 @@ def shape_of(node: Any) -> tuple[int, ...]:
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
+def dtype_of(node: fx.Node) -> torch.dtype:
+    """Of the tensor that a node gives."""
+    return node.meta["example_value"].dtype
+
+
 def given_to(module: fx.GraphModule, constant: set[int]) -> dict[fx.Node, Tensor]:
     """Placeholder -> the buffer that it stands for. Dynamo knows that while it calls its backend, and not later."""
     given = {}

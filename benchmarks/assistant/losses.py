@@ -21,6 +21,7 @@ from benchmarks.assistant.graph import (
     args_of,
     argument,
     between,
+    dtype_of,
     refuse_mixed_gradients,
     regions,
     shape_of,
@@ -138,11 +139,6 @@ def loss_at(node: fx.Node, graph: Captured) -> CrossEntropy | None:
     refuse_mixed_gradients(graph, nodes)
     nodes = tuple(node for node in graph.nodes if node in {*nodes, *pick.of_index})
     return CrossEntropy(graph, nodes, logits, pick.index, output, reduction, is_negative, dtype_of(output))
-
-
-def dtype_of(node: fx.Node) -> torch.dtype:
-    """Of the tensor that a node gives."""
-    return node.meta["example_value"].dtype
 
 
 # ------------------------------------------------------------------------------------------------ the target's entries

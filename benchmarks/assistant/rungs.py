@@ -38,7 +38,7 @@ ALONE, TOGETHER, PIECES, WRITTEN = "alone", "together", "each as written", "writ
 ITERATIONS = 30                        # a guess: compiling, judging and warming up a rung takes as long as so many
 GRADIENTS = 3                          # recorded of each rung, those nearest to their bounds
 LONG_MS = 20.0                         # an iteration of a large model: each pass of a rung is compiled and judged anew
-MANY_CALLS = 100                       # of torch's functions in its forward: a compiler takes long on a small one, too
+MANY_CALLS = 100                       # of torch functions in a forward: compiling as many takes long, however small
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A caller's modules stay as they were, whatever a check does with them; dropout is off while they are compared."""
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -168,7 +169,15 @@ def uncompiled_meanwhile(call: Callable) -> contextlib.AbstractContextManager:
     """
     if compiler.holds_compiled(call) and not any(map(compiler.is_compiled, modules_of(call))):
         return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    return _uncompiled()
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Nothing is compiled; torch does not warn that a FlexAttention is not, which the model compiles."""
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"flex_attention called without torch\.compile")
+        yield
 
 
 def uncompiled_in_fp64(call: Callable, dtype: torch.dtype) -> contextlib.AbstractContextManager:

@@ -20,7 +20,7 @@ SETTLE_SECONDS = 0.2       # before the first: the clocks follow the work, and a
 _WAIT_SECONDS = 0.25       # until the counter has moved, at either end
 _POLL_SECONDS = 0.005
 _AGREE = 0.1               # counter and power readings must not differ by more
-_LONGER = 1.1              # than needed takes a second try, where the first ended too early
+_MARGIN = 1.1              # of a second try: it is to take so many times the seconds that are needed
 
 
 class NoEnergy(Exception):
@@ -68,7 +68,7 @@ def metered(device: torch.device, work: Callable[[int], None], count: int) -> tu
                 return energy_of(watch.readings, began, ended, (ended - began) / count, meter.averaged), ""
             except NoEnergy as error:
                 reason = str(error)
-                count = max(count, math.ceil(_LONGER * count * seconds_needed() / (ended - began)))
+                count = max(count, math.ceil(_MARGIN * count * seconds_needed() / (ended - began)))
     return None, reason
 
 

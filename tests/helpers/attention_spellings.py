@@ -652,8 +652,7 @@ class InScaledGroups(Attention):
 
 
 RIGHT = (StepZero, NanoGPT, AddedMask, MaskedBeforeItIsScaled, PreScaled, WhereBlocked, FilledLikeItsScores,
-         FilledWithANamedNumber,
-         FilledWithANewTensor, Unmasked, OtherScale,
+         FilledWithANamedNumber, FilledWithANewTensor, Unmasked, OtherScale,
          LocalWindow, Slopes, InFloat32, ScoresInFloat32, ScoresInFloat32AtOnce, ValuesInFloat32,
          GroupedHeads, Einsum, EinsumAcross, Batched, InPlace,
          ValuesFirst, Pixels, EinsumValuesFirst, LessItsLargest, LessItsMaximum, Alibi,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from benchmarks.assistant.graph import Captured, Refused, place_of, shape_of
+from benchmarks.assistant.graph import Captured, Refused, dtype_of, place_of, shape_of
 from benchmarks.assistant.installed import modules_around, replacing
 from benchmarks.assistant.norms import Norm, norm_at, roots
 from benchmarks.assistant.one_call import in_one_call
@@ -74,8 +74,8 @@ def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
 
 def _in_one_call(norm: Norm) -> Advice:
     needed = [norm.x, *_affine(norm)]
-    output, x = (node.meta["example_value"].dtype for node in (norm.output, norm.x))
-    cast = "" if output is x else f".to({output})"                         # as T5's, which multiplies by an FP32 tensor
+    gives = dtype_of(norm.output)                          # FP32, where x in 16 bits is multiplied by an FP32 tensor
+    cast = "" if gives is dtype_of(norm.x) else f".to({gives})"
     return in_one_call(norm.nodes, norm.output, needed, lambda words: _call(norm, words) + cast)
 
 

@@ -8,6 +8,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.assistant import optimize
+from benchmarks.assistant.optimize import Interrupted
+from benchmarks.assistant.technique import Found, Technique
 from benchmarks.assistant.techniques import fused_qkv
 from common.measure.session import Session
 from common.signals import Terminated
@@ -123,6 +125,26 @@ def test_what_ctrl_c_did_not_let_be_timed_was_not_reached(assistant, monkeypatch
     assert status == 130, err
     for technique in ("autocast", "compile"):
         assert re.search(rf"^{technique} +the call .* not reached$", out, re.MULTILINE), out
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("by, is_climbed", [(KeyboardInterrupt(), False), (ValueError("a fault"), False), (None, True)])
+def test_a_ladder_that_did_not_come_to_its_end_is_known(by, is_climbed, studies_in_seconds, monkeypatch):
+    """What may gain on it is undecided then."""
+    measure = Session.measure
+
+    def measured(self, group, keep=False):
+        if by and group.cases[0].variant["measured"] == "together":
+            raise by
+        measure(self, group, keep)
+    monkeypatch.setattr(Session, "measure", measured)
+    same = [Technique(name, "", lambda program: [Found(None, "", 1, "it is so")], lambda plan: None) for name in "ab"]
+    try:
+        result = optimize(nn.Linear(6, 6), (torch.randn(2, 6),), quick=True, techniques=same)
+    except Interrupted as ended:
+        result = ended.result
+    assert result.is_climbed == is_climbed
+    assert bool(result.ladder) == is_climbed and bool(result.faults) == isinstance(by, ValueError)
 
 
 @pytest.mark.integration

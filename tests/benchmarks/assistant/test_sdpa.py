@@ -79,12 +79,12 @@ def test_what_fills_a_causal_mask_goes_with_it():
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("spelling, queries", [
+@pytest.mark.parametrize("spelling, operands", [
     (spellings.ScoresInFloat32, "q.to(v.dtype), k.to(v.dtype), v, is_causal"),
     (spellings.ScoresInFloat32AtOnce, "q.to(v.dtype), k.to(v.dtype), v)"),
     (spellings.ValuesInFloat32, "q.to(torch.float32), k.to(torch.float32), v.float())"),
     (spellings.InFloat32, "q, k, v, is_causal"), (spellings.NanoGPT, "q, k, v, is_causal")])
-def test_a_model_in_16_bits_may_compute_scores_or_values_in_float32(spelling, queries, tmp_path):
+def test_a_model_in_16_bits_may_compute_scores_or_values_in_float32(spelling, operands, tmp_path):
     """The function takes one dtype alone."""
     x, model = X.bfloat16(), made(spelling).bfloat16()
     program = read(model, Inputs.of(x))
@@ -92,7 +92,7 @@ def test_a_model_in_16_bits_may_compute_scores_or_values_in_float32(spelling, qu
     judgement = validate(Rung(model, [sdpa.TECHNIQUE]), model, (x,))
     assert judgement.passed and judgement.outputs_proven, judgement
     advice = sdpa.advice(program, found)
-    assert queries in advice.code
+    assert operands in advice.code
     other = made(getattr(pasted(advice, spellings, tmp_path / "pasted.py"), spelling.__name__)).bfloat16()
     judgement = validate(other, model, (x,))
     assert judgement.passed and judgement.outputs_proven, f"{advice.code}\n{judgement}"

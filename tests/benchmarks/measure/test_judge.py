@@ -2,6 +2,7 @@
 import copy
 import itertools
 import threading
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from benchmarks.measure.bounds import DRAWS_OTHERS, NOT_TWICE, Standard
 from benchmarks.measure.calls import Inputs, Step, are_looked_up, meanwhile_off_by_a_rounding, tables_of
 from benchmarks.measure.checks import CHANNELS_LAST, Check, Judgement
 from benchmarks.measure.judge import Judge, validate
+from benchmarks.measure.keeping import uncompiled_meanwhile
 from benchmarks.measure.names import buffer, gradient_of, output
 from benchmarks.measure.observing import Observation, RoundedAnew, Work, exact_in
 from benchmarks.measure.truth import CONTRADICTS, Truth, further_in_all
@@ -1279,6 +1281,19 @@ def test_a_compiled_function_that_both_call_does_not_hide_what_they_mean(factor,
     judgement = validate(CallsACompiledFunction(factor), CallsACompiledFunction(), tensor(32, 16))
     assert judgement.truth.startswith("FP64") and "no oracle" not in judgement.truth
     assert judgement.passed == passes, judgement
+
+
+@pytest.mark.unit
+def test_what_runs_uncompiled_for_its_meaning_alone_is_not_warned_of():
+    """Where a model leaves FlexAttention uncompiled, torch says so to its author."""
+    flex = "flex_attention called without torch.compile() - this will use an unfused implementation"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with uncompiled_meanwhile(nn.Linear(2, 2)):
+            warnings.warn(flex, stacklevel=1)
+            warnings.warn("something else", stacklevel=1)
+        warnings.warn(flex, stacklevel=1)
+    assert [str(each.message) for each in said] == ["something else", flex]
 
 
 @pytest.mark.unit
